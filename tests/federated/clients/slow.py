@@ -34,7 +34,7 @@ class SlowLine:
     def close(self) -> None:
         pass
 
-    def heed(self, stopping: threading.Event) -> None:
+    def cancel_on(self, stopping: threading.Event) -> None:
         pass
 
 

@@ -50,13 +50,13 @@ def rounds(folder: Path) -> list[str]:
 def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
     folder = ClientStore(tmp_path, "a", "run")
     for round in (1, 2):
-        folder.begin(round)
+        folder.start(round)
     finish(FinishedUpdates(tmp_path), fit_order(1, 4, 0))  # as another process does, which writes nothing else
     again = ClientStore(tmp_path, "a", "run")
     held = [Held(client="a", round=1, finished=True), Held(client="a", round=2, finished=False)]
     assert folder.held() == again.held() == held
-    again.ended(2)
-    again.begin(3)
+    again.end(2)
+    again.start(3)
     assert [one.round for one in ClientStore(tmp_path, "a", "run").held()] == [1, 3]
 
 
@@ -85,10 +85,10 @@ def test_a_round_that_was_forgotten_half_way_is_forgotten_at_the_next_start(
         with pytest.raises(Killed):
             finished.drop(1)
     assert finished.rounds() == [2]
-    finished.take(2, "s")
-    finished.committed(1, "s")
+    finished.accept(2, "s")
+    finished.commit(1, "s")
     assert finished.rounds() == [2], "the server has it, and may ask for it again"
-    finished.committed(2, "s")
+    finished.commit(2, "s")
     ClientStore(tmp_path, "a", "run")
     assert not [name for name in rounds(tmp_path) if not name.startswith(".")]
 
@@ -103,20 +103,20 @@ def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_ki
     for number, lane in enumerate((0, 1, 0), 1):
         finish(folder.finished, fit_order(number, 4, 0, lane=lane), left=float(number))
     for number in (1, 2):
-        folder.finished.take(number, "s")
-    assert not folder.finished.is_taken(3)
+        folder.finished.accept(number, "s")
+    assert not folder.finished.is_accepted(3)
     owner = Path if step in ("rename", "write_text") else atomic_replace
     with monkeypatch.context() as patched:
         patched.setattr(owner, step, killed_at(at, getattr(owner, step)))
         try:
-            folder.finished.take(3, "s")
+            folder.finished.accept(3, "s")
         except Killed:
             pass
     again = ClientStore(tmp_path, "a", "run").finished
-    if not again.is_taken(3):  # it is sent again, and the server says again that it has it
-        again.take(3, "s")
+    if not again.is_accepted(3):  # it is sent again, and the server says again that it has it
+        again.accept(3, "s")
     assert [again.residuals(lane).load(4)["model/w"].item() for lane in (0, 1)] == [3.0, 2.0]
-    again.take(3, "s")
+    again.accept(3, "s")
     assert again.residuals(0).load(4)["model/w"].item() == 3.0
 
 
@@ -124,16 +124,16 @@ def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path
     finished = ClientStore(tmp_path, "a", "run").finished
     for number in (1, 2):
         finish(finished, fit_order(number, 4, 0), left=float(number))
-        finished.take(number, "s")
-        assert finished.committed(number - 1, "s") == []
-    assert finished.committed(2, "another") == [2], "the server may have lost it since"
+        finished.accept(number, "s")
+        assert finished.commit(number - 1, "s") == []
+    assert finished.commit(2, "another") == [2], "the server may have lost it since"
     assert finished.rounds() == [2]
     assert finished.residuals(0).load(3)["model/w"].item() == 2.0
     assert finished.residuals(0).load(2)["model/w"].item() == 1.0, "what it adds itself, were it made again"
     finished.drop(2)
     assert finished.residuals(0).load(3)["model/w"].item() == 1.0
     finish(finished, fit_order(2, 4, 0), left=5.0)
-    finished.take(2, "another")
-    assert finished.committed(2, "another") == []
+    finished.accept(2, "another")
+    assert finished.commit(2, "another") == []
     assert finished.residuals(0).load(3)["model/w"].item() == 5.0
     assert [path.name for path in finished.residuals(0).folder.iterdir()] == ["2"], "what was left before is said"

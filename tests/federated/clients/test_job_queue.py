@@ -58,17 +58,17 @@ class Site:
         self.receipts: dict[Job, Receipt] = {}
         self.lives += 1
         for client, round in [one for one, taken in self.disk.items() if not taken]:
-            self.jobs.left(Job(client, round, cast("Any", None), stage="done", outcome=update(client, round)))
+            self.jobs.restore(Job(client, round, cast("Any", None), stage="done", outcome=update(client, round)))
 
     def acts(self) -> list[Callable[[], None]]:
         """What may happen here now."""
         found: list[Callable[[], None]] = [self.beat]
         if self.ask is None:
-            found.append(self.to_ask)
+            found.append(self.next_request)
         elif self.ask[1] in self.world.answers:
             found += [self.answered, self.answered, self.answered, self.answer_lost]
         found += [
-            lambda job=job: self.jobs.ready(job, cast("Any", None)) for job in self.all() if job.stage == "coming"
+            lambda job=job: self.jobs.ready(job, cast("Any", None)) for job in self.all() if job.stage == "fetching"
         ]  # type: ignore[misc]
         if len(self.training) < self.slots:
             found.append(self.begin)
@@ -101,12 +101,12 @@ class Site:
         )  # fmt: skip
         self.session = session if isinstance(plan, ev.SessionGranted) else ""
 
-    def to_ask(self) -> None:
+    def next_request(self) -> None:
         if not self.session:
             self.join()
-        number = self.jobs.to_ask(self.overlap, self.clients, 8) if self.session else None
+        number = self.jobs.next_request(self.overlap, self.clients, 8) if self.session else None
         if number is not None:
-            doing = self.jobs.asking()
+            doing = self.jobs.doing_for_request()
             self.ask = (number, self.world.ask(ev.Asked, session=self.session, wait=20.0, doing=doing))
 
     def answered(self) -> None:
@@ -147,11 +147,11 @@ class Site:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        job = self.jobs.to_train()
+        job = self.jobs.next_to_train()
         if job is None:
             return
         if job.cancelled:
-            self.jobs.over(job)
+            self.jobs.finish(job)
             return
         assert all(other.client != job.client for other in self.training), "a client is trained by one at a time"
         before = list(range(1, job.round))
@@ -178,7 +178,7 @@ class Site:
     # -- telling -------------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
-        if (job := self.jobs.to_tell()) is not None:
+        if (job := self.jobs.next_to_report()) is not None:
             self.telling.append(job)
 
     def send(self, job: Job) -> None:
@@ -203,7 +203,7 @@ class Site:
             for one in [one for one, taken in self.disk.items() if taken and one[1] <= receipt.committed]:
                 del self.disk[one]
         self.telling.remove(job)
-        self.jobs.over(job)
+        self.jobs.finish(job)
 
 
 def update(client: str, round: int) -> Update:
@@ -258,12 +258,12 @@ def test_an_ask_that_is_sent_again_is_answered_anew() -> None:
         given = Fit(run="run", client="0", round=1, steps=1, clock=0, base="b", weights=MANIFEST)
         return Job.of(given, cast("Any", None))
 
-    first = jobs.to_ask(0, ("0",), 8)
+    first = jobs.next_request(0, ("0",), 8)
     assert first is not None
-    jobs.asking()
+    jobs.doing_for_request()
     job = order()
     assert jobs.add(job, first)
-    jobs.over(job)
+    jobs.finish(job)
     assert not jobs.add(order(), first), "it may have been on its way"
-    jobs.asking()
+    jobs.doing_for_request()
     assert jobs.add(order(), first)

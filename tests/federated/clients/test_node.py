@@ -445,7 +445,7 @@ class Away:
             raise LinkError("nobody answers at 10.0.0.1:8080")
         return self.link.send(message)
 
-    def heed(self, stopping: threading.Event) -> None:
+    def cancel_on(self, stopping: threading.Event) -> None:
         pass
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ def run(
 
 
 def seen_by(held: WeightsReplica, chain: DeltaChain) -> dict[str, torch.Tensor]:
-    found = {key: encoded.parts[""].clone() for key, encoded in held.take(chain.weights, chain.changes).items()}
+    found = {key: encoded.parts[""].clone() for key, encoded in held.fetch(chain.weights, chain.changes).items()}
     held.tidy()
     return found
 
@@ -93,13 +93,13 @@ def test_only_changes_travel_to_a_node_with_the_base_and_their_bytes_are_few() -
     chain = extend_chain(None, written(weights, store), Int8(), 4, store)
     remote = Counting(store)
     node = WeightsReplica(MemoryStore(), remote)
-    node.take(chain.weights, chain.changes)
+    node.fetch(chain.weights, chain.changes)
     assert remote.asked == list(chain.weights.blobs)
     for number in range(3):
         weights = moved(weights, number)
         chain = extend_chain(chain, written(weights, store), Int8(), 4, store)
         remote.asked.clear()
-        node.take(chain.weights, chain.changes)
+        node.fetch(chain.weights, chain.changes)
         assert remote.asked == list(chain.changes[-1].blobs)
         said = chain.changes[-1].size + len(chain.changes[-1].to_json())
         assert said <= 0.27 * sum(w.numel() * 4 for w in weights.values())
@@ -189,10 +189,10 @@ def test_changes_of_other_tensors_are_refused() -> None:
     seen_by(node, chains[0])
     strange = write_blobs({"model/other": torch.randn(3)}, store, kind="delta", base=chains[0].weights.digest)
     with pytest.raises(BlobError, match="model/other"):
-        node.take(chains[1].weights, (strange,))
+        node.fetch(chains[1].weights, (strange,))
     shape = write_blobs({"model/a.bias": torch.randn(3)}, store, kind="delta", base=chains[0].weights.digest)
     with pytest.raises(BlobError, match=r"model/a\.bias"):
-        node.take(chains[1].weights, (shape,))
+        node.fetch(chains[1].weights, (shape,))
 
 
 def test_nothing_is_said_where_nothing_has_changed_and_all_where_shapes_have() -> None:

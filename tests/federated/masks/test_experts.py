@@ -13,15 +13,7 @@ from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.errors import FederatedError
-from arclight.federated.masks.experts import (
-    assign_experts,
-    expert_key,
-    expert_of,
-    merge,
-    select_experts,
-    split,
-    to_global,
-)
+from arclight.federated.masks.experts import ExpertParts, assign_experts, expert_key, expert_of, select_experts
 from arclight.federated.masks.settings import Experts, Masks
 from arclight.federated.masks.transfer_mask import TransferMask
 
@@ -32,19 +24,17 @@ from arclight.federated.masks.transfer_mask import TransferMask
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64]),
     st.lists(st.integers(0, 4), max_size=3),
 )
-def test_taken_apart_and_put_together_experts_are_the_same_bits(
-    count: int, dtype: torch.dtype, rest: list[int]
-) -> None:
+def test_each_expert_is_a_view_of_its_stack(count: int, dtype: torch.dtype, rest: list[int]) -> None:
     w, m = (torch.randn(count, *rest).mul(100).to(dtype) for _ in range(2))
     tensors = {"model/b.experts.w1": w, "exp_avg/b.experts.w1": m, "model/norm": torch.randn(3)}
-    parts = dict(split(tensors.items(), [key for key in tensors if "experts" in key]))
-    assert set(parts) == {
-        "model/norm",
-        *(expert_key(key, n) for key in tensors if "experts" in key for n in range(count)),
-    }
-    again = merge(parts)
-    assert again.keys() == tensors.keys()
-    assert all(torch.equal(again[key], tensors[key]) and again[key].dtype == tensors[key].dtype for key in tensors)
+    parts = ExpertParts(tensors)
+    assert list(parts) == list(tensors)
+    for key in ("model/b.experts.w1", "exp_avg/b.experts.w1"):
+        for number in range(count):
+            assert expert_key(key, number) in parts
+            assert torch.equal(parts[expert_key(key, number)], tensors[key][number])
+        with pytest.raises(KeyError):
+            parts[expert_key(key, count)]
 
 
 def test_a_smaller_models_experts_keep_their_numbers() -> None:
@@ -52,30 +42,10 @@ def test_a_smaller_models_experts_keep_their_numbers() -> None:
     numbers = (1, 4, 5)
     local = select_experts(whole, numbers)
     assert all(torch.equal(local[i], whole[n]) for i, n in enumerate(numbers))
-    trained = local + 1
-    parts = to_global(dict(split({"model/e.w": trained, "model/x": whole}.items(), ["model/e.w"])), numbers)
-    assert set(parts) == {"model/x", *(f"model/e.w[{n}]" for n in numbers)}
-    after = merge(parts, {"model/e.w": whole})["model/e.w"]
-    for number in range(6):
-        assert torch.equal(after[number], whole[number] + 1 if number in numbers else whole[number])
-    assert torch.equal(select_experts(after, numbers), trained)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    whole = {"w": torch.zeros(3, 2)}
-    for parts, says in (
-        ({"w[3]": torch.zeros(2)}, r"w\[3\]"),
-        ({"w[0]": torch.zeros(1)}, r"w\[0\]"),
-        ({"w[0]": torch.zeros(2, dtype=torch.float64)}, "float64"),
-    ):
-        with pytest.raises(FederatedError, match=says):
-            merge(parts, whole)
-    with pytest.raises(FederatedError, match="expert 0 is missing"):
-        merge({"w[1]": torch.zeros(2)})
-    with pytest.raises(FederatedError, match="3 experts"):
-        dict(split(whole.items(), ["w"], [3]))
-    with pytest.raises(FederatedError, match="2 experts"):
-        to_global({"w[2]": torch.zeros(2)}, (0, 1))
+    parts = ExpertParts({"model/e.w": local}, numbers)
+    assert all(torch.equal(parts[f"model/e.w[{n}]"], whole[n]) for n in numbers)
+    with pytest.raises(KeyError):
+        parts["model/e.w[0]"]
 
 
 def test_keys_of_experts() -> None:
@@ -133,11 +103,14 @@ def test_each_experts_mean_is_over_the_samples_of_those_that_have_it() -> None:
         model = {"model/e.w": torch.full((4, 2), value), "model/router": torch.full((4,), value)}
         sent = TransferMask(masks=travel.masks, names=travel.names, experts=numbers).up(keys, 1)
         assert sent == [*(f"model/e.w[{n}]" for n in numbers), "model/router"]
-        parts = dict(split(model.items(), ["model/e.w"], numbers))
+        parts = ExpertParts(model)
         contributions.append(Contribution(client=client, weight=samples, tensors={key: parts[key] for key in sent}))
     means = dict(Fold(contributions, "weights"))
     before = {"model/e.w": torch.full((4, 2), -1.0)}
-    after = merge(means, before)
+    after = before | {key: value for key, value in means.items() if expert_of(key) is None}
+    for key, value in means.items():
+        if (found := expert_of(key)) is not None:
+            after[found[0]][found[1]] = value
     assert after["model/e.w"].tolist() == [[2.0, 2.0], [5.0, 5.0], [6.0, 6.0], [-1.0, -1.0]]
     assert after["model/router"].tolist() == [5.0] * 4
 

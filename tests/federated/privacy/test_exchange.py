@@ -90,7 +90,7 @@ class Sum:
         here = self.left
         opening = threading.Thread(target=self._reveal, args=(here,), daemon=True)
         opening.start()
-        self.exchange.open(1, here).take_away("x", sums)
+        self.exchange.open(1, here).remove("x", sums)
         opening.join(30)
         return here, sums
 

@@ -88,7 +88,9 @@ def test_the_sum_is_the_plain_one_with_any_dropouts_above_the_threshold(data: st
         left: set[str] = set()
         for name in sorted(chosen):
             rest = staying - left - {name}
-            if rest and all(sum(h in rest for h in circle.holders(other)) >= circle.needed(other) for other in names):
+            if rest and all(
+                sum(h in rest for h in circle.holders(other)) >= circle.threshold_of(other) for other in names
+            ):
                 left.add(name)
         return left
 
@@ -104,7 +106,7 @@ def test_the_sum_is_the_plain_one_with_any_dropouts_above_the_threshold(data: st
     for key in ("model/a", "model/b"):
         sums = sum(masked[key] for masked in round_.masked.values())
         assert isinstance(sums, torch.Tensor)
-        opened.take_away(key, sums)
+        opened.remove(key, sums)
         assert torch.equal(sums, sum(values[name][key].reshape(-1) for name in here))
 
 
@@ -121,7 +123,7 @@ def test_a_secure_mean_has_the_bits_of_a_fold_of_the_same_scale() -> None:
     round_.mask({name: {"model/x": mine} for name, (mine, _) in made.items()}, set())
     sums = sum(masked["model/x"] for masked in round_.masked.values())
     assert isinstance(sums, torch.Tensor)
-    round_.reveal(set()).take_away("model/x", sums)
+    round_.reveal(set()).remove("model/x", sums)
     scale = Scale(rule="mean", shift=shift, total=12.0)
     plain = merge(scale, [dict(partial([one], {"model/x": scale}))["model/x"] for one in given])
     assert torch.equal(sums, plain)
@@ -150,7 +152,7 @@ def test_below_the_threshold_nothing_is_opened() -> None:
     names = [f"c{k}" for k in range(6)]
     values = values_of(names)
     round_ = Round(names)
-    assert round_.circle.needed("c0") == 5
+    assert round_.circle.threshold_of("c0") == 5
     round_.share(set())
     round_.mask(values, {"c0", "c1"})
     with pytest.raises(FederatedError, match=r"cannot be opened: 4 of c0's circle .* 5 are needed; 2 of 6 dropped out"):

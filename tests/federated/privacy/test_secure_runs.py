@@ -324,7 +324,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
             parts={of: f"{part:x}" for of, part in parts.keys.items()},
         )
         assert told.over
-    restarted().open(1, ["a", "b"]).take_away("model/x", sums)
+    restarted().open(1, ["a", "b"]).remove("model/x", sums)
     assert torch.equal(sums, values["a"] + values["b"])
     path.unlink()
     with pytest.raises(FederatedError, match=r"what opens them is gone: .*secure\.json"):

@@ -1,4 +1,4 @@
-"""``arclight federate``: many sites train one model, all in this process or each where its data are."""
+"""Run a federated recipe in this process, and open its run for `arclight federate serve`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ write a run's report again; each has a --help of its own.
 
 
 def federate(arguments: list[str]) -> None:
-    """Whatever the first word says: one of VERBS, or a recipe to run here."""
+    """Run the verb that the first word names: one of VERBS, or a recipe to run here."""
     if arguments and arguments[0] in VERBS:
         module = importlib.import_module(VERBS[arguments[0]])
         return getattr(module, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
@@ -84,7 +84,10 @@ def run_parser(verb: str, about: str) -> Parser:
 
 
 def with_curves(path: str) -> Path:
-    """The folder of a run that can be shown beside another; one that cannot is told before anything is trained."""
+    """Return the folder of a run with curves.
+
+    Argparse refuses others before anything is trained.
+    """
     if not (Path(path) / "metrics.csv").is_file():
         raise argparse.ArgumentTypeError(
             f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"
@@ -93,7 +96,7 @@ def with_curves(path: str) -> Path:
 
 
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
-    """Server and clients in this process."""
+    """Run server and clients in this process."""
     from arclight.cli.federate.progress import Watched
     from arclight.cli.federate.sites import check_devices, check_division, in_process_node
 
@@ -119,7 +122,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
 
 
 class Worker(threading.Thread):
-    """A thread whose error is not lost."""
+    """Run a function in a thread and keep its error."""
 
     def __init__(self, function: Any) -> None:
         super().__init__(name="arclight-node", daemon=True)
@@ -133,14 +136,14 @@ class Worker(threading.Thread):
             self._error = error
 
     def check(self) -> None:
-        """Raise what went wrong in the thread, if something did."""
+        """Raise the thread's error, if there is one."""
         if self._error is not None:
             raise self._error
 
 
 @contextmanager
 def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
-    """A run that is served until the block ends; what it leaves behind is written afterwards, however it ended."""
+    """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring, client_names
     from arclight.federated.server.server import Server
@@ -181,7 +184,7 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
 
 @contextmanager
 def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
-    """Remove a new run's folder, unless it is ``kept``, if what ends the block comes before the run has begun."""
+    """Remove a new run's folder, unless ``kept``, if an error comes before the run has begun."""
     try:
         yield
     except BaseException:
@@ -193,7 +196,7 @@ def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
 
 @contextmanager
 def resumable(folder: RunFolder) -> Iterator[None]:
-    """What ends a run that has begun says how to go on with it."""
+    """Add to an error how to resume the run."""
     try:
         yield
     except FederatedError as error:
@@ -203,7 +206,7 @@ def resumable(folder: RunFolder) -> Iterator[None]:
 
 
 def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
-    """What the run begins with: the module as a centralised run would begin with it."""
+    """Build the initial weights: the module as a centralised run would begin with it."""
     if measuring is not None:
         return measuring.begin()
     from arclight.cli.run_setup import build_task
@@ -220,7 +223,7 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
 def finish(
     recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, measuring: Measuring | None
 ) -> None:
-    """The last weights as a checkpoint for every other verb, and the report."""
+    """Write the last weights as a checkpoint for every other verb, and the report."""
     from arclight.cli.federate.run_report import federated_report
 
     print(f"\nThe run is in {folder.path}")
@@ -237,7 +240,10 @@ def finish(
 
 
 def kept_by(node: Path) -> str:
-    """What a node's folder is for once the run is over. A file with several names counts once."""
+    """Describe what a node's folder is for once the run is over.
+
+    A file with several names counts once.
+    """
     from arclight.trainer.run.report import size_text
 
     found = (path.stat() for path in node.rglob("*") if path.is_file())
@@ -249,7 +255,7 @@ def kept_by(node: Path) -> str:
 
 
 def failed(folder: RunFolder, options: Namespace, why: str) -> None:
-    """Let the report say how the run ended. One that cannot be written does not hide why."""
+    """Report how the run ended; a failure to write the report does not hide why."""
     from arclight.cli.federate.run_report import federated_report
     from arclight.federated.rounds.history import has_history
 
@@ -261,7 +267,7 @@ def failed(folder: RunFolder, options: Namespace, why: str) -> None:
 
 
 def centralised(recipe: FederatedRecipe) -> Path:
-    """Train the same task without a federation; the run's folder."""
+    """Train the same task without a federation; return the run's folder."""
     from arclight.cli.run_record import Preparation, RunRecord
     from arclight.cli.run_setup import build_task, callbacks, make_trainer
     from arclight.trainer.callbacks import RunReport
@@ -278,7 +284,7 @@ def centralised(recipe: FederatedRecipe) -> Path:
 
 
 def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
-    """A new folder, or the one to go on in."""
+    """Return a new run folder, or the one to resume in."""
     from arclight.trainer import RunFolder
 
     if options.resume is None:
@@ -300,7 +306,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Return True if a run was begun and has not ended: it was killed or interrupted, or is under way."""
+    """Return True if a run was begun and has not ended: killed, interrupted, or under way."""
     from arclight.federated.coordination.journal import JournalError, read
     from arclight.federated.coordination.records import RunEnded, RunOpened
     from arclight.federated.coordination.run_state import StateSaved
@@ -318,7 +324,7 @@ def is_unfinished(folder: RunFolder) -> bool:
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
-    """What nodes call the run, so that none takes it for an older one: its name and when it was first started."""
+    """Name the run for nodes by recipe and start time, so that none takes it for an older one."""
     import json
 
     started = json.loads(folder.environment.read_text(encoding="utf-8"))["started"]
@@ -326,7 +332,7 @@ def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
 
 
 def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
-    """The recipe as nodes are told it."""
+    """Return the recipe as tables, as nodes receive it."""
     import tomllib
 
     from arclight.recipe import write

@@ -1,4 +1,4 @@
-"""``arclight federate flower``: a recipe as an app for Flower, whose SuperLink then knows the sites and starts what runs there."""
+"""Write a recipe as an app that Flower starts: ``arclight federate flower``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write(recipe: FederatedRecipe, options: Namespace) -> None:
 
 
 def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
-    """The server of a recipe, which keeps its run in ``folder``."""
+    """Build the server of a recipe, which keeps its run in ``folder``."""
     from arclight.cli.federate.sites import Measuring, client_names
     from arclight.federated.server.server import Server
     from arclight.trainer import RunFolder
@@ -83,7 +83,7 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
 
 
 def client_of(tables: Mapping[str, Any], name: str) -> Client:
-    """The client ``name`` of a recipe, with what is otherwise at this site."""
+    """Build the client ``name`` of a recipe, with this site's own settings."""
     from arclight.cli.federate.sites import at_site, check_devices, learner_at
     from arclight.federated.clients.client import Client
 

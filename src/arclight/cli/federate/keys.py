@@ -1,4 +1,4 @@
-"""``arclight federate keys``: a certificate for the server, a key for each node."""
+"""Make a certificate for the server and keys for nodes: ``arclight federate keys``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight federate serve|join``: the same run across processes and machines."""
+"""Run a federation across processes and machines: ``arclight federate serve`` and ``join``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def join(arguments: list[str]) -> None:
     )
     ranks = processes(overrides)
     site = Site(options.data, overrides, options.client, ranks)
-    link = Told(
+    link = LoggingLink(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
             patience=min(SAY_AFTER, options.patience), stores=options.blobs,
@@ -111,7 +111,7 @@ def join(arguments: list[str]) -> None:
     )  # fmt: skip
 
     def work() -> Node:
-        """Trained beside this process, which stays free to say that the node lives."""
+        """Train in processes of their own; this one stays free for heartbeats."""
         crew = ProcessExecutor(site.client, ranks=ranks, names=options.client)
         node = Node(link, crew, folder, options.name, patience=options.patience, identity=identity)
         node.run()
@@ -133,7 +133,10 @@ def join(arguments: list[str]) -> None:
 
 
 def processes(overrides: list[str]) -> int:
-    """How many train a client together at this node: as many as it was told devices. Raises UsageError where that is no number."""
+    """Count the processes that train a client together, by ``--trainer.devices``.
+
+    Raises UsageError where that is no number.
+    """
     said = dict(pairwise(overrides)).get("--trainer.devices", "1")
     if not said.isdigit() or int(said) == 0:
         raise UsageError(
@@ -144,7 +147,7 @@ def processes(overrides: list[str]) -> int:
 
 @contextmanager
 def written_down(folder: Path) -> Iterator[None]:
-    """Keep a node's log in its folder, and say on standard error what a person should know."""
+    """Keep a node's log in its folder, and print warnings on standard error."""
     folder.mkdir(parents=True, exist_ok=True)
     kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -163,14 +166,14 @@ def written_down(folder: Path) -> Iterator[None]:
 
 
 class OneLine(logging.Formatter):
-    """A message without where it was raised, which the file has."""
+    """Format a message without its traceback, which the file has."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"arclight: {record.getMessage()}"
 
 
-class Told:
-    """A link that lets the site know the server's recipe, and says in a line what is asked of this node."""
+class LoggingLink:
+    """Wrap a link: hand the server's recipe to the site, and print what is asked of this node."""
 
     def __init__(self, link: Link, site: Site, address: str) -> None:
         self._link, self._site, self._address, self._shown = link, site, address, ""
@@ -181,8 +184,8 @@ class Told:
     def blobs(self) -> BlobStore:
         return self._link.blobs
 
-    def heed(self, stopping: threading.Event) -> None:
-        self._link.heed(stopping)
+    def cancel_on(self, stopping: threading.Event) -> None:
+        self._link.cancel_on(stopping)
 
     def send(self, message: Message) -> Message:
         try:
@@ -217,7 +220,7 @@ class Told:
         self._link.close()
 
     def _show(self, text: str) -> None:
-        """Once, however often it is said."""
+        """Print once, however often it comes."""
         if text != self._shown:
             print(text, flush=True)
             self._shown = text
@@ -277,7 +280,7 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def check_address(options: Namespace) -> None:
-    """Raise UsageError or FederatedError where a server cannot be reached, or not be believed, as it was typed."""
+    """Raise UsageError or FederatedError for an address or trust that cannot work as typed."""
     try:
         parts = urlsplit(options.address)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.path in ("", "/")
@@ -300,14 +303,20 @@ def check_address(options: Namespace) -> None:
 
 
 class Site:
-    """What a node trains clients with: the server's recipe, with what is otherwise here. It goes to worker processes as it is."""
+    """Build a node's learners from the server's recipe and this site's overrides.
+
+    It goes to worker processes as it is.
+    """
 
     def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = (), devices: int = 1) -> None:
         self._data, self._overrides, self._clients, self._devices = data, overrides, tuple(clients), devices
         self._recipe: dict[str, Any] = {}
 
     def take(self, recipe: dict[str, Any]) -> None:
-        """The recipe that the server has sent when the node joined. Raises UsageError where it cannot be used here."""
+        """Take the recipe that the server sent at the join.
+
+        Raises UsageError where it cannot be used here.
+        """
         from arclight.cli.federate.sites import check_division
 
         if recipe == self._recipe:
@@ -324,7 +333,10 @@ class Site:
         return Client(name, learner=partial(self.learner, name))
 
     def learner(self, client: str, folder: Path) -> Learner:
-        """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
+        """Build the learner for a client of the server's recipe.
+
+        Raises UsageError where it cannot be used here.
+        """
         from arclight.cli.federate.sites import learner_at
 
         return learner_at(self._at(client), folder, self._devices)
@@ -351,7 +363,10 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
 
 
 def bound(where: Listening) -> socket.socket:
-    """A socket that listens there. Raises UsageError where that cannot be, before anything of the run is made."""
+    """Bind the socket.
+
+    Raises UsageError where that cannot be, before anything of the run is made.
+    """
     from arclight.federated.transports.http_server import bind
 
     try:
@@ -366,7 +381,10 @@ def bound(where: Listening) -> socket.socket:
 
 
 def listening(options: Namespace) -> Listening:
-    """Where to listen. Raises UsageError for an address that is none, and off this machine for what is missing."""
+    """Read where to listen.
+
+    Raises UsageError for a bad address, and off this machine for what is missing.
+    """
     from arclight.federated.transports.settings import Listening, is_loopback
 
     host, colon, port = options.address.rpartition(":")
@@ -393,7 +411,7 @@ def listening(options: Namespace) -> Listening:
 
 
 def check_means(where: Listening) -> None:
-    """Raise FederatedError for files that a server cannot listen with, MissingExtraError where it cannot listen at all."""
+    """Raise FederatedError for unusable files, MissingExtraError without the extra."""
     for module in ("uvicorn", "httptools", "starlette"):
         require(module, extra="federated")
     if where.certificate is not None and where.private_key is not None:
@@ -407,7 +425,10 @@ def check_means(where: Listening) -> None:
 
 
 def reached_at(address: str, where: Listening) -> str:
-    """The address for others: of a server that listens at every one, that with a name which its certificate has."""
+    """Return the address for others.
+
+    Of a server that listens everywhere, with its certificate's name.
+    """
     if where.host not in _EVERYWHERE or where.certificate is None:
         return address
     from arclight.federated.transports.settings import is_loopback

@@ -1,4 +1,4 @@
-"""A federated run as it goes on, for a person at a terminal or whoever reads a log later: a line for each round."""
+"""Show a federated run as it goes on, at a terminal or in a log: a line for each round."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Open:
 
 
 class Progress:
-    """Prints what a `Server` tells (`told`) and what nodes say while they work (`beat`). Use as a context.
+    """Print what a `Server` tells (`told`) and nodes' heartbeats (`beat`). Use as a context.
 
     A terminal has one line that moves, with every client's steps; everything else is said once, and then stands.
     """
@@ -79,14 +79,14 @@ class Progress:
     # -- what is heard -------------------------------------------------------------------------------------------------
 
     def take_up(self, rounds: Iterable[RoundState]) -> None:
-        """Rounds that were under way when the run was taken up again."""
+        """Show rounds that were under way when the run was resumed."""
         with self._lock:
             for one in rounds:
                 here = self._begin(one.round, one.drawn, one.steps)
                 here.arrived = {**one.accepted, **here.arrived}
 
     def told(self, what: Any) -> None:
-        """A record of the journal or a command of the coordinator."""
+        """Show a record of the journal or a command of the coordinator."""
         with self._lock:
             if isinstance(what, r.ClientFailed):
                 self._failed.setdefault((what.round, what.message), []).append(what.client)
@@ -136,7 +136,7 @@ class Progress:
                         here.losses[one.client] = one.loss
 
     def say(self, text: str) -> None:
-        """A line that stands."""
+        """Print a line that stays."""
         with self._lock:
             self._say(text)
             self._draw()
@@ -144,7 +144,7 @@ class Progress:
     # -- what is printed -----------------------------------------------------------------------------------------------
 
     def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _Open:
-        """A round, or one that is asked for once more: what has arrived stays."""
+        """Start a round, or one that is asked for once more: what has arrived stays."""
         here = self._open.setdefault(number, _Open(number, {}, steps, self._clock()))
         here.clients = dict.fromkeys(clients)
         return here
@@ -175,7 +175,7 @@ class Progress:
         self._said = self._clock()
 
     def _status(self) -> str:
-        """Who is at work, and who is waited for."""
+        """Describe who is at work, and who is waited for."""
         if not self._open:
             return self._waiting
         first, *later = (self._open[number] for number in sorted(self._open))
@@ -187,7 +187,7 @@ class Progress:
         return f"round {here.number}/{self._rounds}  {waited}"
 
     def _ahead(self, here: _Open) -> str:
-        """A round while an older one is under way; nothing of one that nobody has begun."""
+        """Describe a round while an older one is under way; empty for one that nobody has begun."""
         arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
         begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
         parts = [*arrived, *([_named([self._whereabouts(here, client) for client in begun])] if begun else [])]
@@ -195,7 +195,7 @@ class Progress:
 
     @staticmethod
     def _whereabouts(here: _Open, client: str) -> str:
-        """A client, and how far it is where it has begun."""
+        """Describe a client, and its progress once it has begun."""
         done, loss = here.done.get(client, 0), here.losses.get(client)
         begun = f" at {done} of {here.steps}" if done else ""
         return client + begun + (f" (loss {loss:.3f})" if begun and loss is not None else "")
@@ -235,7 +235,7 @@ def _columns() -> int:
 
 
 class Watched:
-    """A server whose nodes' beats are seen on their way."""
+    """Wrap a server so that nodes' heartbeats are seen on their way."""
 
     def __init__(self, server: ServerApi, progress: Progress) -> None:
         self._server, self._progress, self.blobs = server, progress, server.blobs

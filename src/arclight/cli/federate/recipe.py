@@ -1,4 +1,7 @@
-"""What a recipe for a federated run may say: what a training run may, who takes part, and who has which data."""
+"""Define the recipe of a federated run.
+
+A training run's settings, who takes part, who has which data.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ _AT_CLIENTS = "each client would do it for itself, and rounds go on until there 
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedRecipe(Recipe):
-    """One federated run, completely described: the same on the server, on every node, and in a single process."""
+    """One federated run, completely described.
+
+    The same on the server, on every node, in one process.
+    """
 
     federation: Federation = field(default_factory=Federation)
     """Federated training: clients, rounds, strategy, exchange."""
@@ -54,16 +60,19 @@ class FederatedRecipe(Recipe):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that schedules go by, from the first round to the last."""
+        """Count the optimizer steps that schedules go by, from the first round to the last."""
         rounds = self.federation.rounds * self.federation.local_steps
         return rounds if self.trainer.max_steps < 0 else self.trainer.max_steps
 
     def plain(self) -> Recipe:
-        """What a run without a federation knows of."""
+        """Return the part that a run without a federation has."""
         return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
 
     def central(self) -> Recipe:
-        """The same run without a federation, on as many samples: every step takes what all clients of a round would."""
+        """Return the same run without a federation, on as many samples.
+
+        Every step takes what all clients of a round would.
+        """
         federation, batches = self.federation, self.trainer.accumulate_grad_batches
         batches *= federation.sampling.per_round or federation.clients
         trainer = dataclasses.replace(self.trainer, devices=1, max_steps=self.steps, accumulate_grad_batches=batches)

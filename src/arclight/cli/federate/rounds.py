@@ -1,4 +1,4 @@
-"""``arclight checkpoint rounds|validate|edit|fork|prune``: what a federated run has kept of its rounds, looked after."""
+"""Look after the rounds of a run: ``arclight checkpoint rounds|validate|edit|fork|prune``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRY = "nothing was changed: add --yes to do it"
 
 
 def add_verbs(verbs: Any) -> None:
-    """Add what concerns rounds to the verbs of ``arclight checkpoint``."""
+    """Add the verbs on rounds to ``arclight checkpoint``."""
     verb = verbs.add_parser("rounds", help="list the rounds of a federated run")
     verb.add_argument("path", help=RUN)
     verb.add_argument("--json", action="store_true", help="print JSON")
@@ -63,7 +63,7 @@ def add_verbs(verbs: Any) -> None:
 
 
 def is_run(path: str) -> bool:
-    """Whether there are rounds of a federated run at ``path``."""
+    """Return True if there are rounds of a federated run at ``path``."""
     from arclight.federated.rounds.store import Rounds
 
     return bool(Rounds(path).numbers())
@@ -104,7 +104,7 @@ def rounds(options: Namespace) -> int:
 
 
 def inspect(options: Namespace) -> int:
-    """One round of a run, in full."""
+    """Print one round of a run in full."""
     from arclight.federated.rounds.tools import inspect_round
 
     found = inspect_round(options.path, options.round)
@@ -178,7 +178,7 @@ def prune(options: Namespace) -> int:
 
 
 def _shown(value: Any) -> str:
-    """A value as a person reads it; of a history the rounds that it has."""
+    """Format a value for a person; of a history the rounds that it has."""
     if not isinstance(value, list):
         return str(value)
     return "rounds " + (", ".join(str(entry["round"]) for entry in value) or "none")

@@ -1,4 +1,4 @@
-"""A federated run as one page: what was learned beside a centralised run, who contributed, and what it cost."""
+"""Report a federated run as one page: what was learned, who contributed, and what it cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BEST = "val/loss"
 
 
 def report(arguments: list[str]) -> None:
-    """``arclight federate report``: a run's page anew, at any time, also of a run that is going on."""
+    """Write a run's page again: ``arclight federate report``, also of a run that is going on."""
     parser = Parser(prog="arclight federate report", description="Write the report of a federated run again.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument(
@@ -54,7 +54,7 @@ def report(arguments: list[str]) -> None:
 
 
 def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:
-    """Write ``report.html`` of the run in ``folder`` from its ``history.jsonl``; ``beside`` is the folder of a centralised run."""
+    """Write ``report.html`` of the run in ``folder``. beside: the folder of a centralised run."""
     folder = Path(folder)
     rounds: list[Round] = [*read_history(folder)]
     central = read_metrics(Path(beside) / "metrics.csv") if beside is not None else {}
@@ -78,7 +78,10 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The federation's, as the newest round keeps them, with the strategy's name; nothing where there is no round."""
+    """Read the federation's settings from the newest round, with the strategy's name.
+
+    Empty without one.
+    """
     rounds = Rounds(folder)
     newest = rounds.newest()
     if newest is None:
@@ -88,7 +91,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, str]:
-    """What the head of the page says of a federation."""
+    """Describe the federation for the head of the page."""
     done = {"rounds": f"{sum(bool(here['contributors']) for here in rounds):,}"}
     if not settings:
         return done
@@ -101,7 +104,7 @@ def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[st
 
 
 def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
-    """Metrics of evaluations, and the mean training loss of clients, by the run's optimizer steps."""
+    """Return evaluation metrics and the clients' mean training loss by optimizer steps."""
     curves: dict[str, list[Point]] = {}
     for here in rounds:
         for name, value in here["metrics"].items():
@@ -112,14 +115,14 @@ def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
 
 
 def train_loss(here: Round) -> float | None:
-    """The clients' training loss, weighed by samples."""
+    """Average the clients' training loss, weighed by samples."""
     losses = {client: said["train/loss"] for client, said in here["train"].items() if "train/loss" in said}
     weight = sum(here["samples"].get(client, 0) for client in losses)
     return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
 
 
 def last_of_both(one: Sequence[Point], other: Sequence[Point]) -> tuple[float, float, float] | None:
-    """The last step at which both curves have a finite value, with those: after as many samples; None without one."""
+    """Return the last step at which both curves are finite, with their values; None without one."""
     there = {step: value for step, value in other if math.isfinite(value)}
     both = [(step, value, there[step]) for step, value in one if step in there and math.isfinite(value)]
     return both[-1] if both else None
@@ -144,7 +147,7 @@ def headline(
 
 
 def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str) -> str:
-    """Each metric over the run's steps, with the centralised run's where that has it."""
+    """Draw each metric over the run's steps, with the centralised run's where that has it."""
     charts = []
     for name in sorted(curves, key=lambda name: (name != _BEST, not name.startswith("val/"), name)):
         series = [line(name, curves[name], 0, label="federated")]
@@ -173,7 +176,10 @@ def names_of(rounds: Sequence[Round]) -> list[str]:
 
 
 def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) -> list[Series]:
-    """A value of each client over the rounds; where there are many, the smallest, the median and the largest."""
+    """Draw a value of each client over the rounds.
+
+    Of many clients the smallest, median and largest.
+    """
 
     def value(here: Round, client: str) -> float | None:
         said = here[field].get(client)
@@ -220,7 +226,7 @@ def clients(rounds: Sequence[Round]) -> str:
 
 
 def without_last(figure: str) -> str:
-    """A figure of several clients' curves has no one last value."""
+    """Drop the last value from a figure of several clients' curves."""
     before, mark, after = figure.partition('<span class="value">')
     return before + mark + after.partition("</span>")[2].join(["</span>", ""]) if mark else figure
 
@@ -261,7 +267,10 @@ def client_table(rounds: Sequence[Round]) -> str:
 
 
 def each_fetched(rounds: Sequence[Round]) -> bool:
-    """Whether every client has fetched weights by itself: clients of one node share them, and count as fetched by the first."""
+    """Return True if every client has fetched weights by itself.
+
+    Clients of one node share them, and count as fetched by the first.
+    """
     return all(any(here["bytes_down"].get(client) for here in rounds) for client in names_of(rounds))
 
 
@@ -288,7 +297,7 @@ def costs(rounds: Sequence[Round]) -> str:
 
 
 def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
-    """What the run has spent of its privacy budget, where it keeps one, and what that means."""
+    """Describe what the run has spent of its privacy budget, if it keeps one."""
     spent = [here for here in rounds if here.get("epsilon") is not None]
     if not spent:
         return ""
@@ -329,7 +338,7 @@ def round_table(rounds: Sequence[Round]) -> str:
 
 
 def left_out(rounds: Sequence[Round]) -> str:
-    """Updates that were refused, and clients that failed: who, when and why."""
+    """List updates that were refused, and clients that failed: who, when and why."""
     rows = []
     for here in rounds:
         if here.get("skipped"):
@@ -355,7 +364,7 @@ class Stack:
 
 
 def stacked_bars(title: str, rounds: Sequence[int], stacks: Sequence[Stack], text: Callable[[float], str]) -> str:
-    """A figure with a bar for each round; an empty string where there is nothing to show.
+    """Draw a figure with a bar for each round; an empty string if there is nothing to show.
 
     text: a value as it is written above the figure and in the read-out of a bar.
     """
@@ -391,7 +400,7 @@ def stacked_bars(title: str, rounds: Sequence[int], stacks: Sequence[Stack], tex
 
 
 def _means(values: Sequence[float], group: int) -> list[float]:
-    """Of so many values each, one after the other."""
+    """Average groups of so many values, one after the other."""
     pieces = [values[at : at + group] for at in range(0, len(values), group)]
     return [sum(piece) / len(piece) for piece in pieces]
 

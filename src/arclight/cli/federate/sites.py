@@ -1,4 +1,4 @@
-"""What a recipe's clients and its server train and measure with: made of the recipe and a number, alike on every machine."""
+"""Build what a recipe's clients and server train and evaluate with, alike on every machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEASURING = "server"
 
 
 def client_names(recipe: FederatedRecipe) -> tuple[str, ...]:
-    """The clients, by the number of their site."""
+    """Name the clients by the number of their site."""
     return tuple(str(number) for number in range(recipe.federation.clients))
 
 
@@ -39,7 +39,10 @@ def client_names(recipe: FederatedRecipe) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OwnSite:
-    """A module of a person's own on one site's data: its method ``site`` gives the data, or the module and them."""
+    """A user's module on one site's data.
+
+    Its method ``site`` gives the data, or the module and them.
+    """
 
     task: Imported
     number: int
@@ -52,7 +55,10 @@ class OwnSite:
 
 
 def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
-    """The recipe whose task has the data of site ``number`` only. Raises UsageError where the task's data cannot be divided."""
+    """Return the recipe with the data of site ``number`` only.
+
+    Raises UsageError where the task's data cannot be divided.
+    """
     task: Any = recipe.task
     count = recipe.federation.clients
     given = {} if recipe.partition is None else {"partition": recipe.partition}
@@ -79,7 +85,9 @@ def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
 
 
 def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
-    """Raises UsageError where the task's data, which are here, cannot be divided among all sites; ``or_else`` ends its message.
+    """Raise UsageError where the task's data cannot be divided among all sites.
+
+    or_else: ends the message.
 
     A class of a person's own finds that out by itself, in its method site.
     """
@@ -95,7 +103,10 @@ def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
 
 
 def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
-    """The recipe on a site's own data, all of them. Raises UsageError where the task does not know how."""
+    """Return the recipe on a site's own data, all of them.
+
+    Raises UsageError where the task cannot.
+    """
     task: Any = recipe.task
     if not callable(getattr(task, "with_data", None)):
         name = task.target if isinstance(task, Imported) else type(task).__name__
@@ -107,7 +118,7 @@ def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
 
 
 def check_devices(recipe: FederatedRecipe) -> None:
-    """Raise UsageError where more devices are asked for than a process has that is not a node's own: one."""
+    """Raise UsageError for more than one device, unless a node of its own has them."""
     if recipe.trainer.devices not in ("auto", 1):
         raise UsageError(
             f"trainer.devices = {recipe.trainer.devices}: a server, a run in one process and clients under Flower use one device; a site "
@@ -119,7 +130,7 @@ def check_devices(recipe: FederatedRecipe) -> None:
 
 
 def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learner:
-    """What trains the client whose data the recipe's task has (see `at_site`); it keeps its state in ``folder``.
+    """Build the learner of the client whose data the recipe's task has (see `at_site`).
 
     devices: processes that train it together, of which this is one.
     """
@@ -132,7 +143,7 @@ def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learn
 
 
 def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Callable[[list[Callback], Path], Trainer]:
-    """Makes trainers that write into ``folder`` alone, go by the schedule of the whole run, and measure when they are asked to."""
+    """Return a maker of trainers that write into ``folder`` and go by the whole run's schedule."""
     from arclight.trainer import RunFolder
 
     settings = replace(
@@ -152,7 +163,7 @@ def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Ca
 
 
 class OneAtATime:
-    """A learner that shares its process with others: one of them trains at a time, as there is one stream of random numbers."""
+    """Run one of several learners at a time: a process has one stream of random numbers."""
 
     _turn = threading.Lock()
 
@@ -177,7 +188,9 @@ class OneAtATime:
 
 
 class Measuring:
-    """The whole task at the server: it gives the weights to begin with, measures those of rounds, and keeps the last ones.
+    """Evaluate at the server.
+
+    Give the initial weights, measure those of rounds, keep the last ones.
 
     folder: the run's own.
     """
@@ -193,12 +206,15 @@ class Measuring:
         self._learner = OneAtATime(TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart))
 
     def begin(self) -> Module:
-        """The module as a centralised run of the same seed begins with it: warm-started and fitted to the data where it is to be."""
+        """Build the module as a centralised run of the same seed begins with it.
+
+        It is warm-started and fitted to the data where the recipe says so.
+        """
         self._fit_nothing()
         return self.module
 
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, float]]:
-        """Samples, and metrics over them."""
+        """Return samples, and metrics over them."""
         from arclight.federated.protocol import Evaluate, Manifest
 
         nothing = Manifest(kind="weights", tensors={}, blobs={})
@@ -218,7 +234,7 @@ class Measuring:
         return path
 
     def _fit_nothing(self) -> Trainer:
-        """A fit that ends before its first step."""
+        """Run a fit that ends before its first step."""
         from arclight.trainer import RunFolder
         from arclight.trainer.callbacks import ModelCheckpoint
 
@@ -235,7 +251,7 @@ class Measuring:
 
 
 def in_process_node(recipe: FederatedRecipe, server: ServerApi, folder: Path) -> Node:
-    """The one node of a run that happens in this process: it answers for all clients, and trains one at a time."""
+    """Build the one node of a run in this process: it answers for all clients, one at a time."""
     from arclight.federated.clients.client import Client
     from arclight.federated.clients.node import Node
     from arclight.federated.transports.link import InProcessLink

@@ -1,3 +1,9 @@
-"""Files named by the SHA-256 of their content: where tensors wait, travel and are verified."""
+"""Store and move files named by the SHA-256 of their content.
+
+The form in which tensors travel.
+
+`blob_store.BlobStore` is what every store can do; `folder`, `object_store` and the HTTP client implement it. `manifest_io` writes tensors
+into blobs and reads them back, `partial_blob` resumes a broken transfer, `transfer` copies from store to store.
+"""
 
 from arclight.federated.blobs.blob_store import BlobStore as BlobStore

@@ -1,4 +1,4 @@
-"""What every place for blobs can do, be it memory, a folder, an object store or the other end of a connection."""
+"""Define a store of blobs, and check digests and contents."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from arclight.federated.errors import BlobError
 
 
 class BlobStore(Protocol):
-    """Immutable files named by their SHA-256. Nothing half written or of other content is ever seen under a digest."""
+    """Store immutable files named by their SHA-256.
+
+    Nothing half written or of other content is ever seen under a digest.
+    """
 
     def size(self, digest: str) -> int | None:
-        """Bytes of a blob; None where it is not there (yet)."""
+        """Return a blob's bytes; None where it is not there (yet)."""
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterable[bytes]:
-        """Part of a blob, piece by piece. Raises BlobError where it is missing."""
+        """Yield part of a blob, piece by piece. Raises BlobError where it is missing."""
 
     def put(self, digest: str, source: Path | bytes) -> None:
-        """Keep a file or bytes, durably when this returns. Going on with what an earlier attempt left is the store's business.
+        """Keep a file or bytes, durably when this returns.
+
+        Resuming an earlier attempt is the store's business.
 
         Raises BlobError where the content is not what ``digest`` says, OSError (ENOSPC) where there is no room.
         """
 
     def file(self, digest: str) -> Path:
-        """A local, complete and verified file with the blob's content, fetched first where need be. Raises BlobError."""
+        """Return a local, complete and verified file, fetched first where need be. Raises BlobError."""
 
     def forget(self, digest: str) -> None:
-        """Give back the room of a copy that lies here beside the blob itself elsewhere, which stays; nothing where there is none."""
+        """Free a local copy of a blob that stays elsewhere; do nothing if there is none."""
 
     def remove(self, digest: str) -> None:
-        """Forget a blob; nothing happens where it is not there."""
+        """Remove a blob; nothing happens where it is not there."""
 
 
 PIECE_BYTES = 1 << 20
@@ -42,7 +47,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(digest: str) -> str:
-    """``digest`` itself. Raises BlobError for what is no SHA-256 in lower-case hexadecimal: it may become part of a path."""
+    """Return ``digest`` itself. Raises BlobError if it is no SHA-256 in lower-case hexadecimal.
+
+    It may become part of a path.
+    """
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise BlobError(f"a blob is named by its SHA-256, 64 digits of 0-9 and a-f, got {str(digest)[:100]!r}")
     return digest
@@ -59,7 +67,10 @@ def wrong_content(digest: str, found: str, size: int) -> BlobError:
 
 
 def read_pieces(path: Path, offset: int = 0, length: int | None = None, size: int = PIECE_BYTES) -> Iterator[bytes]:
-    """The bytes of a file from ``offset`` on, ``length`` of them or all, up to ``size`` at once. Raises BlobError where it ends before."""
+    """Yield a file's bytes from ``offset`` on, ``length`` or all, up to ``size`` at once.
+
+    Raises BlobError where it ends before.
+    """
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         left = length

@@ -1,4 +1,6 @@
-"""Blobs in a folder: each is the file ``<digest>``; what is still coming in lies under ``.partial/``.
+"""Store blobs in a folder: each is the file ``<digest>``.
+
+Partial ones lie under ``.partial/``.
 
 A name appears in one step, when all bytes are there and hash to it. Any number of threads and processes may use one folder.
 What came of a blob before a connection or a process broke off is kept, and an attempt to come goes on from there.
@@ -31,14 +33,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def running_since() -> str:
-    """A name of the time since this machine was started, in which no power failure was; "" where the system has none."""
+    """Return a name of the time since this machine was started; "" where the system has none.
+
+    No power failure was in it.
+    """
     with suppress(OSError):
         return _BOOT.read_text(encoding="ascii").strip()
     return ""
 
 
 class FolderStore:
-    """A folder of blobs, made where it is missing; what processes that are gone left half done there is removed.
+    """Store blobs in a folder, made where it is missing.
+
+    What dead processes left half done there is removed.
 
     keep_partial: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
     and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it
@@ -58,7 +65,7 @@ class FolderStore:
         return f"FolderStore({str(self.folder)!r})"
 
     def __iter__(self) -> Iterator[str]:
-        """Digests of all blobs that are there."""
+        """Yield the digests of all blobs that are there."""
         for entry in os.scandir(self.folder):
             if not entry.name.startswith("."):
                 yield entry.name
@@ -79,7 +86,10 @@ class FolderStore:
         return path
 
     def put(self, digest: str, source: Path | bytes) -> None:
-        """As `BlobStore.put`. A file on the same file system is linked, not copied: it must not be changed in place afterwards."""
+        """Put as `BlobStore.put`.
+
+        A file on the same file system is linked, not copied: it must not be changed in place afterwards.
+        """
         if self.size(digest) is not None:
             return
         if isinstance(source, bytes):
@@ -96,7 +106,9 @@ class FolderStore:
         self._copy(digest, read_pieces(source))
 
     def adopt(self, digest: str, path: Path) -> None:
-        """Keep a file under the SHA-256 that came out when it was written: it is linked and not read again.
+        """Keep a file under the SHA-256 computed when it was written.
+
+        It is linked and not read again.
 
         It must not be changed in place afterwards. On another file system it is copied, and verified on the way.
         """
@@ -105,7 +117,9 @@ class FolderStore:
 
     @contextmanager
     def create(self, digest: str | None = None) -> Iterator[HashedFile]:
-        """A new blob, written from front to back; it is there, under the SHA-256 of what was written, when the block ends.
+        """Yield a file to write a new blob into.
+
+        It is there, under its SHA-256, when the block ends.
 
         digest: which one it has to be. Raises BlobError, and keeps nothing, where another comes out.
         """
@@ -132,7 +146,7 @@ class FolderStore:
             atomic_replace.discard(temporary)
 
     def receive(self, digest: str) -> PartialBlob:
-        """Go on with a blob that comes in piece by piece, from where the last attempt ended.
+        """Resume a blob that comes in piece by piece, from where the last attempt ended.
 
         Raises BusyError where another thread or process is receiving it.
         """
@@ -141,14 +155,17 @@ class FolderStore:
         )
 
     def received(self, digest: str) -> int:
-        """Bytes that an earlier or running attempt left of a blob that is not there yet."""
+        """Return the bytes that an earlier or running attempt left of a blob that is not there yet."""
         try:
             return (self._partial / check_digest(digest)).stat().st_size
         except FileNotFoundError:
             return 0
 
     def check(self, digest: str) -> None:
-        """Read a blob once more. Raises BlobError, and forgets it, where the disk no longer gives what was put there."""
+        """Read a blob again.
+
+        Raises BlobError, and removes it, where the disk no longer gives what was put there.
+        """
         with self.file(digest).open("rb", buffering=0) as file:
             found, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
         if found != digest:
@@ -159,21 +176,21 @@ class FolderStore:
             )
 
     def forget(self, digest: str) -> None:
-        """Nothing: what is here was put here."""
+        """Do nothing: there is no other copy."""
         check_digest(digest)
 
     def remove(self, digest: str) -> None:
         self._path(digest).unlink(missing_ok=True)
 
     def discard(self, digest: str) -> bool:
-        """Remove a blob, or what has come of it so far; False where someone is at work on it."""
+        """Remove a blob, or its partial file; False where someone is writing it."""
         if self.received(digest) and not PartialBlob.drop(self._partial / digest):
             return False
         self.remove(digest)
         return True
 
     def sweep(self, keep_partial: float = 0.0) -> None:
-        """Remove what killed processes left half written, and parts of blobs that have not grown for ``keep_partial`` seconds."""
+        """Remove what killed processes left, and partial blobs older than ``keep_partial`` seconds."""
         atomic_replace.sweep(self.folder)
         for entry in self._partial.iterdir():
             with suppress(FileNotFoundError):
@@ -202,7 +219,10 @@ class FolderStore:
                 file.write(piece)
 
     def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
-        """Give a file its digest as a further name, if it is still the one that was seen; False where links cannot be."""
+        """Link a file under its digest, if it is still the one that was seen.
+
+        False where links cannot be.
+        """
         target = self._path(digest)
         if self._durable == "all":
             with source.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Tensors into blobs, and back one at a time."""
+"""Write tensors into blobs by manifest key, and read them back one at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Encoded:
 
     @classmethod
     def raw(cls, tensor: torch.Tensor) -> Encoded:
-        """A tensor as it is."""
+        """Make a tensor as it is."""
         return cls(
             parts={"": tensor}, dtype=NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape), codec="raw"
         )
@@ -50,10 +50,10 @@ class Encoded:
 
 
 class LocalStore(BlobStore, Protocol):
-    """A store here, which blobs can be written into while they are made."""
+    """A store that blobs can be written into while they are made."""
 
     def create(self, digest: str | None = None) -> AbstractContextManager[HashedFile]:
-        """A new blob, there under its SHA-256 when the block ends."""
+        """Yield a new blob's file, there under its SHA-256 when the block ends."""
 
 
 Given = torch.Tensor | Encoded
@@ -67,7 +67,7 @@ def write_blobs(
     base: str | None = None,
     largest: int = LARGEST,
 ) -> Manifest:
-    """Write tensors, raw or encoded, by manifest key into blobs of at most ``largest`` bytes, and say what lies where.
+    """Write tensors, raw or encoded, into blobs and return their manifest.
 
     Tensors are taken one by one, and at most one blob's worth of them is held at a time: a generator that makes them as they
     are asked for needs no more memory than that. Same tensors in the same order, same blobs.
@@ -99,7 +99,7 @@ def write_blobs(
 
 
 def part_name(name: str, part: str) -> str:
-    """What a part of a tensor is called in its blob."""
+    """Return the name of a part of a tensor within its blob."""
     return f"{name}#{part}" if part else name
 
 
@@ -134,7 +134,7 @@ _AT_ONCE = 4
 
 
 class ManifestReader(Mapping[str, Encoded]):
-    """Manifest keys to tensors as they travelled; made by `open_manifest`.
+    """Read tensors by manifest key as they travelled; made by `open_manifest`.
 
     ``opened[key]`` maps the file: nothing is copied, and writing to such a tensor changes neither the file nor what others
     see of it. `read` copies one tensor into memory of its own, which is given back with it: for passes over many files.
@@ -147,11 +147,17 @@ class ManifestReader(Mapping[str, Encoded]):
         return self._take(key, _File.mapped)
 
     def read(self, key: str) -> Encoded:
-        """A tensor in memory of its own. Raises KeyError for a key that is not there, BlobError where the file fails."""
+        """Read a tensor into memory of its own.
+
+        Raises KeyError for a key that is not there, BlobError where the file fails.
+        """
         return self._take(key, _File.copied)
 
     def stored(self, key: str) -> StoredTensor:
-        """A raw tensor, left in its file and read in parts. Raises as `read`, some of it once it is read."""
+        """Return a raw tensor, left in its file and read in parts.
+
+        Raises as `read`, some of it once it is read.
+        """
         entry = self.manifest.tensors[key]
         return self._files[entry.blob].stored(key if entry.name is None else entry.name)
 
@@ -175,7 +181,7 @@ class ManifestReader(Mapping[str, Encoded]):
 
 
 def open_manifest(manifest: Manifest, store: BlobStore) -> ManifestReader:
-    """The tensors of ``manifest``, whose blobs are fetched first where ``store`` is not here.
+    """Open the tensors of ``manifest``; blobs of a remote ``store`` are fetched first.
 
     Raises BlobError where a blob is missing or no safetensors file, or where it does not hold what the manifest says: each
     tensor that it names, under the size of the file, and for raw ones the type and shape. What encoded ones need is for their
@@ -259,13 +265,13 @@ class _File:
 
     @cached_property
     def _map(self) -> mmap.mmap:
-        """Private to whoever writes into it; the file stays as it is."""
+        """Map the file, private to whoever writes into it."""
         with self._path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 class _Source:
-    """A blob that tensors are read from in parts; what fails of it is a BlobError."""
+    """Read a blob in parts; errors become BlobError."""
 
     def __init__(self, digest: str, file: PlacedFile) -> None:
         self.name, self._file = f"blob {digest[:12]}", file

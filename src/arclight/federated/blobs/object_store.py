@@ -1,4 +1,4 @@
-"""Blobs at an address such as ``s3://bucket/run/blobs``, through fsspec, with a folder here for those that are at hand."""
+"""Store blobs at an address (``s3://bucket/run/blobs``) through fsspec, with a local cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _STUCK = 60.0
 
 
 class ObjectStore:
-    """As `BlobStore`. What is put and what is fetched is also kept in ``cache``, verified; an upload that breaks off begins anew.
+    """Implement `BlobStore` at an address.
+
+    What is put and what is fetched is also kept in ``cache``, verified; an upload that breaks off begins again.
 
     Whoever has the store's credentials can read and write all of it. Large blobs go up in parts, several at a time.
     Raises FederatedError for an address that is a local folder: that is a `FolderStore`.
@@ -36,7 +38,7 @@ class ObjectStore:
         self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache)
 
     def __iter__(self) -> Iterator[str]:
-        """Digests of all blobs that are there."""
+        """Yield the digests of all blobs that are there."""
         try:
             names = [entry.name for entry in self._root.iterdir()]
         except FileNotFoundError:
@@ -52,7 +54,7 @@ class ObjectStore:
             raise self._unreachable("tell the size of", digest, error) from error
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """As `BlobStore.read`. What comes is not verified, as it is only part of what has the digest."""
+        """Read a part. It is not verified, as it is only part of what has the digest."""
         size = self.size(digest)
         if size is None:
             raise missing_blob(digest, str(self._root))
@@ -92,7 +94,7 @@ class ObjectStore:
         self._cache.remove(digest)
 
     def remove(self, digest: str) -> None:
-        """Forget a blob, there and in the cache."""
+        """Remove a blob, there and in the cache."""
         self._cache.remove(digest)
         try:
             with suppress(FileNotFoundError):
@@ -135,7 +137,9 @@ class ObjectStore:
 
 
 class MirroredStore(FolderStore):
-    """As `FolderStore`: what is put here is put there, what is only there is fetched, what is removed here is removed there.
+    """Mirror a folder at an address, where nodes put and get blobs without the server's line.
+
+    What is put here is put there, what is only there is fetched, what is removed here is removed there.
 
     Iterating gives the blobs that are here. Besides what a folder raises, LinkError where the address cannot be reached.
     """

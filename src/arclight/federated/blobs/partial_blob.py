@@ -1,4 +1,4 @@
-"""A blob that comes in piece by piece, and goes on from where a broken attempt ended."""
+"""Receive a blob piece by piece, and resume where a broken attempt ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BusyError(BlobError):
 
 
 class PartialBlob:
-    """One attempt to complete the file ``partial`` and to move it to ``target``; holds a lock on it until `close`.
+    """Complete the file ``partial`` and move it to ``target``; hold a lock on it until `close`.
 
     Raises BusyError where another attempt holds the lock.
     """
@@ -52,7 +52,10 @@ class PartialBlob:
         self.close()
 
     def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Add pieces. Raises OSError (ENOSPC and kin) where there is no room for them, and gives up what was there."""
+        """Add pieces.
+
+        Raises OSError (ENOSPC and kin) where there is no room, and drops what was there.
+        """
         try:
             with explain_no_space(self._target.parent, f"blob {self._digest[:12]}"):
                 for piece in pieces:
@@ -68,12 +71,12 @@ class PartialBlob:
             raise
 
     def restart(self) -> None:
-        """Forget all that came."""
+        """Drop all that came."""
         os.ftruncate(self._file, 0)
         self._hash, self.offset = hashlib.sha256(), 0
 
     def finish(self) -> None:
-        """All has come: the blob is seen from now on. Raises BlobError, and forgets what came, where it is not the one named."""
+        """Publish the blob. Raises BlobError, and drops what came, where it is not the one named."""
         found, size = self._hash.hexdigest(), self.offset
         if found != self._digest:
             self.restart()
@@ -86,12 +89,12 @@ class PartialBlob:
             atomic_replace.sync_folder(self._target.parent)
 
     def give_up(self) -> None:
-        """Forget all that came, and let others go on: the blob is there already, or is not wanted."""
+        """Drop all that came and unlock: the blob is there already, or is not wanted."""
         self.restart()
         self.close()
 
     def close(self) -> None:
-        """Let others go on; what came is kept for the next attempt."""
+        """Unlock; what came is kept for the next attempt."""
         if self._file < 0:
             return
         if self.offset == 0 and not self._moved:
@@ -101,7 +104,7 @@ class PartialBlob:
 
     @staticmethod
     def drop(partial: Path) -> bool:
-        """Remove what came of a blob; False where someone is at work on it."""
+        """Remove a partial file; False where someone is writing it."""
         file = _lock(partial)
         if file >= 0:
             partial.unlink()
@@ -110,7 +113,7 @@ class PartialBlob:
 
 
 def _lock(partial: Path) -> int:
-    """The file, open and locked; -1 where someone else has it locked."""
+    """Return the file, open and locked; -1 where someone else has it locked."""
     while True:
         file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -127,7 +130,7 @@ def _lock(partial: Path) -> int:
 
 @contextmanager
 def explain_no_space(folder: Path, what: str) -> Iterator[None]:
-    """An OSError that means a full disk says which, for what, and what to do."""
+    """Add to an OSError of a full disk which disk, for what, and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Several blobs from one store to another, a few at a time."""
+"""Transfer blobs from one store to another, a few at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_ONCE = 4
 def transfer(
     digests: Iterable[str], source: BlobStore, target: BlobStore, wanted: Callable[[], None] = lambda: None
 ) -> None:
-    """Put the blobs that ``target`` does not have yet, and give back the room that copies on the way took.
+    """Put the blobs that ``target`` lacks, and free copies that were made on the way.
 
     All are tried; then the first error is raised: BlobError, LinkError, OSError (ENOSPC) as the stores raise them, and what
     ``wanted`` does, which is called before each.

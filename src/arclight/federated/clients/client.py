@@ -1,4 +1,4 @@
-"""The public client: a site's module and data, and how it trains."""
+"""Describe one site for a user: its module, its data, its trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """One site of a federation.
+    """Describe one site of a federation.
 
     module, datamodule: what is trained, on what (in the place of a data module: a loader, or a pair of one to train and one to
     validate with). ``build``, in their place: a function that returns both, called once in the process that trains; for worker
@@ -56,11 +56,11 @@ class Client:
 
     @property
     def is_made_here(self) -> bool:
-        """Whether its module is an object of this process, which no other can train."""
+        """Return True if its module is an object of this process, which no other can train."""
         return self._module is not None
 
     def learner(self, folder: Path) -> Learner:
-        """What trains it, with its state in ``folder``."""
+        """Make the learner that trains it, with its state in ``folder``."""
         from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 
         if self._learner is not None:

@@ -1,4 +1,4 @@
-"""What a client leaves on its site's disk: what it is at, for people and restarts, and updates until the server has them for good.
+"""Keep a client's state on its site's disk: record, finished updates, residuals.
 
     client.json             whose folder it is, and the rounds that it has begun: written by the node alone
     states/                 its training: see `States`
@@ -57,7 +57,10 @@ class ClientRecord:
 
 
 class FinishedUpdates:
-    """A client's finished rounds, each a folder. Used by who trains the client and by its node, each of which touches its own."""
+    """Keep a client's finished rounds, each in a folder.
+
+    Used by who trains the client and by its node, each of which touches its own.
+    """
 
     def __init__(self, folder: Path) -> None:
         """``folder``: the client's."""
@@ -65,12 +68,12 @@ class FinishedUpdates:
         self._residuals = folder / "residuals"
 
     def rounds(self) -> list[int]:
-        """Those that are there, oldest first."""
+        """List them, oldest first."""
         entries = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted(int(path.name) for path in entries if path.name.isdigit())
 
     def of(self, order: Fit) -> Update | None:
-        """The update of that round, from those weights, if it is there."""
+        """Return the update of that round, from those weights, if there is one."""
         if not (self._place(order.round) / _UPDATE).exists():
             return None
         update = self.update(order.round)
@@ -78,7 +81,9 @@ class FinishedUpdates:
 
     @contextmanager
     def making(self, order: Fit, *, durable: bool) -> Iterator[Path]:
-        """A folder to write ``update.json``, ``blobs`` and ``residuals/<lane>`` into; it is the round's when the block ends.
+        """Yield a folder for ``update.json``, ``blobs`` and ``residuals/<lane>``.
+
+        Publish it at the end.
 
         durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update, nor anything
         once the client is at its next round.
@@ -92,11 +97,11 @@ class FinishedUpdates:
             atomic_replace.discard(staging)
 
     def residuals(self, lane: int) -> Residuals:
-        """What updates of a lane that the server has taken left unsaid."""
+        """Return the residuals of a lane."""
         return Residuals(self._residuals / str(lane))
 
     def update(self, round: int) -> Update:
-        """One that was finished. Raises FederatedError where it is not there, or damaged."""
+        """Read a finished update. Raises FederatedError where it is missing or damaged."""
         path = self._place(round) / _UPDATE
         try:
             update = read(path.read_bytes(), stored=True)
@@ -111,12 +116,15 @@ class FinishedUpdates:
 
     # -- what became of it ---------------------------------------------------------------------------------------------
 
-    def is_taken(self, round: int) -> bool:
-        """Whether the server has it; it is kept until the round is committed all the same."""
+    def is_accepted(self, round: int) -> bool:
+        """Return True if the server has it; it is kept until the round is committed all the same."""
         return (self._place(round) / _TAKEN).exists()
 
     def is_in_doubt(self, round: int, session: str) -> bool:
-        """Whether the server may have lost since what it had, and it matters: it said so in another session, and more goes on from it."""
+        """Return True if the server may have lost an accepted update on which later ones build.
+
+        It said so in another session.
+        """
         try:
             return (self._place(round) / _TAKEN).read_text() != session and any(
                 lane.has(round) for lane in self._lanes()
@@ -124,23 +132,26 @@ class FinishedUpdates:
         except FileNotFoundError:
             return False
 
-    def take(self, round: int, session: str) -> None:
-        """The server has said, in that session, that it has the update: what that left unsaid is what the next one of its lane adds."""
+    def accept(self, round: int, session: str) -> None:
+        """Note that the server, in that session, has the update; its residuals become the lane's."""
         place = self._place(round)
         for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
-            self.residuals(int(lane.name)).take_over(lane, round)
+            self.residuals(int(lane.name)).accept(lane, round)
         with suppress(FileNotFoundError):  # it is over already
             # lost, the update is sent once more, and the server says that it has it
             (place / _TAKEN).write_text(session)
 
     def drop(self, round: int) -> None:
-        """Forget an update, which the server does not want."""
+        """Delete an update, which the server does not want."""
         for lane in self._lanes():
-            lane.take_back(round)
+            lane.revert(round)
         self._remove(round)
 
-    def committed(self, round: int, session: str) -> list[int]:
-        """Rounds up to this one are part of the server's weights, or never will be; those of which it is to be asked which."""
+    def commit(self, round: int, session: str) -> list[int]:
+        """Drop rounds up to this one, which are committed.
+
+        Return those that the server is to be asked about.
+        """
         over = [one for one in self.rounds() if one <= round and self._is_over(one)]
         asked = [one for one in over if self.is_in_doubt(one, session)]
         for one in over:
@@ -152,7 +163,7 @@ class FinishedUpdates:
 
     def _is_over(self, committed: int) -> bool:
         try:
-            return self.is_taken(committed) or self.update(committed).secure
+            return self.is_accepted(committed) or self.update(committed).secure
         except FederatedError:  # it was dropped just now, or is damaged
             return True
 
@@ -183,7 +194,10 @@ class FinishedUpdates:
 
 
 class ClientStore:
-    """One client's folder for one run, as its node sees it; one node at a time. All methods may be called from any thread."""
+    """One client's folder for one run, as its node sees it.
+
+    Used by one node at a time. All methods may be called from any thread.
+    """
 
     def __init__(self, folder: Path, client: str, run: str) -> None:
         self.folder, self.finished = folder, FinishedUpdates(folder)
@@ -196,27 +210,30 @@ class ClientStore:
         if found is None:
             self._write()
 
-    def begin(self, round: int) -> None:
-        """Note that the client was asked for a round: after a restart its node offers to go on with it."""
+    def start(self, round: int) -> None:
+        """Note that the client was asked for a round: after a restart its node offers to resume it."""
         with self._lock:
             if round not in self._account.begun:
                 self._account = replace(self._account, begun=(*self._account.begun, round))
                 self._write()
 
-    def ended(self, round: int) -> None:
-        """The client is not at a round any more. Written with the next one: until then a restart offers one too many."""
+    def end(self, round: int) -> None:
+        """Note that the client's round has ended.
+
+        Written with the next one: until then a restart offers one too many.
+        """
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
 
-    def committed(self, round: int, session: str) -> list[int]:
-        """As `FinishedUpdates.committed`."""
-        asked = self.finished.committed(round, session)
+    def commit(self, round: int, session: str) -> list[int]:
+        """As `FinishedUpdates.commit`."""
+        asked = self.finished.commit(round, session)
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
         return asked
 
     def held(self) -> list[Held]:
-        """What a node says of this client when it joins."""
+        """List what a node reports of this client when it joins."""
         with self._lock:
             client, begun = self._account.client, self._account.begun
         done = self.finished.rounds()
@@ -251,19 +268,22 @@ class ClientStore:
 
 
 def folder_name(name: str) -> str:
-    """A name as part of a path."""
+    """Quote a name as part of a path."""
     return quote(name, safe="").replace(".", "%2E") or "%"
 
 
 def list_clients(folder: Path) -> list[str]:
-    """Names of the clients whose folders lie in ``folder``."""
+    """List the names of the clients whose folders lie in ``folder``."""
     return (
         [unquote(path.name) for path in sorted(folder.iterdir()) if (path / _FILE).exists()] if folder.is_dir() else []
     )
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A small file's table; empty where there is none. Raises FederatedError for a damaged one."""
+    """Read a small JSON object; empty if there is no file.
+
+    Raises FederatedError for a damaged one.
+    """
     try:
         said = json.loads(path.read_bytes())
         if not isinstance(said, dict):
@@ -279,7 +299,9 @@ _ENTRY = "residuals"
 
 
 class Residuals:
-    """Those of one lane, in ``<folder>/<round>``: what the update of that round left, which the server has taken.
+    """Error-feedback residuals of one lane, in ``<folder>/<round>``.
+
+    Each is the quantization error of that round's update, which the server has accepted.
 
     The newest counts. The one before it is kept until it is known that the update is part of the server's weights: a server that
     has lost it, and went on without it, leaves no trace of it here either.
@@ -289,7 +311,10 @@ class Residuals:
         self.folder = folder
 
     def load(self, round: int) -> dict[str, torch.Tensor]:
-        """What the update of a round adds, by key; none before there are any. Raises FederatedError where they are damaged."""
+        """Load the residuals that the update of a round adds, by key; none before there are any.
+
+        Raises FederatedError where they are damaged.
+        """
         former = [one for one in self._rounds() if one < round]
         if not former:
             return {}
@@ -305,13 +330,16 @@ class Residuals:
 
     @staticmethod
     def save(folder: Path, left: Mapping[str, torch.Tensor]) -> None:
-        """Beside an update. Nothing is written where nothing was left."""
+        """Save residuals beside an update; nothing is written where nothing is left."""
         if left:
             checkpoints.save(folder, {_ENTRY: dict(left)})
 
-    def take_over(self, folder: Path, round: int) -> None:
-        """Those beside a round's update are what the next one adds, by one rename; a crash anywhere here changes nothing."""
-        self.take_back(round)  # it was made again
+    def accept(self, folder: Path, round: int) -> None:
+        """Make those beside an accepted update the lane's newest, by one rename.
+
+        A crash anywhere here changes nothing.
+        """
+        self.revert(round)  # it was made again
         self.folder.mkdir(parents=True, exist_ok=True)
         folder.rename(self._of(round))
         atomic_replace.sync_folder(self.folder)
@@ -320,13 +348,13 @@ class Residuals:
     def has(self, round: int) -> bool:
         return self._of(round).exists()
 
-    def take_back(self, round: int) -> None:
-        """The round's update counts for nothing: the next one adds what it has added."""
+    def revert(self, round: int) -> None:
+        """Drop those of a round whose update does not count: the next update adds what it has added."""
         with suppress(FileNotFoundError):
             atomic_replace.retire(self._of(round))
 
     def settle(self, round: int) -> None:
-        """The round's update counts: what others left before it is said."""
+        """Drop older ones once the round's update counts."""
         for former in self._rounds():
             if former < round and self.has(round):
                 atomic_replace.retire(self._of(former), durable=False)

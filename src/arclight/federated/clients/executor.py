@@ -1,4 +1,8 @@
-"""Those who train a node's clients: here, in this process; `worker` has processes of their own."""
+"""Run orders of a node's clients and write their updates, in this process.
+
+`Executor` is what a node needs of whoever trains; `worker_processes` has the one with processes of its own. A `ClientRunner` turns one
+order into an update on the disk.
+"""
 
 from __future__ import annotations
 
@@ -30,59 +34,61 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Trains some clients, as many at once as it has slots; called from one thread for each slot."""
+    """Train some clients, as many at once as it has slots; called from one thread for each slot."""
 
     clients: tuple[str, ...]
     """Those whose data are here alone; empty for a crew that trains any client of the run."""
     slots: int
 
     def open(self, folder: Path, run: str) -> None:
-        """Be ready for a run whose clients' folders lie in ``folder``. May be called again, with the same or another run."""
+        """Prepare for a run whose clients' folders lie in ``folder``; may be called again."""
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
-        """Train a round (``order.weights`` lie in ``weights``); its update is then in the client's folder.
+        """Train a round and leave its update in the client's folder.
+
+        ``order.weights`` lie in ``weights``.
 
         Raises what the training raised, CancelledError where ``progress`` said so.
         """
 
     def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
-        """Measure weights."""
+        """Evaluate weights."""
 
     def close(self) -> None:
-        """Give back processes and memory."""
+        """Release processes and memory."""
 
 
 class InProcessExecutor:
-    """Clients that are trained here, one at a time: they share this process's random number generators."""
+    """Train clients here, one at a time: they share this process's random number generators."""
 
     slots = 1
     _one_at_a_time = threading.Lock()
 
     def __init__(self, clients: Sequence[Client], *, resident: int | None = None) -> None:
-        """``resident``: how many clients' learners stay in memory, by default all."""
+        """``resident``: number of clients whose learners stay in memory, by default all."""
         self._made = {client.name: client for client in clients}
         if len(self._made) != len(clients):
             raise FederatedError(f"two clients have one name: {', '.join(client.name for client in clients)}")
         self.clients = tuple(self._made)
-        self._works = ClientRunners(self._learner, resident)
+        self._runners = ClientRunners(self._learner, resident)
 
     def open(self, folder: Path, run: str) -> None:
-        self._works.open(folder, run)
+        self._runners.open(folder, run)
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
         with self._one_at_a_time:
-            update = self._works.fit(order, weights, progress)
+            update = self._runners.fit(order, weights, progress)
         assert update is not None
         return update
 
     def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
         with self._one_at_a_time:
-            evaluated = self._works.evaluate(order, weights)
+            evaluated = self._runners.evaluate(order, weights)
         assert evaluated is not None
         return evaluated
 
     def close(self) -> None:
-        self._works.close()
+        self._runners.close()
 
     def _learner(self, client: str, folder: Path) -> Learner:
         if client not in self._made:
@@ -91,7 +97,10 @@ class InProcessExecutor:
 
 
 class AnyClientExecutor(InProcessExecutor):
-    """Any client of a run whose data every node can read: ``make`` gives the client of a name when it is first asked for."""
+    """Train any client of a run whose data every node can read.
+
+    ``make`` gives the client of a name when it is first needed.
+    """
 
     def __init__(self, make: Callable[[str], Client], *, resident: int | None = None) -> None:
         super().__init__([], resident=resident)
@@ -107,7 +116,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodedTensors(Mapping[str, torch.Tensor]):
-    """A manifest's tensors as values: each mapped, or decoded, when it is asked for, and not kept."""
+    """Map or decode a manifest's tensors when they are asked for; nothing is kept."""
 
     def __init__(self, manifest: Manifest, store: BlobStore) -> None:
         self._opened = open_manifest(manifest, store)
@@ -123,13 +132,18 @@ class DecodedTensors(Mapping[str, torch.Tensor]):
 
 
 class ClientRunner:
-    """One client's work. ``leads``: whether this process speaks for the client, where several train it together."""
+    """Run one client's orders.
+
+    ``leads``: this process speaks for the client, if several train it.
+    """
 
     def __init__(self, learner: Learner, folder: Path, client: str, leads: bool = True) -> None:
         self.learner, self._client, self._finished, self._leads = learner, client, FinishedUpdates(folder), leads
 
     def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
-        """Train a round and leave its update in the client's folder; that update, without node and session, on the one that leads.
+        """Train a round, leave its update in the client's folder, return it on the leading process.
+
+        The update is without node and session. ``order.weights`` lie in ``store``. What was finished before is not trained again.
 
         ``order.weights`` lie in ``store``. What was finished before is not trained again.
         """
@@ -178,7 +192,7 @@ class ClientRunner:
         return update
 
     def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
-        """Measure weights, as `fit` trains."""
+        """Evaluate weights, as `fit` trains."""
         outcome = self.learner.evaluate(order, DecodedTensors(order.weights, store))
         if not self._leads:
             return None
@@ -196,7 +210,7 @@ class ClientRunner:
 
 
 class ClientRunners:
-    """The works of a process's clients, made when they are first asked for.
+    """Hold the runners of a process's clients, made when they are first needed.
 
     resident: how many stay in memory; of more, those that have waited longest are closed and go on from the disk. A client whose
     progress is not saved stays.
@@ -207,11 +221,11 @@ class ClientRunners:
     ) -> None:
         self._learner, self._resident, self._leads = learner, resident, leads
         self._folder, self._run = Path(), ""
-        self._works: dict[str, ClientRunner] = {}
+        self._runners: dict[str, ClientRunner] = {}
         self._saved: set[str] = set()
 
     def open(self, folder: Path, run: str) -> None:
-        """From here on clients' folders lie in ``folder``."""
+        """Take clients' folders from ``folder`` from now on."""
         if (folder, run) != (self._folder, self._run):
             self.close()
             self._folder, self._run = folder, run
@@ -226,24 +240,24 @@ class ClientRunners:
         return self._of(order.client).evaluate(order, store)
 
     def forget(self, client: str) -> None:
-        """Close a client's learner; its next work goes on from the disk."""
+        """Close a client's learner; its next order resumes from the disk."""
         self._saved.discard(client)
-        if (work := self._works.pop(client, None)) is not None:
+        if (work := self._runners.pop(client, None)) is not None:
             work.close()
 
     def close(self) -> None:
-        for client in list(self._works):
+        for client in list(self._runners):
             self.forget(client)
 
     def _of(self, client: str) -> ClientRunner:
-        work = self._works.pop(client, None)
+        work = self._runners.pop(client, None)
         if work is None:
-            waiting = [one for one in self._works if one in self._saved]
-            while self._resident is not None and len(self._works) >= self._resident and waiting:
+            waiting = [one for one in self._runners if one in self._saved]
+            while self._resident is not None and len(self._runners) >= self._resident and waiting:
                 self.forget(waiting.pop(0))
             folder = self._folder / folder_name(client)
             work = ClientRunner(self._learner(client, folder), folder, client, leads=self._leads)
-        self._works[client] = work  # the last is the one that was asked for last
+        self._runners[client] = work  # the last is the one that was asked for last
         return work
 
 
@@ -251,14 +265,14 @@ M = TypeVar("M", Update, Evaluated, Failed)
 
 
 def addressed(message: M, node: str, session: str) -> M:
-    """A message that was made without knowing who sends it."""
+    """Return a message with node and session filled in."""
     return dataclasses.replace(message, node=node, session=session)
 
 
 def _changes(
     order: Fit, after: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What goes into the update, tensor by tensor: values, or what was before minus what is now.
+    """Yield each tensor of the update: values, or the values before minus those after training.
 
     Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. Local states
     are sent as they are: small values beside large ones count in them.

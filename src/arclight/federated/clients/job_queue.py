@@ -1,4 +1,6 @@
-"""What a node is at for its clients: orders on their way from the server, to the workers, and their outcomes on the way back.
+"""Queue a node's jobs.
+
+Orders on their way in, to the executor, and results on their way out.
 
 Three kinds of threads share one `JobQueue`: one asks and fetches, some train, some tell the server what came of it. Which of them may
 take up what is decided here, by orders and rounds alone: a client is trained by one at a time, its rounds in their order; what came
@@ -26,19 +28,19 @@ log = logging.getLogger(__name__)
 _LOOK = 0.5
 """Seconds between looks at whether the node is to end."""
 T = TypeVar("T")
-Stage = Literal["coming", "ready", "training", "done", "telling"]
+Stage = Literal["fetching", "ready", "training", "done", "reporting"]
 
 
 @dataclass(eq=False)
 class Job:
-    """One order, from its arrival until the server has heard what became of it."""
+    """One order, from its arrival until the server knows its result."""
 
     client: str
     round: int
     folder: ClientStore
     order: Fit | Evaluate | None = None
     """None for an update that was finished before the node was started."""
-    stage: Stage = "coming"
+    stage: Stage = "fetching"
     """Its weights are fetched; it waits for a worker, is with one; its outcome waits to be told, is told."""
     weights: FolderStore | None = None
     outcome: Update | Evaluated | Failed | None = None
@@ -68,25 +70,25 @@ class Job:
 
     @property
     def sum(self) -> int:
-        """Which of the round's attempts, and of its secure sums, it is for."""
+        """Return which of the round's attempts, and of its secure sums, it is for."""
         return self.order.attempt if isinstance(self.order, Fit) else 0
 
     def progress(self, steps: int, loss: float | None) -> None:
-        """Told by who trains it. Raises CancelledError where it is not to go on."""
+        """Note progress of the training. Raises CancelledError if it is to stop."""
         self.steps, self.loss = steps, self.loss if loss is None or not math.isfinite(loss) else loss
         if self.until is not None and time.monotonic() > self.until:
             raise CancelledError(f"round {self.round} has run out of time after {steps} steps")
-        self.wanted()
+        self.check_wanted()
 
-    def wanted(self) -> None:
-        """Raises CancelledError where the server has said that it is not."""
+    def check_wanted(self) -> None:
+        """Raise CancelledError if the server has cancelled it."""
         if self.cancelled:
             raise CancelledError(self.cancelled)
 
 
 @dataclass
 class _Requeued:
-    """Rounds of a client that the server gives anew, after one that failed and may go well the next time."""
+    """Rounds of a client that the server sends again after one that failed."""
 
     after: int
     asked: float = math.inf
@@ -94,25 +96,25 @@ class _Requeued:
 
 
 class JobQueue:
-    """All jobs of a node with so many workers. Methods may be called from any thread."""
+    """Hold all jobs of a node with so many slots. Methods may be called from any thread."""
 
     def __init__(self, slots: int, stopping: threading.Event) -> None:
         self._slots, self._stopping = slots, stopping
         self._jobs: list[Job] = []
-        self._put_back: dict[str, _Requeued] = {}
-        self._over = set[tuple[tuple[str, str, int], int]]()
+        self._requeued: dict[str, _Requeued] = {}
+        self._finished = set[tuple[tuple[str, str, int], int]]()
         """What came to its end since an ask was sent that may still be answered with it."""
         self._asks = 0
         self._changed = threading.Condition()
 
-    def asking(self) -> tuple[Doing, ...]:
-        """As `doing`; whatever answers what was asked before does not come any more."""
+    def doing_for_request(self) -> tuple[Doing, ...]:
+        """Return `doing` for a new request; replies to former requests can no longer come."""
         with self._changed:
-            self._over.clear()
+            self._finished.clear()
             return self.doing()
 
     def doing(self) -> tuple[Doing, ...]:
-        """As asks and beats say it: one that has failed may come again, and is not said to be here."""
+        """List the work of requests and heartbeats; failed work may come again and is left out."""
         with self._changed:
             return tuple(
                 Doing(
@@ -123,84 +125,90 @@ class JobQueue:
             )
 
     def bases(self) -> set[str]:
-        """Digests of weights that jobs begin from."""
+        """Return the digests of weights that jobs start from."""
         with self._changed:
-            return {job.base for job in self._jobs if job.stage in ("coming", "ready", "training")}
+            return {job.base for job in self._jobs if job.stage in ("fetching", "ready", "training")}
 
     # -- orders come ---------------------------------------------------------------------------------------------------
 
-    def to_ask(self, ahead: int | None, clients: Collection[str], most: int) -> int | None:
-        """The number of an ask, where there is reason to ask the server for more.
+    def next_request(self, ahead: int | None, clients: Collection[str], most: int) -> int | None:
+        """Return the number of the next work request, or None if the queue is full.
 
         ahead: rounds that a client may have beside the one it is at; None: nothing is asked for before a worker is free.
         clients: those of this node; none: it takes any. most: orders that may wait for a worker.
         """
         with self._changed:
-            if self._free() <= 0 and (ahead is None or not self._room(ahead, clients, most)):
+            if self._free() <= 0 and (ahead is None or not self._has_room(ahead, clients, most)):
                 return None
             self._asks += 1
             return self._asks
 
     def add(self, job: Job, ask: int) -> bool:
-        """Take a job that came as the answer to an ask; False for one that is or was here already, or is going to be given anew."""
+        """Add a job that came in reply to a request.
+
+        Return False for one that is or was here already, or that will be sent again.
+        """
         with self._changed:
-            if (job.work, job.sum) in self._over:
+            if (job.work, job.sum) in self._finished:
                 return False
             for other in self._jobs:
                 if (other.work, other.sum) == (job.work, job.sum) and not other.cancelled:
                     if other.base in ("", job.base):
                         return False
                     other.cancelled = f"round {job.round} of {job.client} was begun anew from other weights"
-            put = self._put_back.get(job.client)
+            put = self._requeued.get(job.client)
             if put is not None and ask <= put.asked and job.kind == "fit" and job.round > put.after:
                 return False
             self._jobs.append(job)
             return True
 
-    def left(self, job: Job) -> None:
-        """Take what was finished before: by a former process, or what the server may have lost."""
+    def restore(self, job: Job) -> None:
+        """Add a result that was finished before.
+
+        By a former process, or one that the server may have lost.
+        """
         with self._changed:
             if all(other.work != job.work for other in self._jobs):
                 self._jobs.append(job)
             self._changed.notify_all()
 
     def ready(self, job: Job, weights: FolderStore) -> None:
-        """A job's weights are here."""
+        """Note that a job's weights have been fetched."""
         with self._changed:
             job.weights, job.stage = weights, "ready"
             self._changed.notify_all()
 
     # -- workers take them ---------------------------------------------------------------------------------------------
 
-    def to_train(self) -> Job | None:
-        """A job that a worker can begin now, and is to."""
-        return self._next("training", self._may_begin)
+    def next_to_train(self) -> Job | None:
+        """Return a job that a slot can start now, and mark it as started."""
+        return self._next("training", self._may_start)
 
     def done(self, job: Job, outcome: Update | Evaluated | Failed) -> None:
-        """A job has come to something, which is to be told."""
+        """Note a job's result, which is to be reported."""
         with self._changed:
             job.outcome, job.stage = outcome, "done"
             if isinstance(outcome, Failed) and outcome.again and job.kind == "fit":
-                self._put_back[job.client] = _Requeued(job.round)
-                for other in [x for x in self._jobs if _is_later(x, job) and x.stage in ("coming", "ready")]:
+                self._requeued[job.client] = _Requeued(job.round)
+                for other in [x for x in self._jobs if _is_later(x, job) and x.stage in ("fetching", "ready")]:
                     other.cancelled = f"round {job.round} of {job.client} is tried again first"
                     self._jobs.remove(other)
             self._changed.notify_all()
 
     # -- and the server is told ----------------------------------------------------------------------------------------
 
-    def to_tell(self) -> Job | None:
-        """A job whose outcome the server can be told of now, and is to."""
-        return self._next("telling", self._may_tell)
+    def next_to_report(self) -> Job | None:
+        """Return a job whose result can be reported now, and mark it so."""
+        return self._next("reporting", self._may_report)
 
-    def over(self, job: Job) -> None:
-        """The server has heard what came of a job, or does not want to."""
+    def finish(self, job: Job) -> None:
+        """Remove a job whose result the server has, or does not want."""
         with self._changed:
-            put = self._put_back.get(job.client)
+            put = self._requeued.get(job.client)
             if put is not None and put.after == job.round and put.asked == math.inf:
                 put.asked = self._asks
             if not isinstance(job.outcome, Failed):
-                self._over.add((job.work, job.sum))
+                self._finished.add((job.work, job.sum))
             if job in self._jobs:
                 self._jobs.remove(job)
             self._changed.notify_all()
@@ -208,14 +216,14 @@ class JobQueue:
     # -- what is not wanted --------------------------------------------------------------------------------------------
 
     def cancel(self, unwanted: Iterable[Doing]) -> None:
-        """The server does not wait for these any more: who is at them hears of it, and nobody begins them."""
+        """Cancel work that the server no longer waits for."""
         with self._changed:
             works = {(one.kind, one.client, one.round) for one in unwanted}
             for job in [job for job in self._jobs if job.work in works]:
                 job.cancelled = job.cancelled or f"the server no longer waits for round {job.round} of {job.client}"
 
     def stop(self) -> None:
-        """Break off what is under way; it goes on when the node is started again."""
+        """Break off what is under way; it resumes when the node is started again."""
         with self._changed:
             for job in self._jobs:
                 job.cancelled = job.cancelled or "the node was told to stop"
@@ -223,8 +231,8 @@ class JobQueue:
 
     # -- which is next -------------------------------------------------------------------------------------------------
 
-    def waited(self, take: Callable[[], T | None]) -> T | None:
-        """What `to_ask`, `to_train` or `to_tell` gives, once there is something; None where the node is to end."""
+    def wait_for(self, take: Callable[[], T | None]) -> T | None:
+        """Wait for a result of ``take`` (`next_request` and kin); None when the node is to end."""
         with self._changed:
             while not self._stopping.is_set():
                 if (found := take()) is not None:
@@ -241,21 +249,21 @@ class JobQueue:
             return job
 
     def _free(self) -> int:
-        """Workers for which there is nothing to do."""
-        return self._slots - sum(job.stage in ("coming", "ready", "training") for job in self._jobs)
+        """Count slots for which there is nothing to do."""
+        return self._slots - sum(job.stage in ("fetching", "ready", "training") for job in self._jobs)
 
-    def _room(self, ahead: int, clients: Collection[str], most: int) -> bool:
-        if sum(job.stage in ("coming", "ready") for job in self._jobs) >= most:
+    def _has_room(self, ahead: int, clients: Collection[str], most: int) -> bool:
+        if sum(job.stage in ("fetching", "ready") for job in self._jobs) >= most:
             return False
         return not clients or any(sum(job.client == client for job in self._jobs) <= ahead for client in clients)
 
-    def _may_begin(self, job: Job) -> bool:
+    def _may_start(self, job: Job) -> bool:
         if job.stage != "ready":
             return False
         for other in self._jobs:
             if other is job or other.client != job.client:
                 continue
-            if other.stage == "training" or (other.stage in ("coming", "ready") and _is_later(job, other)):
+            if other.stage == "training" or (other.stage in ("fetching", "ready") and _is_later(job, other)):
                 return False
             overlap = job.order.overlap if isinstance(job.order, Fit) else math.inf
             if job.kind == other.kind == "fit" and other.round < job.round - overlap:
@@ -265,13 +273,13 @@ class JobQueue:
                 return False
         return True
 
-    def _may_tell(self, job: Job) -> bool:
+    def _may_report(self, job: Job) -> bool:
         if job.stage != "done":
             return False
-        mine = [other for other in self._jobs if other.client == job.client and other.stage in ("done", "telling")]
-        return all(other.stage != "telling" and not _is_later(job, other) for other in mine)
+        mine = [other for other in self._jobs if other.client == job.client and other.stage in ("done", "reporting")]
+        return all(other.stage != "reporting" and not _is_later(job, other) for other in mine)
 
 
 def _is_later(one: Job, other: Job) -> bool:
-    """Whether both are rounds of one client, and the one comes after the other."""
+    """Return True if both are rounds of one client and the one comes after the other."""
     return one.client == other.client and one.kind == other.kind == "fit" and one.round > other.round

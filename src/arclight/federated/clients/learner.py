@@ -1,4 +1,4 @@
-"""What trains: the one thing that a federation asks of a client's own code."""
+"""Define what a federation needs of a client's own training code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What training for a round, or a measurement, came to."""
+    """The result of training for a round, or of an evaluation."""
 
     tensors: Tensors = field(default_factory=dict)
     """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements.
@@ -33,13 +33,19 @@ class Outcome:
 
 
 class Learner(Protocol):
-    """A client's training. One learner lives as long as its worker; between rounds it keeps what is the client's own."""
+    """Train one client.
+
+    One learner lives as long as its worker; between rounds it keeps what is the client's own.
+    """
 
     def fit(self, order: Fit, weights: Tensors, progress: Progress) -> Outcome:
-        """Train ``order.steps`` optimizer steps from ``weights`` (by manifest key; mapped files, not to be changed)."""
+        """Train ``order.steps`` optimizer steps from ``weights``.
+
+        weights: by manifest key; mapped files, not to be changed.
+        """
 
     def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
-        """Measure ``weights`` on this client's validation data."""
+        """Evaluate ``weights`` on this client's validation data."""
 
     def close(self) -> None:
-        """Give back processes and memory."""
+        """Release processes and memory."""

@@ -1,4 +1,4 @@
-"""What of a model is a client's own: which weights it takes from the server, which it trains, and which it sends."""
+"""Apply a client's local policy: which weights it loads, trains, sends, or keeps as its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy:
-    """What ``Fit.keep`` says."""
+    """Hold the masks and flags of ``Fit.keep``."""
 
     travel: TransferMask = field(default_factory=TransferMask)
     """Which tensors come and go; see `arclight.federated.masks`."""
@@ -35,7 +35,7 @@ class LocalPolicy:
 
     @classmethod
     def of(cls, order: Fit | Evaluate) -> LocalPolicy:
-        """From a message. Raises ProtocolError for what this version does not know."""
+        """Read it from an order. Raises ProtocolError for fields that this version does not know."""
         table = dict(order.keep)
         reset = table.pop("reset_optimizer", False)
         if not isinstance(reset, bool):
@@ -49,31 +49,34 @@ class LocalPolicy:
 
 
 def weights_to_measure(
-    module: nn.Module, weights: Mapping[str, torch.Tensor], keep: LocalPolicy
+    module: nn.Module, weights: Mapping[str, torch.Tensor], policy: LocalPolicy
 ) -> dict[str, torch.Tensor]:
-    """By parameter name, what of a round's weights a client measures: all but what is its own, and of experts those it has."""
-    own = (*keep.masks.personal, *keep.masks.randomised)
+    """Return a round's weights by parameter name, without personal ones and others' experts."""
+    own = (*policy.masks.personal, *policy.masks.randomised)
     keys = [key for key in weights if key.startswith(MODEL) and not matches(key.removeprefix(MODEL), own)]
     return {
-        key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, keep.travel).items()
+        key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, policy.travel).items()
     }
 
 
-def keys_to_load(weights: Mapping[str, torch.Tensor], keep: LocalPolicy, round: int, last: int | None) -> list[str]:
-    """Keys of a round's weights that the client takes up; ``last``: the round that it has trained last, None before the first.
+def keys_to_load(weights: Mapping[str, torch.Tensor], policy: LocalPolicy, round: int, last: int | None) -> list[str]:
+    """Return the keys of a round's weights that the client loads.
+
+    last: the round that it has trained last, None before the first. One that has been further already, as before a run was set back,
+    loads all but what is its own.
 
     One that has been further already, as before a run was set back, takes all but what is its own.
     """
     if last is not None and last >= round:
-        own = (*keep.masks.personal, *keep.masks.randomised)
+        own = (*policy.masks.personal, *policy.masks.randomised)
         return [key for key in weights if not matches(key.partition("/")[2], own)]
-    return keep.travel.down(weights, round, last)
+    return policy.travel.down(weights, round, last)
 
 
 def select_for_module(
     module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Iterable[str], travel: TransferMask
 ) -> dict[str, torch.Tensor]:
-    """Those of ``weights``, and local moments; of stacks of experts what a module with the client's own ones only has."""
+    """Select weights and local moments by key; of stacked experts only those of the module."""
     own, found = named_tensors(module), {}
     for key in keys:
         here, value = own.get(key.partition("/")[2]), weights[key]
@@ -88,7 +91,7 @@ def select_for_module(
 def load_mixed(
     module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Sequence[str], travel: TransferMask, mix: float
 ) -> None:
-    """Copy those of ``weights`` into the module, or the way to them of which it keeps the share ``mix`` of its own.
+    """Copy weights into the module, keeping the share ``mix`` of its own values.
 
     A module that has a client's own experts only gets these out of the stacks of all.
     """
@@ -103,7 +106,7 @@ def load_mixed(
 
 
 def moments_by_state(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Local moments among a round's weights, by state and parameter name."""
+    """Group the local moments among a round's weights by state and parameter name."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in weights.items():
         state, _, name = key.partition("/")
@@ -113,20 +116,25 @@ def moments_by_state(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str,
 
 
 def trained_names(module: nn.Module) -> list[str]:
-    """Names of what training changes and can be averaged: trained parameters, and saved buffers of numbers."""
+    """List the names that training changes and that can be averaged.
+
+    Trained parameters, and saved buffers of numbers.
+    """
     still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     return [name for name, value in named_tensors(module).items() if name not in still and value.dtype != torch.bool]
 
 
-def reset_randomised(module: nn.Module, keep: LocalPolicy, seed: int) -> dict[str, torch.Tensor]:
-    """First values for the randomised weights, from ``reset_parameters`` of the modules that hold them.
+def reset_randomised(module: nn.Module, policy: LocalPolicy, seed: int) -> dict[str, torch.Tensor]:
+    """Draw new values for the randomised weights with ``reset_parameters`` of their modules.
+
+    They depend on the seed and the module's name alone. Raises ProtocolError for weights whose module cannot draw any.
 
     They depend on the seed and the module's name alone. Raises ProtocolError for weights whose module cannot draw any.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules():
         own = {f"{prefix}.{name}" if prefix else name: p for name, p in part.named_parameters(recurse=False)}
-        wanted = {name: p for name, p in own.items() if matches(name, keep.masks.randomised)}
+        wanted = {name: p for name, p in own.items() if matches(name, policy.masks.randomised)}
         if not wanted:
             continue
         reset = getattr(part, "reset_parameters", None)
@@ -147,7 +155,7 @@ def reset_randomised(module: nn.Module, keep: LocalPolicy, seed: int) -> dict[st
 
 @torch.no_grad()
 def clamp_adam_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Bring Adam's ``exp_avg`` back to what its ``exp_avg_sq`` allows, after one of them has come from elsewhere.
+    """Clamp Adam's ``exp_avg`` to what its ``exp_avg_sq`` allows after one was replaced.
 
     Whatever the gradients, ``|exp_avg| <= c sqrt(exp_avg_sq)`` with ``c = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2))``, by
     Cauchy and Schwarz. A mean of other clients' averages beside this one's own squares may break that where this client has

@@ -1,4 +1,4 @@
-"""A node: the process on a site that asks a server for work, has its clients trained, and sees to it that nothing is lost.
+"""Run a site's node: request orders, have its clients trained, report results, lose nothing.
 
 Its line and its workers are busy at the same time. One thread asks, and fetches what orders begin from, while workers are at earlier
 orders; each worker has a thread; and as many tell the server what came of them. What may be begun when is `JobQueue`' business.
@@ -38,7 +38,7 @@ _AHEAD = 8
 
 
 class Node:
-    """Works for a server until it says that the run is over.
+    """Work for a server until it ends the run.
 
     clients: what is trained here, or a `Executor` that trains it. folder: where clients' states, weights and unsent updates lie; a
     node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
@@ -57,13 +57,13 @@ class Node:
         ask: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
-        self._crew: Executor = InProcessExecutor(clients) if isinstance(clients, Sequence) else clients
+        self._executor: Executor = InProcessExecutor(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
         self._stopping = threading.Event()
-        link.heed(self._stopping)
-        self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
-        self._jobs = JobQueue(self._crew.slots, self._stopping)
-        self._teller = ResultReporter(name, self._session, link, self._jobs, self._stopping, ask, identity)
+        link.cancel_on(self._stopping)
+        self._session = Session(link, name, self._executor.clients, self._held, patience, self._stopping)
+        self._jobs = JobQueue(self._executor.slots, self._stopping)
+        self._reporter = ResultReporter(name, self._session, link, self._jobs, self._stopping, ask, identity)
         self._folders: dict[str, ClientStore] = {}
         self._opened = ""
         self._speed: float | None = None
@@ -73,24 +73,30 @@ class Node:
 
     @property
     def another(self) -> bool:
-        """Whether it ended because the server is at another run now, which a new node may join with the same folder."""
+        """Return True if it ended because the server is at another run now.
+
+        A new node may join that with the same folder.
+        """
         return self._session.another
 
     @property
     def failed(self) -> bool:
-        """Whether it ended because the run could not go on, or has no place for it."""
+        """Return True if it ended because the run could not go on, or has no place for it."""
         return self._session.failed
 
     def run(self) -> None:
-        """Join, and work until the run is over or `stop` is called. Raises what ended the node otherwise."""
+        """Join and work until the run is over or `stop` is called.
+
+        Raises what ended the node otherwise.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        asking = self._thread("ask", self._keep_asking)
+        asking = self._thread("ask", self._keep_requesting)
         others = [self._thread("beat", self._keep_beating)]
-        for slot in range(self._crew.slots):
-            others.append(self._thread(f"tell-{slot}", self._keep_telling))
+        for slot in range(self._executor.slots):
+            others.append(self._thread(f"report-{slot}", self._keep_reporting))
             others += [self._thread(f"slot-{slot}", self._keep_training)] if slot else []
         try:
-            self._begin()
+            self._join()
             for thread in (asking, *others):
                 thread.start()
             self._keep_training()
@@ -100,13 +106,13 @@ class Node:
         finally:
             self._stopping.set()
             self._session.leave()  # before workers end, which takes seconds
-            self._crew.close()
+            self._executor.close()
             self._wait_for([asking])  # the server answers what it has held when the node leaves
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """End soon, in order: what is being trained is broken off, and goes on when the node is started again. From any thread."""
+        """End soon and in order, from any thread; broken-off training resumes at the next start."""
         self._stopping.set()
         self._jobs.stop()
 
@@ -122,56 +128,56 @@ class Node:
 
     # -- beginning ---------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _join(self) -> None:
         self._open(str(read_json(self._folder / "node.json").get("run", "")))
         run = self._session.join().run
         self._open(run)
         replace_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
         self._bases = WeightsCache(self._place, self._link.blobs)
-        self._crew.open(self._place / "clients", run)
+        self._executor.open(self._place / "clients", run)
         for client, folder in self._folders.items():
             for round in folder.finished.rounds():
-                if folder.finished.is_taken(round):
-                    self._teller.keeps(folder)
+                if folder.finished.is_accepted(round):
+                    self._reporter.keep(folder)
                 else:
                     log.info("node %s sends what client %s had finished of round %d", self.name, client, round)
                     update = folder.finished.update(round)
-                    self._jobs.left(Job(client, round, folder, stage="done", outcome=update, steps=update.steps))
+                    self._jobs.restore(Job(client, round, folder, stage="done", outcome=update, steps=update.steps))
 
     def _open(self, run: str) -> None:
-        """The folders of a run; those of the last one are looked at before anybody says which it is."""
+        """Open the folders of a run; those of the last one are read before the server names its run."""
         if not run or self._opened == run:
             return
         self._opened, self._place = run, self._folder / folder_name(run)
-        names = self._crew.clients or list_clients(self._place / "clients")
+        names = self._executor.clients or list_clients(self._place / "clients")
         self._folders = {name: ClientStore(self._client(name), name, run) for name in names}
         for folder in self._folders.values():  # what was to be masked: its masks have gone with the process
             for round in folder.finished.rounds():
-                if not folder.finished.is_taken(round) and folder.finished.update(round).secure:
+                if not folder.finished.is_accepted(round) and folder.finished.update(round).secure:
                     folder.finished.drop(round)
 
     def _client(self, name: str) -> Path:
         return self._place / "clients" / folder_name(name)
 
-    def _has(self) -> tuple[list[Held], float | None]:
+    def _held(self) -> tuple[list[Held], float | None]:
         return [held for folder in list(self._folders.values()) for held in folder.held()], self._speed
 
     # -- orders come -------------------------------------------------------------------------------------------------
 
-    def _keep_asking(self) -> None:
-        """Ask for work, and fetch what it begins from, as long as workers have not as much to do as may wait for them."""
-        about, own = "", self._crew.clients
-        most = _AHEAD if own else self._crew.slots
+    def _keep_requesting(self) -> None:
+        """Request orders and fetch their weights while the queue has room."""
+        about, own = "", self._executor.clients
+        most = _AHEAD if own else self._executor.slots
 
         def reason() -> int | None:
-            return self._jobs.to_ask(self._session.welcome.ahead, own, most)
+            return self._jobs.next_request(self._session.welcome.ahead, own, most)
 
-        with self._ending():
-            while (number := self._jobs.waited(reason)) is not None:
-                answer = self._session.say(self._ask)
+        with self._node_errors():
+            while (number := self._jobs.wait_for(reason)) is not None:
+                answer = self._session.send(self._ask)
                 match answer:
                     case Fit() | Evaluate():
-                        self._take(answer, number)
+                        self._accept_order(answer, number)
                     case Wait():
                         if answer.about != about:
                             about = answer.about
@@ -183,37 +189,37 @@ class Node:
                         raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
 
     def _ask(self, session: str) -> Ask:
-        return Ask(node=self.name, session=session, wait=self._ask_for, doing=self._jobs.asking())
+        return Ask(node=self.name, session=session, wait=self._ask_for, doing=self._jobs.doing_for_request())
 
-    def _take(self, order: Fit | Evaluate, ask: int) -> None:
+    def _accept_order(self, order: Fit | Evaluate, ask: int) -> None:
         job = Job.of(order, self._folder_of(order))
         if isinstance(order, Fit):
-            self._teller.before(order, job.folder)
+            self._reporter.ask_before(order, job.folder)
         if not self._jobs.add(job, ask):
             return
-        with self._minding(job):
+        with self._job_errors(job):
             if isinstance(order, Fit):
                 if order.redo:
                     job.folder.finished.drop(order.round)
                 if (update := job.folder.finished.of(order)) is not None:
                     self._jobs.done(job, update)
                     return
-                job.folder.begin(order.round)
+                job.folder.start(order.round)
             fetched = list[FolderStore]()
-            self._session.patiently(lambda: fetched.append(self._fetch(order, job)))
+            self._session.retry(lambda: fetched.append(self._fetch(order, job)))
             self._jobs.ready(job, fetched[-1])
             self._bases.tidy(self._jobs.bases())
 
     def _fetch(self, order: Fit | Evaluate, job: Job) -> FolderStore:
-        return self._bases.fetch(order, self._jobs.bases(), job.wanted)
+        return self._bases.fetch(order, self._jobs.bases(), job.check_wanted)
 
     def _folder_of(self, order: Fit | Evaluate) -> ClientStore:
         if order.run != self._session.welcome.run:
             raise ProtocolError(f"an order of run {order.run!r} in run {self._session.welcome.run!r}")
         if order.client not in self._folders:
-            if self._crew.clients:
+            if self._executor.clients:
                 raise ProtocolError(
-                    f"an order for client {order.client!r}; this node has {', '.join(self._crew.clients)}"
+                    f"an order for client {order.client!r}; this node has {', '.join(self._executor.clients)}"
                 )
             self._folders[order.client] = ClientStore(self._client(order.client), order.client, order.run)
         return self._folders[order.client]
@@ -221,26 +227,26 @@ class Node:
     # -- workers do them ---------------------------------------------------------------------------------------------
 
     def _keep_training(self) -> None:
-        with self._ending():
-            while (job := self._jobs.waited(self._jobs.to_train)) is not None:
-                with self._minding(job):
+        with self._node_errors():
+            while (job := self._jobs.wait_for(self._jobs.next_to_train)) is not None:
+                with self._job_errors(job):
                     self._train(job)
 
     def _train(self, job: Job) -> None:
         assert job.weights is not None
         job.progress(0, None)  # it may have waited for too long
         if isinstance(job.order, Evaluate):
-            self._jobs.done(job, self._crew.evaluate(job.order, job.weights))
+            self._jobs.done(job, self._executor.evaluate(job.order, job.weights))
             return
         assert isinstance(job.order, Fit)
-        update = self._crew.fit(job.order, job.weights, job.progress)
+        update = self._executor.fit(job.order, job.weights, job.progress)
         self._speed, job.steps = update.steps / max(update.seconds, 1e-3), update.steps
-        job.folder.ended(job.round)
+        job.folder.end(job.round)
         self._jobs.done(job, update)
 
     @contextmanager
-    def _minding(self, job: Job) -> Iterator[None]:
-        """What goes wrong in a job is told to the server and ends the job, not the node."""
+    def _job_errors(self, job: Job) -> Iterator[None]:
+        """Report an error of a job to the server; it ends the job, not the node."""
         try:
             yield
         except (ClosedError, LinkError):
@@ -252,44 +258,47 @@ class Node:
             else:
                 log.error("%s: it has failed: %s", about, error, exc_info=True)
             if not self._stopping.is_set():
-                job.folder.ended(job.round)
+                job.folder.end(job.round)
             if isinstance(error, CancelledError) and job.cancelled:
-                self._jobs.over(job)
+                self._jobs.finish(job)
             else:
                 self._jobs.done(job, failure_of(job, error))
 
     # -- the server is told ------------------------------------------------------------------------------------------
 
-    def _keep_telling(self) -> None:
-        with self._ending():
-            while (job := self._jobs.waited(self._jobs.to_tell)) is not None:
+    def _keep_reporting(self) -> None:
+        with self._node_errors():
+            while (job := self._jobs.wait_for(self._jobs.next_to_report)) is not None:
                 if isinstance(job.outcome, Update) and job.outcome.secure and job.order is not None:
-                    self._thread(f"secure-{job.client}", lambda job=job: self._tell_masked(job)).start()  # type: ignore[misc]
+                    self._thread(f"secure-{job.client}", lambda job=job: self._report_masked(job)).start()  # type: ignore[misc]
                     continue
                 try:
-                    self._teller.tell(job)
+                    self._reporter.report(job)
                 except (BlobError, OSError) as error:
                     if not isinstance(job.outcome, Update):
                         raise
                     self._not_sent(job, error)
                 else:
-                    self._jobs.over(job)
+                    self._jobs.finish(job)
 
     def _not_sent(self, job: Job, error: BlobError | OSError) -> None:
-        """An update that cannot be read here is its client's failure, not the node's."""
+        """Turn an update that cannot be read here into its client's failure."""
         log.error("node %s cannot send round %d of %s: %s", self.name, job.round, job.client, error)
         job.folder.finished.drop(job.round)
         self._jobs.done(job, failure_of(job, error))
 
-    def _tell_masked(self, job: Job) -> None:
-        """Clients of a secure sum wait for each other: not in a thread that others of this node may need."""
-        with self._ending():
-            self._teller.tell_masked(job, lambda: self._jobs.over(job))
-            self._jobs.over(job)
+    def _report_masked(self, job: Job) -> None:
+        """Report a masked update in a thread of its own.
+
+        Clients of a secure sum wait for each other.
+        """
+        with self._node_errors():
+            self._reporter.report_masked(job, lambda: self._jobs.finish(job))
+            self._jobs.finish(job)
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """What ends a thread of the node ends the node."""
+    def _node_errors(self) -> Iterator[None]:
+        """End the node with an error of one of its threads."""
         try:
             yield
         except ClosedError as closed:
@@ -302,16 +311,16 @@ class Node:
             self.stop()
 
     def _keep_beating(self) -> None:
-        """Say that the node lives and how far it is, and hear what is no longer wanted."""
-        with self._ending():
+        """Send heartbeats with progress, and cancel what is no longer wanted."""
+        with self._node_errors():
             while not self._stopping.wait(self._session.welcome.beat_every):
                 lost = self._session.welcome.session
-                answer = self._session.try_to_say(
+                answer = self._session.try_to_send(
                     lambda session: Beat(node=self.name, session=session, doing=self._jobs.doing())
                 )
                 if not isinstance(answer, Receipt):
                     continue
                 if answer.reason == "session":
                     self._session.join(lost=lost)
-                self._teller.hear(answer.committed)
+                self._reporter.commit(answer.committed)
                 self._jobs.cancel(answer.cancel)

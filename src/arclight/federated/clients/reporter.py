@@ -1,4 +1,7 @@
-"""What came of a node's jobs, on its way to the server: blobs, then the message, until there is a receipt."""
+"""Report results of a node's jobs.
+
+Put blobs, then send the message until there is a receipt.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _ATTEMPTS = 3
 
 
 class ResultReporter:
-    """Tells the server what jobs came to. Any number of threads may, of different clients."""
+    """Report results to the server. Any number of threads may, of different clients."""
 
     def __init__(
         self,
@@ -49,47 +52,50 @@ class ResultReporter:
         self._keeping = set[ClientStore]()
         """Of clients whose updates the server has, and may still ask for again."""
 
-    def keeps(self, folder: ClientStore) -> None:
-        """An update that the server has lies in a client's folder."""
+    def keep(self, folder: ClientStore) -> None:
+        """Note that a client's folder holds an update that the server has."""
         with self._lock:
             self._keeping.add(folder)
 
-    def hear(self, committed: int) -> None:
-        """Rounds up to this one are committed: what is kept for them goes, also of clients that are not drawn for long."""
+    def commit(self, committed: int) -> None:
+        """Drop what is kept for rounds up to this one, also of clients that are not drawn for long."""
         with self._lock:
             if committed <= self._committed:
                 return
             self._committed = committed
             folders, self._keeping = self._keeping, set()
         for folder in folders:
-            self._over(folder, committed)
+            self._commit_in(folder, committed)
 
-    def _over(self, folder: ClientStore, committed: int) -> None:
-        """Rounds up to this one are committed; whether with this client's updates is asked where a server may have lost them."""
-        for round in folder.committed(committed, self._session.welcome.session):
+    def _commit_in(self, folder: ClientStore, committed: int) -> None:
+        """Drop committed rounds, and ask about those that the server may have lost."""
+        for round in folder.commit(committed, self._session.welcome.session):
             self.ask_about(folder, round)
         if folder.finished.rounds():
-            self.keeps(folder)
+            self.keep(folder)
 
     def ask_about(self, folder: ClientStore, round: int) -> None:
-        """Have the server say whether an update that it once had is part of its weights."""
+        """Ask the server again whether an accepted update is part of its weights."""
         try:
             update = folder.finished.update(round)
         except FederatedError as error:  # it was dropped just now, or is damaged
             log.warning("node %s cannot ask whether an update counts: %s", self._node, error)
             return
-        self._jobs.left(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
+        self._jobs.restore(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
 
-    def before(self, order: Fit, folder: ClientStore) -> None:
-        """Ask what an order's round hangs on, before it begins."""
+    def ask_before(self, order: Fit, folder: ClientStore) -> None:
+        """Ask about the updates that an order's round builds on, before it starts."""
         for round in folder.finished.rounds():
             if round < order.round - order.overlap and folder.finished.is_in_doubt(
                 round, self._session.welcome.session
             ):
                 self.ask_about(folder, round)
 
-    def tell(self, job: Job) -> None:
-        """Say a job's outcome. What it raises ends the node: it cannot reach its server, or is not to go on."""
+    def report(self, job: Job) -> None:
+        """Report a job's result.
+
+        Raises what ends the node: it cannot reach its server, or is to stop.
+        """
         match job.outcome:
             case Update() as update:
                 self.send(job, update, job.folder.finished.blobs(job.round))
@@ -99,12 +105,12 @@ class ResultReporter:
             case Failed() as failed:
                 self._receipt(lambda session: addressed(failed, self._node, session), f"failure of {job.client}")
 
-    def tell_masked(self, job: Job, sent: Callable[[], None]) -> None:
-        """As `tell`, for an update of a secure sum: clients wait for each other in it. ``sent``: called when its values are there."""
+    def report_masked(self, job: Job, sent: Callable[[], None]) -> None:
+        """Report an update of a secure sum. ``sent``: called when its values have arrived."""
         assert isinstance(job.order, Fit)
         assert isinstance(job.outcome, Update)
         place, finished = job.folder.folder / "masked", job.folder.finished
-        securing = SecureSumClient(self._node, job.order, self._session.say, self._stopping, self._ask, self._identity)
+        securing = SecureSumClient(self._node, job.order, self._session.send, self._stopping, self._ask, self._identity)
         try:
             masked = securing.masked(job.outcome, finished.blobs(job.round), place)
             if not self.send(job, masked, FolderStore(place)):
@@ -114,7 +120,7 @@ class ResultReporter:
         except Exception as error:  # whatever went wrong with this one's values, the others' go on
             job.outcome = failure_of(job, error)
             log.error("node %s: %s has failed in round %d: %s", self._node, job.client, job.round, error, exc_info=True)
-            self.tell(job)
+            self.report(job)
             return
         finally:
             shutil.rmtree(place, ignore_errors=True)
@@ -127,15 +133,18 @@ class ResultReporter:
             log.error("node %s: %s gives no parts in round %d: %s", self._node, job.client, job.round, error)
 
     def send(self, job: Job, update: Update, blobs: FolderStore) -> bool:
-        """Put an update's blobs and say so until there is a receipt; then what becomes of it here. Whether it was taken."""
+        """Put an update's blobs and send it until there is a receipt.
+
+        Return True if it was accepted.
+        """
         finished, about = job.folder.finished, f"{update.client}, round {update.round}"
 
         def wanted() -> None:
             if self._stopping.is_set():
                 raise ClosedError("the node was told to stop")
-            job.wanted()
+            job.check_wanted()
 
-        known = job.order is None and finished.is_taken(update.round)  # what is asked is only whether it counts
+        known = job.order is None and finished.is_accepted(update.round)  # what is asked is only whether it counts
         said_in = list[str]()
 
         def said(session: str) -> Update:
@@ -145,21 +154,21 @@ class ResultReporter:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 if not known:
-                    self._session.patiently(partial(self._put, update, blobs, wanted))
+                    self._session.retry(partial(self._put, update, blobs, wanted))
             except CancelledError as error:
                 log.info("node %s does not send the update of %s: %s", self._node, about, error)
                 finished.drop(update.round)
                 return False
             except RefusedError as error:
                 job.outcome = failure_of(job, error)
-                self.tell(job)
+                self.report(job)
                 receipt = Receipt(accepted=False, reason=error.reason, message=str(error))
                 break
             receipt, known = self._receipt(said, f"update of {about}"), False
             if receipt.accepted:
-                finished.take(update.round, said_in[-1])
-                self._over(job.folder, receipt.committed)
-                self.hear(receipt.committed)
+                finished.accept(update.round, said_in[-1])
+                self._commit_in(job.folder, receipt.committed)
+                self.commit(receipt.committed)
                 return True
             if receipt.reason != "damaged":
                 break
@@ -183,7 +192,7 @@ class ResultReporter:
             raise LinkError(f"there is no room for the update of {update.client}: {error}") from error
 
     def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
-        answer = self._session.say(make)
+        answer = self._session.send(make)
         if isinstance(answer, Close):
             raise self._session.closed(answer)
         if not isinstance(answer, Receipt):
@@ -192,7 +201,7 @@ class ResultReporter:
 
 
 def failure_of(job: Job, error: BaseException) -> Failed:
-    """What the server is to know of an error, without node and session."""
+    """Return the message for an error of a job, without node and session."""
     what = as_client_error(error)
     return Failed(
         node="",

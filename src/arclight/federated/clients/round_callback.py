@@ -1,4 +1,4 @@
-"""A client's round within a fit: take the server's weights up, save progress, stop, and give back what has become of them."""
+"""Run one federated round within a fit: load the server's weights, save, stop, give results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOSS_EVERY = 0.5
 
 @dataclass(frozen=True)
 class Position:
-    """Where in which round a client's state was made."""
+    """The place in a round at which a client's state was saved."""
 
     run: str
     round: int
@@ -71,12 +71,15 @@ class Position:
         return None if entry is None else cls(**entry)
 
     def is_of(self, order: Fit) -> bool:
-        """Whether this lies within the round that is asked for, begun from the same weights."""
+        """Return True if it lies within the round of the order, started from the same weights."""
         return (self.run, self.round, self.base, self.fragment) == (order.run, order.round, order.base, order.fragment)
 
 
 class RoundCallback(Pause):
-    """One client's part of a federation, as a callback. It is told of each round before the fit that trains it."""
+    """Run one client's rounds as a callback.
+
+    It is told of each round before the fit that trains it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,18 +96,20 @@ class RoundCallback(Pause):
         progress: Progress,
         save: Callable[[Trainer, Position], None],
     ) -> None:
-        """``at``: where in the round the state lies that the next fit goes on from; None if it is older, or there is none.
+        """Set the round that the next fit trains.
+
+        at: where in the round the state lies that the fit resumes from; None if it is older, or there is none.
 
         ``last``: where its newest state was made, None before the client's first round. ``save`` writes the client's state.
         """
         self._order, self._weights, self._last, self._progress, self._save = order, weights, last, progress, save
-        self._at, self._keep = at, LocalPolicy.of(order)
+        self._at, self._policy = at, LocalPolicy.of(order)
         self._done, self._frozen = (at.steps if at is not None else 0), list[torch.nn.Parameter]()
         self.cancelled = None
         self.steps = max(order.steps - self._done, 1)
 
     def end(self) -> None:
-        """Let go of the round."""
+        """Release the round."""
         for parameter in self._frozen:
             parameter.requires_grad = True
         self._order, self._weights, self._frozen = None, {}, []
@@ -119,7 +124,7 @@ class RoundCallback(Pause):
         if order is None:
             raise RuntimeError("this trainer belongs to a federation's client: its fits are begun by Turn.begin")
         if self._at is None:
-            self._take_up(trainer, pl_module, order)
+            self._load_round_weights(trainer, pl_module, order)
         self._freeze(pl_module)
         if self._done >= order.steps:
             self.state = None  # random states are not taken up yet: the file has what this would be
@@ -128,19 +133,19 @@ class RoundCallback(Pause):
         self._start = trainer.global_step - self._done
         super().on_train_start(trainer, pl_module)
 
-    def _take_up(self, trainer: Trainer, module: Module, order: Fit) -> None:
+    def _load_round_weights(self, trainer: Trainer, module: Module, order: Fit) -> None:
         progress = trainer.progress
         self._at = Position(
             **{**asdict(Position.of(order)), "counts": {"samples": progress.samples, "tokens": progress.tokens}}
         )
-        last, travel = self._last, self._keep.travel
+        last, travel = self._last, self._policy.travel
         before = None if last is None else last.round if last.run == order.run else order.round
-        taken = keys_to_load(self._weights, self._keep, order.round, before)
+        taken = keys_to_load(self._weights, self._policy, order.round, before)
         mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
         load_mixed(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)
         if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
-            load_parameters(module, reset_randomised(module, self._keep, order.seed))
-        if self._keep.reset_optimizer:
+            load_parameters(module, reset_randomised(module, self._policy, order.seed))
+        if self._policy.reset_optimizer:
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
         moment_keys = [key for key in taken if not key.startswith(MODEL)]
@@ -153,7 +158,7 @@ class RoundCallback(Pause):
 
     def _freeze(self, module: Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and matches(name, self._keep.masks.frozen):
+            if parameter.requires_grad and matches(name, self._policy.masks.frozen):
                 parameter.requires_grad = False
                 self._frozen.append(parameter)
 
@@ -173,9 +178,9 @@ class RoundCallback(Pause):
         if every and (self._done >= self._order.steps or self._done // every > before // every):
             self._save(trainer, self.position())
         if self._done < self._order.steps:
-            self._tell(trainer)
+            self._report(trainer)
 
-    def _tell(self, trainer: Trainer) -> None:
+    def _report(self, trainer: Trainer) -> None:
         loss, now = None, time.monotonic()
         if now >= self._loss_at and trainer.last_loss is not None:
             loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_EVERY
@@ -196,13 +201,13 @@ class RoundCallback(Pause):
     # -- what comes out ----------------------------------------------------------------------------------------------
 
     def keys(self, trainer: Trainer, order: Fit) -> list[str]:
-        """What is to be sent, in an order that all processes have alike."""
-        names, travel = trained_names(trainer.lightning_module), self._keep.travel
+        """List the keys to send, in an order that all processes have alike."""
+        names, travel = trained_names(trainer.lightning_module), self._policy.travel
         moments = [f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(trainer, s) if n in set(names)]
         return travel.up([*(MODEL + name for name in names), *moments], order.round)
 
     def counts(self, trainer: Trainer) -> dict[str, int]:
-        """Samples and tokens of the round, of all processes. A collective."""
+        """Count samples and tokens of the round, of all processes. A collective."""
         assert self._at is not None
         done = {"samples": trainer.progress.samples, "tokens": trainer.progress.tokens}
         mine = {name: done[name] - self._at.counts.get(name, 0) for name in done}
@@ -212,7 +217,10 @@ class RoundCallback(Pause):
 
 
 class ModuleTensors(Mapping[str, torch.Tensor]):
-    """Weights and moments by key as they are in a trainer, each copied out when it is asked for; all processes ask alike."""
+    """Read weights and moments of a trainer by key, each gathered when it is asked for.
+
+    All processes ask alike.
+    """
 
     def __init__(self, trainer: Trainer, keys: list[str], experts: Sequence[int] | None = None) -> None:
         """``experts``: those that a client has, of which a smaller model may hold only these."""
@@ -232,7 +240,10 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
 
 
 class _Whole(Mapping[str, torch.Tensor]):
-    """All weights and moments of a trainer, by key; of tensors that several processes share, only rank 0 gets the values."""
+    """Gather weights and moments of a trainer by key.
+
+    Of sharded ones only rank 0 gets the values.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._weights = trainer, named_tensors(trainer.lightning_module)
@@ -259,7 +270,7 @@ class _Whole(Mapping[str, torch.Tensor]):
 
 
 class EvaluationCallback(Callback):
-    """Lets a validation see given weights; the module's own are put back by `put_back`."""
+    """Validate with given weights; `restore` puts the module's own back."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights, self._own = weights, dict[str, torch.Tensor]()
@@ -276,7 +287,7 @@ class EvaluationCallback(Callback):
         self.samples += count_samples_and_tokens(batch)[0]
 
     @torch.no_grad()
-    def put_back(self, module: Module) -> None:
+    def restore(self, module: Module) -> None:
         own = dict(module.named_parameters(remove_duplicate=False)) | named_tensors(module)
         for name, value in self._own.items():
             local_tensor(own[name]).copy_(value)

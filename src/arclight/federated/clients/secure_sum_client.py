@@ -1,4 +1,4 @@
-"""A client's side of a round's secure sum: its update leaves the node masked, or not at all."""
+"""Take a client's part in a secure sum: its update leaves the node masked, or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAUSE = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a node signs its clients' keys with, and how it knows that others' are theirs."""
+    """Sign a node's clients' keys, and verify others'."""
 
     sign: Callable[[bytes], str] | None = None
     """A text to the signature by the node's key; None where it has none."""
@@ -37,7 +37,9 @@ class Identity:
 
 
 class SecureSumClient:
-    """One client in one round. ``say`` sends a message made for the session of the moment; ``order`` is what asked for it.
+    """One client in one secure sum.
+
+    send: sends a message made for the session of the moment. order: the order that asked for the sum.
 
     ask: seconds for which the server may hold an answer.
     """
@@ -46,7 +48,7 @@ class SecureSumClient:
         self,
         node: str,
         order: Fit,
-        say: Callable[[Callable[[str], Message]], Message],
+        send: Callable[[Callable[[str], Message]], Message],
         stopping: threading.Event,
         ask: float = 20.0,
         identity: Identity | None = None,
@@ -54,12 +56,15 @@ class SecureSumClient:
         asked = dict(order.privacy["secure"])
         self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
         self._settings = SecureSum(**asked)
-        self._node, self._order, self._say, self._stopping, self._ask = node, order, say, stopping, ask
+        self._node, self._order, self._send, self._stopping, self._ask = node, order, send, stopping, ask
         self._identity = identity or Identity()
         self._me = Participant(order.client)
 
     def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
-        """The update with its values masked, their blobs below ``into``. Raises ClientError where the others do not come."""
+        """Return the update with its values masked, their blobs below ``into``.
+
+        Raises ClientError where the others do not come.
+        """
         mine = self._me.keys
         own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
         if self._identity.sign is not None:
@@ -97,7 +102,10 @@ class SecureSumClient:
         return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
 
     def _keys(self, client: str, told: Mapping[str, str]) -> PublicKeys:
-        """A client's keys as the server passes them on. Raises ClientError where its node has not signed them."""
+        """Read a client's keys as the server passes them on.
+
+        Raises ClientError where its node has not signed them.
+        """
         vouches, node = self._identity.vouches, told.get("node", "")
         if vouches is not None and not vouches(node, client, self._text(client, told), told.get("signature", "")):
             raise ClientError(
@@ -108,12 +116,12 @@ class SecureSumClient:
         return PublicKeys(client=client, **{what: bytes.fromhex(told[what]) for what in ("mask", "cipher", "seal")})
 
     def reveal(self) -> None:
-        """Wait until the server says whose values have come, and give this client's parts of their secrets."""
+        """Wait until the server names the survivors, and send this client's shares of their secrets."""
         said = self._until("here", "the round to be closed", patience=None)
         if said.here is None or said.over:
             return
         parts = self._me.reveal(said.here)
-        self._hear(
+        self._exchange(
             seeds={name: f"{part:x}" for name, part in parts.seeds.items()},
             parts={name: f"{part:x}" for name, part in parts.keys.items()},
         )
@@ -135,14 +143,14 @@ class SecureSumClient:
         patience: float | None = 3.0,
         **said: Any,
     ) -> Secured:
-        """Say it, and ask until the server has settled what is waited for.
+        """Send, and poll until the server has settled what is waited for.
 
         patience: times the settings' that is waited; None waits for ever, and then the round may be over without it.
         """
         until = None if patience is None else time.monotonic() + patience * self._settings.patience
         while True:
             began = time.monotonic()
-            told = self._hear(until=settled, wait=self._ask, **said)
+            told = self._exchange(until=settled, wait=self._ask, **said)
             if told.over and patience is not None:
                 raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
             if told.over or getattr(told, settled) is not None:
@@ -153,8 +161,8 @@ class SecureSumClient:
                 raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")
             said = {}
 
-    def _hear(self, **said: Any) -> Secured:
-        answer = self._say(
+    def _exchange(self, **said: Any) -> Secured:
+        answer = self._send(
             lambda session: Secure(
                 node=self._node,
                 session=session,
@@ -172,7 +180,7 @@ class SecureSumClient:
 
 
 class _Terms(Mapping[str, torch.Tensor]):
-    """A client's terms in fixed point by key, each made when it is asked for. Integers are not sent."""
+    """Make a client's fixed-point terms by key when they are asked for. Integers are not sent."""
 
     def __init__(self, update: Update, blobs: FolderStore, weight: int, shift: int, settings: SecureSum) -> None:
         self._opened, self._how = open_manifest(update.manifest, blobs), (weight, shift, settings)

@@ -1,4 +1,7 @@
-"""A node's conversation with its server: joined, joined again when the server forgot it, and patient when it is away."""
+"""Keep a node's session with its server.
+
+Join, join again when it is lost, retry when the server is away.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class ClosedError(FederatedError):
-    """The server has said that the run is over for this node."""
+    """The server has ended the run for this node."""
 
 
 class Session:
-    """Sends messages with the session's name in them.
+    """Send messages within the node's session.
 
     has: what the node has begun and finished, and its steps per second, asked for whenever it joins. patience: seconds for which a server that cannot be
     reached, or does not let the node in, is tried again before LinkError is raised.
@@ -71,13 +74,16 @@ class Session:
         return self._welcome
 
     def join(self, lost: str | None = None) -> Welcome:
-        """Join; again where the session ``lost`` is still the newest one. Raises ClosedError where there is nothing to join."""
+        """Join; again where the session ``lost`` is still the newest one.
+
+        Raises ClosedError where there is nothing to join.
+        """
         with self._lock:
             if self._welcome is not None and self._welcome.session != lost:
                 return self._welcome
             until = time.monotonic() + self._patience
             while True:
-                answer = self._reached(self._join, until)
+                answer = self._request(self._join, until)
                 match answer:
                     case Welcome():
                         former, self._welcome = self._welcome, answer
@@ -103,13 +109,16 @@ class Session:
                     case _:
                         raise ProtocolError(f"the server answered {answer.kind!r} to a join")
 
-    def say(self, make: Callable[[str], Message]) -> Message:
-        """The answer to ``make(session)``; where the session is no longer known, the node joins again and says it again."""
+    def send(self, make: Callable[[str], Message]) -> Message:
+        """Send ``make(session)`` and return the reply.
+
+        Join and send again where the session is lost.
+        """
         until = time.monotonic() + self._patience
         while True:
             session = self.welcome.session
             try:
-                answer = self._reached(partial(make, session), until)
+                answer = self._request(partial(make, session), until)
             except SessionError as error:
                 answer = Receipt(accepted=False, reason="session", message=str(error))
             if not (isinstance(answer, Receipt) and answer.reason == "session"):
@@ -118,8 +127,8 @@ class Session:
             self._pause(0.0, until, f"the server keeps losing node {self.node}: {answer.message}")
             self.join(lost=session)
 
-    def patiently(self, action: Callable[[], None]) -> None:
-        """Transfers: again where the server is away or has lost the session."""
+    def retry(self, action: Callable[[], None]) -> None:
+        """Run a transfer, again where the server is away or has lost the session."""
         until, away = time.monotonic() + self._patience, False
         while True:
             session = self.welcome.session
@@ -134,8 +143,8 @@ class Session:
                 away = True
                 self._pause(_PAUSE, until, str(error))
 
-    def try_to_say(self, make: Callable[[str], Message]) -> Message | None:
-        """One attempt, for what can be said later too; None where it did not work out."""
+    def try_to_send(self, make: Callable[[str], Message]) -> Message | None:
+        """Send once what can be sent later too; None where it failed."""
         if self._welcome is None:
             return None
         try:
@@ -145,13 +154,13 @@ class Session:
             return None
 
     def closed(self, answer: Close) -> ClosedError:
-        """What to raise where the server has answered so."""
+        """Return the error to raise for a Close."""
         self.failed = answer.failed
         return ClosedError(answer.why)
 
     def leave(self) -> None:
         if self._welcome is not None:
-            self.try_to_say(lambda session: Leave(node=self.node, session=session))
+            self.try_to_send(lambda session: Leave(node=self.node, session=session))
 
     def _join(self) -> Join:
         held, speed = self._has()
@@ -159,8 +168,8 @@ class Session:
             node=self.node, clients=self._clients, held=tuple(held), process=self._process, steps_per_second=speed
         )
 
-    def _reached(self, make: Callable[[], Message], until: float) -> Message:
-        """The answer; that the server is away is said once."""
+    def _request(self, make: Callable[[], Message], until: float) -> Message:
+        """Send until there is a reply; an absent server is logged once."""
         away = False
         while True:
             try:
@@ -191,7 +200,7 @@ class Session:
 
 
 def as_client_error(error: BaseException) -> ClientError:
-    """What a client's own code raised, in a line with its notes."""
+    """Turn an error of a client's own code into one line with its notes."""
     if isinstance(error, ClientError):
         return error
     notes: list[Any] = list(getattr(error, "__notes__", []))

@@ -1,4 +1,7 @@
-"""Clients that train with a Trainer: each round is a fit that goes on from where the round before it was broken off."""
+"""Train clients with a Trainer.
+
+Each round is a fit that resumes where the round before it ended.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ _QUIET = {
 
 
 def trainer_factory(**arguments: Any) -> Callable[[list[Callback], Path], Trainer]:
-    """What makes a client's Trainer from its ``arguments``: quiet, writing nothing and without an end, unless they say otherwise."""
+    """Return a function that makes a client's Trainer from ``arguments``.
+
+    It is quiet, writes nothing and has no limit, unless they say otherwise.
+    """
     given = arguments.pop("callbacks", None) or []
     own = list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -48,9 +54,9 @@ def trainer_factory(**arguments: Any) -> Callable[[list[Callback], Path], Traine
 
 
 class TrainerLearner:
-    """Implements `Learner`. The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory
-    between rounds; on the disk it is saved every ``Fit.journal_every`` steps and at each round's end, in ``folder``. With 0 it never
-    is: a client whose process ends begins its next round with a new optimizer, at the beginning of its data.
+    """Implement `Learner` with a Trainer.
+
+    The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory
 
     seed: of what the client draws and of the order of its data; by default it follows from the run's. All processes of a
     client that is trained by several make one each, with the same folder.
@@ -67,10 +73,10 @@ class TrainerLearner:
     ) -> None:
         own = datamodule is None or isinstance(datamodule, DataModule)
         self.module, self.datamodule, self._seed = module, datamodule if own else LoaderDataModule(datamodule), seed
-        self._states = TrainingCheckpoints(Path(folder) / "states")
-        self._turn = RoundCallback()
-        self.trainer = (make_trainer or trainer_factory())([self._turn], Path(folder) / "runs")
-        if self._turn not in self.trainer.callbacks:
+        self._checkpoints = TrainingCheckpoints(Path(folder) / "states")
+        self._callback = RoundCallback()
+        self.trainer = (make_trainer or trainer_factory())([self._callback], Path(folder) / "runs")
+        if self._callback not in self.trainer.callbacks:
             raise FederatedError(
                 "the function that makes a client's Trainer must hand it the callbacks that it is given"
             )
@@ -80,22 +86,22 @@ class TrainerLearner:
     def fit(self, order: Fit, weights: Tensors, progress: Progress) -> Outcome:
         state, at = self._newest()
         inside = at if at is not None and at.is_of(order) else None
-        turn, self._memory = self._turn, None
+        callback, self._memory = self._callback, None
         with isolate_rng():
             if state is None:
                 self._seed_all(order)
-                self._bind_first(order, weights)
-            turn.begin(order, weights, inside, at, progress, self._save)
+                self._load_first(order, weights)
+            callback.begin(order, weights, inside, at, progress, self._save)
             try:
                 self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=state)
-                if turn.cancelled is not None:
-                    raise turn.cancelled
+                if callback.cancelled is not None:
+                    raise callback.cancelled
                 outcome = self._outcome(order)
                 untouched = state if isinstance(state, dict) else None  # where nothing was left to train
-                self._memory = untouched if turn.state is None else turn.state
+                self._memory = untouched if callback.state is None else callback.state
                 return outcome
             finally:
-                turn.end()
+                callback.end()
 
     def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
         given = weights_to_measure(self.module, weights, LocalPolicy.of(order))
@@ -110,7 +116,7 @@ class TrainerLearner:
                 results = trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
             finally:
                 trainer.callbacks = callbacks
-                measuring.put_back(self.module)
+                measuring.restore(self.module)
         if not results:
             raise FederatedError(
                 f"{type(self.module).__name__} was asked to measure round {order.round}, and has no validation_step or no "
@@ -121,26 +127,26 @@ class TrainerLearner:
         return Outcome(samples=sum(each), metrics=_finite(values))
 
     def close(self) -> None:
-        self._memory = self._turn.state = None
+        self._memory = self._callback.state = None
         for logger in self.trainer.loggers if self.trainer.global_step else []:
             logger.finalize("success")
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _newest(self) -> tuple[dict[str, Any] | Path | None, Position | None]:
-        """What the next fit goes on from, and where it was made."""
-        moved_on = self._states.moved_on()
+        """Return the state that the next fit resumes from, and its position."""
+        moved_on = self._checkpoints.moved_on()
         if self._memory is not None and not moved_on:
             return self._memory, Position.read(self._memory[ENTRY])
-        path = self._states.newest()
+        path = self._checkpoints.newest()
         return path, Position.read(checkpoints.load(path, only=ENTRY)[ENTRY]) if path is not None else None
 
     def _save(self, trainer: Trainer, at: Position) -> None:
-        """Called in the fit, by all processes."""
-        trainer.save_checkpoint(self._states.next(f"round-{at.round}-step-{at.steps}"))
+        """Save a checkpoint; called in the fit, by all processes."""
+        trainer.save_checkpoint(self._checkpoints.next(f"round-{at.round}-step-{at.steps}"))
         trainer.checkpoint_io.teardown()
         if trainer.is_global_zero:
-            self._states.prune()
+            self._checkpoints.prune()
 
     def _seed_all(self, order: Fit) -> None:
         seed = self._seed
@@ -149,8 +155,11 @@ class TrainerLearner:
             seed = int.from_bytes(digest[:8], "little") % (MAX_SEED + 1)
         seed_generators(seed)
 
-    def _bind_first(self, order: Fit, weights: Tensors) -> None:
-        """Callbacks that copy the module when a fit begins, as averages do, see the run's weights and not some first ones."""
+    def _load_first(self, order: Fit, weights: Tensors) -> None:
+        """Load the run's weights before a first fit.
+
+        Callbacks that copy the module when a fit starts, as averages do, then see these and not initial ones.
+        """
         parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
             load_mixed(
@@ -162,26 +171,26 @@ class TrainerLearner:
             )
 
     def _outcome(self, order: Fit) -> Outcome:
-        trainer, done = self.trainer, self._turn.position().steps
+        trainer, done = self.trainer, self._callback.position().steps
         if done < order.steps:
             limits = f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}"
             raise FederatedError(
                 f"the client's Trainer came to its end after {done} of {order.steps} steps of round {order.round} ({limits}): raise its "
                 "limits, or leave them to the federation"
             )
-        counts = self._turn.counts(trainer)
+        counts = self._callback.counts(trainer)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if trainer.last_loss is not None:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
         try:
-            tensors = ModuleTensors(trainer, self._turn.keys(trainer, order), LocalPolicy.of(order).travel.experts)
+            tensors = ModuleTensors(trainer, self._callback.keys(trainer, order), LocalPolicy.of(order).travel.experts)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)
 
 
 class LoaderDataModule(DataModule):
-    """A loader to train with, or a pair of one to train and one to validate with, as a data module."""
+    """Wrap a loader, or a pair of training and validation loaders, as a data module."""
 
     def __init__(self, loaders: Any) -> None:
         super().__init__()
@@ -206,7 +215,9 @@ _KEPT = 2
 
 
 class TrainingCheckpoints:
-    """Checkpoint folders ``<number>-<what>`` in ``folder``, which is made when there is something to keep.
+    """Keep a client's checkpoints ``<number>-<what>`` in ``folder``.
+
+    The newest sound one counts.
 
     Numbers count saves. (Steps would not do: a client that is set back to the run's clock has fewer later than before.)
     """
@@ -217,7 +228,7 @@ class TrainingCheckpoints:
         self._next = max((number for number, _ in self._all()), default=0) + 1
 
     def newest(self) -> Path | None:
-        """The newest whose files are all sound; None where there never was one.
+        """Return the newest whose files are all sound; None if there never was one.
 
         Tells of newer ones that are damaged. Raises FederatedError where there are some and none is sound.
         """
@@ -236,13 +247,13 @@ class TrainingCheckpoints:
         return None
 
     def next(self, what: str) -> Path:
-        """Where the next state is to be saved. Every process of a client asks as often as the others."""
+        """Return the path of the next one. Every process of a client asks equally often."""
         path = self.folder / f"{self._next:06d}-{what}"
         self._next += 1
         return path
 
     def moved_on(self) -> bool:
-        """Whether another process has saved a state since this one last saved or looked."""
+        """Return True if another process has saved one since this one last saved or looked."""
         newest = max((number for number, _ in self._all()), default=0)
         moved, self._next = newest >= self._next, max(self._next, newest + 1)
         return moved

@@ -1,4 +1,4 @@
-"""The weights that a node's orders begin from, each in a folder of its own for as long as a job needs it."""
+"""Fetch the weights that a node's orders start from, and keep them while a job needs them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,38 @@ from arclight.federated.protocol import Evaluate, Fit
 
 
 class WeightsCache:
-    """Fetches weights once for all jobs that begin from them. Used by one thread; those who train only read what it gave them."""
+    """Fetch weights once for all jobs that start from them, each into a folder of its own.
+
+    Used by one thread; executors only read what it gave them.
+    """
 
     def __init__(self, folder: Path, remote: BlobStore) -> None:
         self._folder = folder / "bases"
         shutil.rmtree(self._folder, ignore_errors=True)  # a killed process's: its orders come again
         self._here = FolderStore(folder / "weights", durable="none")
-        self._held = WeightsReplica(self._here, remote)
+        self._replica = WeightsReplica(self._here, remote)
 
     def fetch(self, order: Fit | Evaluate, needed: Set[str], wanted: Callable[[], None]) -> FolderStore:
-        """Files of the order's weights. What is neither theirs nor ``needed`` (digests of weights) is removed before.
+        """Return the files of the order's weights, fetched if need be.
+
+        needed: digests of weights that stay; others are removed before.
 
         wanted: raises where the order has been withdrawn meanwhile. Raises BlobError, LinkError as `WeightsReplica.take`.
         """
         self.tidy(needed)
         store = FolderStore(self._folder / check_digest(order.base), durable="none")
         if any(store.size(digest) is None for digest in order.weights.blobs):
-            self._held.take(order.weights, order.changes, wanted)
+            self._replica.fetch(order.weights, order.changes, wanted)
             for digest in order.weights.blobs:
                 store.adopt(digest, self._here.file(digest))
         return store
 
     def tidy(self, needed: Set[str]) -> None:
-        """Remove what is neither ``needed`` nor the newest; large files take a while to go, so not while someone waits for others."""
+        """Remove weights that are neither ``needed`` nor the newest.
+
+        Removing large files takes a while: call it while nobody waits.
+        """
         for former in self._folder.iterdir() if self._folder.is_dir() else ():
             if former.name not in needed:
                 shutil.rmtree(former, ignore_errors=True)
-        self._held.tidy()
+        self._replica.tidy()

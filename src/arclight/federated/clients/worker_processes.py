@@ -1,4 +1,10 @@
-"""A crew of worker processes: started once, watched, and started again when they die."""
+"""Train a node's clients in worker processes.
+
+Started once, watched, restarted when they die.
+
+Node and worker exchange JSON over a pipe. The node sends ``open`` (which run), ``fit``, ``evaluate``, ``cancel`` and ``close``; the
+worker sends ``ready``, ``progress``, ``done`` and ``failed``. A pipe that ends means that the node has died: the worker ends at once.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +51,7 @@ class WorkerDiedError(FederatedError):
 
 
 class ProcessExecutor:
-    """Implements `Crew`: ``count`` workers, each of ``ranks`` processes that train one client together (FSDP, DDP, ...).
+    """Implement `Executor` with ``count`` workers, each of ``ranks`` processes (FSDP, DDP, ...).
 
     Clients need a ``build`` function, which is called once in each worker that trains them. In their place: a function that
     gives the client of a name there, for ``names``, or for any client of the run where none are said. A client stays with its worker while
@@ -79,7 +85,7 @@ class ProcessExecutor:
 
     @property
     def pids(self) -> list[list[int]]:
-        """Process ids of each worker's ranks; empty for one that is not running."""
+        """List process ids of each worker's ranks; empty for one that is not running."""
         return [group.pids for group in self._groups]
 
     def open(self, folder: Path, run: str) -> None:
@@ -88,13 +94,13 @@ class ProcessExecutor:
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
         with self._group(order.client, saved=order.journal_every > 0) as group:
-            update = group.do(order, weights.folder, progress)
+            update = group.run(order, weights.folder, progress)
         assert isinstance(update, Update)
         return update
 
     def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
         with self._group(order.client) as group:
-            evaluated = group.do(order, weights.folder, lambda steps, loss: None)
+            evaluated = group.run(order, weights.folder, lambda steps, loss: None)
         assert isinstance(evaluated, Evaluated)
         return evaluated
 
@@ -105,7 +111,7 @@ class ProcessExecutor:
 
     @contextmanager
     def _group(self, client: str, saved: bool = True) -> Iterator[WorkerGroup]:
-        """A free worker: the one that the client was with, or the one with the fewest if its state is ``saved`` for others."""
+        """Borrow a free worker: the client's last, or the least used if its state is ``saved``."""
         with self._free:
             if not self._free.wait_for(lambda: self._best(client, saved) is not None, timeout=_HOUR):
                 raise FederatedError(f"no worker has become free for client {client} within {_HOUR:g} s")
@@ -131,7 +137,7 @@ class ProcessExecutor:
 
 
 class WorkerGroup:
-    """One worker: a process, or several that train together."""
+    """Run one worker: a process, or several that train together."""
 
     def __init__(
         self,
@@ -160,8 +166,11 @@ class WorkerGroup:
             if self._processes:
                 self._tell({"do": "open", "folder": str(folder), "run": run})
 
-    def do(self, order: Fit | Evaluate, weights: Path, progress: Progress) -> Message:
-        """Have an order carried out, by new processes where they die of it; raises what came of it otherwise."""
+    def run(self, order: Fit | Evaluate, weights: Path, progress: Progress) -> Message:
+        """Have an order carried out, by new processes if the old ones die of it.
+
+        Raise what it raised.
+        """
         said = {"do": order.kind, "client": order.client, "order": order.to_json(), "weights": str(weights)}
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -234,7 +243,7 @@ class WorkerGroup:
         self._processes, self._pipes = [], []
 
     def _check(self, until: float, about: str) -> None:
-        """Raises WorkerDiedError where a process has ended, or time is up."""
+        """Raise WorkerDiedError where a process has ended, or time is up."""
         for rank, process in enumerate(self._processes):
             if not process.is_alive():
                 raise WorkerDiedError(f"worker {self._number}, rank {rank}, {_ending(process.exitcode)}")
@@ -267,7 +276,7 @@ class WorkerGroup:
         return WorkerDiedError(f"worker {self._number}, rank {rank}, {_ending(process.exitcode)}")
 
     def _follow(self, client: str, progress: Progress) -> Message:
-        """Until all ranks are done; asks ``progress`` all the time whether the work is still wanted."""
+        """Wait until all ranks are done; ask ``progress`` all the time whether to go on."""
         answers: dict[int, dict[str, Any]] = {}
         cancelled: CancelledError | None = None
         steps, until = 0, float("inf")
@@ -332,7 +341,10 @@ _ENDED = 3
 def run_worker(
     clients: Sequence[Client] | Make, pipe: Connection, environment: Mapping[str, str], resident: int | None
 ) -> None:
-    """What a worker process runs. ``environment``: torchrun's variables where it is one of several ranks. ``resident``: see `ClientRunners`."""
+    """Run a worker process.
+
+    environment: torchrun's variables where it is one of several ranks. resident: see `ClientRunners`.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what ends
     os.environ.update(environment)
     _Worker(
@@ -348,7 +360,7 @@ class _Worker:
         from arclight.federated.clients.executor import ClientRunners
 
         self._pipe, self._leads = pipe, leads
-        self._works = ClientRunners(lambda client, folder: client_of(client).learner(folder), resident, leads)
+        self._runners = ClientRunners(lambda client, folder: client_of(client).learner(folder), resident, leads)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._cancelled, self._told_at = "", 0.0
 
@@ -357,7 +369,7 @@ class _Worker:
         self._say(**{"is": "ready", "pid": os.getpid()})
         while (order := self._orders.get())["do"] != "close":
             if order["do"] == "open":
-                self._works.open(Path(order["folder"]), order["run"])
+                self._runners.open(Path(order["folder"]), order["run"])
                 continue
             self._cancelled, self._told_at = "", 0.0
             try:
@@ -371,10 +383,10 @@ class _Worker:
                 self._say(
                     **{"is": "failed", "cancelled": False, "error": str(what), "again": what.again, "trace": trace}
                 )
-                self._works.forget(order["client"])
+                self._runners.forget(order["client"])
             else:
                 self._say(**{"is": "done", "message": message})
-        self._works.close()
+        self._runners.close()
 
     def _listen(self) -> None:
         while True:
@@ -399,9 +411,9 @@ class _Worker:
 
         asked, store = read(order["order"]), FolderStore(order["weights"])
         if isinstance(asked, Fit):
-            message: Any = self._works.fit(asked, store, self._progress)
+            message: Any = self._runners.fit(asked, store, self._progress)
         elif isinstance(asked, Evaluate):
-            message = self._works.evaluate(asked, store)
+            message = self._runners.evaluate(asked, store)
         else:
             raise FederatedError(f"a worker was given a message {asked.kind!r}")
         return None if message is None else message.to_json()

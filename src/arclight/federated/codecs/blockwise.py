@@ -21,16 +21,16 @@ _STEPS = 32767
 """Steps from 0 to 1 in which a value is looked up among the levels."""
 
 
-def encode_int8(target: ErrorFeedback) -> Parts:
+def encode_int8(feedback: ErrorFeedback) -> Parts:
     """round(x / scale) with scale = largest / 127: an error of at most half a scale."""
-    values = torch.empty(target.numel, dtype=torch.int8)
-    scales = torch.empty(-(-target.numel // target.block))
-    for where, chunk in target.chunks():
-        scale = _settled(target.largest(chunk)) / 127.0
-        scales[_rows(where, target.block)] = scale.view(-1)
-        rounded = torch.mul(chunk, _inverse(scale), out=target.spare(chunk)).round_()
+    values = torch.empty(feedback.numel, dtype=torch.int8)
+    scales = torch.empty(-(-feedback.numel // feedback.block))
+    for where, chunk in feedback.chunks():
+        scale = _settled(feedback.largest(chunk)) / 127.0
+        scales[_rows(where, feedback.block)] = scale.view(-1)
+        rounded = torch.mul(chunk, _inverse(scale), out=feedback.spare(chunk)).round_()
         values[where] = rounded.view(-1)[: where.stop - where.start]
-        target.said(where, chunk, rounded.mul_(scale))
+        feedback.record(where, chunk, rounded.mul_(scale))
     return {"": values, "scale": scales}
 
 
@@ -46,20 +46,20 @@ def decode_int8(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
     return out
 
 
-def encode_int4(target: ErrorFeedback) -> Parts:
+def encode_int4(feedback: ErrorFeedback) -> Parts:
     """The nearest level times the block's largest value; two values in a byte, the first in its lower half."""
-    values = torch.empty((target.numel + 1) // 2, dtype=torch.uint8)
-    scales = torch.empty(-(-target.numel // target.block))
-    for where, chunk in target.chunks():
-        scale = _settled(target.largest(chunk))
-        scales[_rows(where, target.block)] = scale.view(-1)
-        scaled = torch.mul(chunk, _inverse(scale), out=target.spare(chunk))
+    values = torch.empty((feedback.numel + 1) // 2, dtype=torch.uint8)
+    scales = torch.empty(-(-feedback.numel // feedback.block))
+    for where, chunk in feedback.chunks():
+        scale = _settled(feedback.largest(chunk))
+        scales[_rows(where, feedback.block)] = scale.view(-1)
+        scaled = torch.mul(chunk, _inverse(scale), out=feedback.spare(chunk))
         place = scaled.mul_(_STEPS).round_().to(torch.int32).add_(_STEPS)
         codes = _nearest().index_select(0, place.view(-1)).view(-1, 2)
         packed = codes[:, 0] | (codes[:, 1] << 4)
         values[_bytes(where)] = packed[: (where.stop - where.start + 1) // 2]
-        if target.left is not None:
-            target.said(where, chunk, _levels_of(packed).view(chunk.shape).mul_(scale))
+        if feedback.residual is not None:
+            feedback.record(where, chunk, _levels_of(packed).view(chunk.shape).mul_(scale))
     return {"": values, "scale": scales}
 
 

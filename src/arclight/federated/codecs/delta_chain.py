@@ -1,4 +1,4 @@
-"""The way down: nodes that have weights are told what has changed since, those that have none get them whole.
+"""Encode the way down: nodes that have weights receive deltas, others receive weights whole.
 
 The server keeps the weights *as clients see them*. With a codec that cannot say everything they trail behind the server's own:
 each change is encode(own - seen), and seen becomes seen + decode(change). What a change leaves unsaid is thereby still in the
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaChain:
-    """Weights as clients see them, and the changes that lead to them from older ones. Lasts as JSON, and with its blobs."""
+    """Weights as clients see them, and the deltas that lead to them from older ones.
+
+    Lasts as JSON, and with its blobs.
+    """
 
     weights: Manifest
     """Whole."""
@@ -42,7 +45,7 @@ class DeltaChain:
 
     @property
     def blobs(self) -> set[str]:
-        """Digests of all blobs that nodes may ask for."""
+        """Return the digests of all blobs that nodes may ask for."""
         return {digest for manifest in (self.weights, *self.changes) for digest in manifest.blobs}
 
     def to_json(self) -> str:
@@ -50,7 +53,7 @@ class DeltaChain:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DeltaChain:
-        """Inverse of `to_json`. Raises ProtocolError."""
+        """Invert `to_json`. Raises ProtocolError."""
         try:
             said = json.loads(text)
             weights, changes = said["weights"], said["changes"]
@@ -62,7 +65,7 @@ class DeltaChain:
 def extend_chain(
     chain: DeltaChain | None, weights: Manifest, codec: Codec, longest: int, store: LocalStore
 ) -> DeltaChain:
-    """What nodes are told of the server's new ``weights`` (whole, in ``store``): the chain one change further.
+    """Extend the chain by one delta to the server's new ``weights`` (whole, in ``store``).
 
     At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. Nothing is added where `Raw`
     would say most of them again (the weights' own blobs do, and no second copy is written), where nothing has changed, or
@@ -83,7 +86,10 @@ def extend_chain(
 
 
 def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Codec) -> Encoded:
-    """What to tell those who see ``seen`` of ``weight``. Local moments are told as they are, see `encoding.for_moments`."""
+    """Encode the change from ``seen`` to ``weight``.
+
+    Local moments go as `encoding.for_moments` says.
+    """
     if not isinstance(codec, Lossy) or goes_raw(weight, codec) or not key.startswith("model/"):
         return encode(key, weight, Raw())[0]
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -91,7 +97,7 @@ def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Cod
 
 
 def apply_change(key: str, seen: torch.Tensor, told: Encoded) -> torch.Tensor:
-    """What those who saw ``seen`` see after a `change`. Raises BlobError for one of something else."""
+    """Apply a change to ``seen``. Raises BlobError for one of another tensor."""
     value = decode(key, told)
     if value.shape != seen.shape or (told.codec == "raw" and value.dtype != seen.dtype):
         raise BlobError(
@@ -104,7 +110,7 @@ def apply_change(key: str, seen: torch.Tensor, told: Encoded) -> torch.Tensor:
 
 
 class WeightsReplica:
-    """The newest weights that a node has, as blobs in a store of their own, which outlives the process.
+    """Keep the newest weights of a node as blobs in a store that outlives the process.
 
     store: for nothing else: `tidy` removes what is no longer needed. remote: where the server's blobs are.
     """
@@ -113,7 +119,7 @@ class WeightsReplica:
         self._store, self._remote = store, remote
         self._needed: Set[str] | None = None
 
-    def take(
+    def fetch(
         self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
     ) -> ManifestReader:
         """The tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
@@ -131,20 +137,26 @@ class WeightsReplica:
         return open_manifest(weights, self._store)
 
     def tidy(self) -> None:
-        """Remove what is not of the weights that were taken last; apart from `take`, as removing a large file takes its time."""
+        """Remove blobs that are not of the weights fetched last.
+
+        Apart from `fetch`, as removing a large file takes its time.
+        """
         if self._needed is not None:
             for other in set(self._store) - self._needed:
                 self._store.remove(other)
 
     def _known(self, digest: str) -> Manifest | None:
-        """The manifest with that digest, if it and all of its blobs are here."""
+        """Return the manifest with that digest, if it and all of its blobs are here."""
         if self._store.size(digest) is None:
             return None
         manifest = Manifest.from_json(b"".join(self._store.read(digest)))
         return manifest if all(self._store.size(blob) == size for blob, size in manifest.blobs.items()) else None
 
     def _route(self, weights: Manifest, changes: Sequence[Manifest]) -> Sequence[Manifest]:
-        """The changes to apply; none where the weights themselves are fewer bytes, or nothing here is a beginning."""
+        """Return the deltas to apply.
+
+        None where the whole weights are fewer bytes, or no base is here.
+        """
         for first in reversed(range(len(changes))):
             if self._known(str(changes[first].base)) is not None:
                 route = changes[first:]
@@ -152,7 +164,7 @@ class WeightsReplica:
         return ()
 
     def _follow(self, route: Sequence[Manifest], digest: str) -> bool:
-        """Go from the weights here to those called ``digest``; False, and a warning, where others come of it."""
+        """Apply deltas to reach ``digest``; False, and a warning, where other weights come of it."""
         held = self._known(str(route[0].base))
         assert held is not None  # the route begins with what is here
         told = [open_manifest(one, self._remote) for one in route]
@@ -166,7 +178,10 @@ class WeightsReplica:
 
 
 def _changed(seen: Mapping[str, Encoded], told: Sequence[Mapping[str, Encoded]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors after some changes, by name: the same order, and so the same blobs, wherever this is done."""
+    """Yield all tensors after some deltas, by name.
+
+    The same order, and so the same blobs, wherever this is done.
+    """
     if strange := sorted({key for one in told for key in one} - set(seen)):
         raise BlobError(f"a change names {strange[0]}, which is none of the weights ({len(strange)} such tensors)")
     for key in sorted(seen):

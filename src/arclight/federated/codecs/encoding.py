@@ -1,4 +1,4 @@
-"""A tensor to what goes on the wire, and back."""
+"""Encode a tensor for the wire, and decode it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scal
 
 
 def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Whether a tensor is sent as it is: with `Raw`, and with any codec if it holds no floating point numbers, or few.
+    """Return True if a tensor is sent raw.
+
+    With `Raw`, and with any codec if it is small or no float.
 
     Few are less than `SMALL`, or a vector of at most `VECTOR`. Values of 16 bits gain nothing by `BF16`.
     """
@@ -41,7 +43,9 @@ def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
 def encode(
     key: str, tensor: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None
 ) -> tuple[Encoded, torch.Tensor | None]:
-    """``tensor + feedback * residual`` under ``codec``, and what it leaves unsaid; nothing given is changed.
+    """Encode ``tensor + feedback * residual``; return that and the new residual.
+
+    Nothing given is changed.
 
     ``residual`` is what the previous message of this key left, or None. The new one (float32, on the CPU, the tensor's shape)
     is exactly the difference in float32 between what was to be said and what `decode` will give; None where nothing is left
@@ -53,14 +57,14 @@ def encode(
     if not isinstance(codec, Lossy) or goes_raw(tensor, codec):
         return Encoded.raw(_raw(key, tensor, residual)), None
     block = _ROW if isinstance(codec, BF16) else codec.block
-    target = ErrorFeedback(key, tensor, residual, codec.feedback, block)
-    parts, settings = _encoded(target, codec)
+    feedback = ErrorFeedback(key, tensor, residual, codec.feedback, block)
+    parts, settings = _encoded(feedback, codec)
     shape = tuple(tensor.shape)
     if isinstance(codec, BF16):
         parts = {"": parts[""].view(shape)}
     kind = type(codec).__name__.lower()
     encoded = Encoded(parts=parts, dtype=NAMES[tensor.dtype], shape=shape, codec=kind, settings=settings)
-    return encoded, target.left.view(shape) if target.left is not None else None
+    return encoded, feedback.residual.view(shape) if feedback.residual is not None else None
 
 
 def encode_all(
@@ -69,7 +73,7 @@ def encode_all(
     residuals: Mapping[str, torch.Tensor],
     left: MutableMapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, Encoded]]:
-    """`encode` for one tensor after the other, as they are asked for: what `write_blobs` takes.
+    """Encode one tensor after the other, as they are asked for: the input of `write_blobs`.
 
     ``residuals`` are those of the last message that arrived; the new ones come into ``left``. They are two, so that a message
     that never arrives can be said again: replace the old ones once the server has taken it. Residuals of keys that are not
@@ -89,7 +93,9 @@ def encode_all(
 
 
 def for_moments(codec: Codec) -> Codec:
-    """What local optimizer states are written with: `BF16` in the place of a codec that loses more, and without feedback.
+    """Return the codec of local optimizer states.
+
+    `BF16`, without feedback, in place of a lossier one.
 
     Optimizers divide by roots of them: each value counts by its own size, and a small one that became zero, or a residual
     that made it negative, would throw its weight out of the model.
@@ -97,26 +103,26 @@ def for_moments(codec: Codec) -> Codec:
     return codec if isinstance(codec, Raw) else BF16(feedback=0.0)
 
 
-def _encoded(target: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _encoded(feedback: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if isinstance(codec, Int8):
-        return blockwise.encode_int8(target), {"block": codec.block}
+        return blockwise.encode_int8(feedback), {"block": codec.block}
     if isinstance(codec, Int4):
-        return blockwise.encode_int4(target), {"block": codec.block}
+        return blockwise.encode_int4(feedback), {"block": codec.block}
     if isinstance(codec, TopK):
         settings = {"block": codec.block, "keep": codec.keep, "bits": codec.bits}
-        return sparse.encode_topk(target, codec.keep, codec.bits), settings
-    values = torch.empty(target.numel, dtype=torch.bfloat16)
-    for where, chunk in target.chunks():
-        target.largest(chunk)
+        return sparse.encode_topk(feedback, codec.keep, codec.bits), settings
+    values = torch.empty(feedback.numel, dtype=torch.bfloat16)
+    for where, chunk in feedback.chunks():
+        feedback.largest(chunk)
         rounded = chunk.to(torch.bfloat16)
         values[where] = rounded.view(-1)[: where.stop - where.start]
-        if target.left is not None:
-            target.said(where, chunk, rounded.to(torch.float32))
+        if feedback.residual is not None:
+            feedback.record(where, chunk, rounded.to(torch.float32))
     return {"": values}, {}
 
 
 def _raw(key: str, tensor: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """The tensor itself, with what another codec left unsaid before."""
+    """Return the tensor itself, plus the residual of another codec."""
     if residual is not None and tensor.dtype in _FLOATS:
         tensor = (tensor.to("cpu", torch.float64) + residual.to(torch.float64)).to(tensor.dtype)
     if tensor.is_floating_point() and tensor.numel() and tensor.dtype in _FLOATS:
@@ -130,7 +136,7 @@ def _raw(key: str, tensor: torch.Tensor, residual: torch.Tensor | None) -> torch
 
 @torch.no_grad()
 def decode(key: str, encoded: Encoded) -> torch.Tensor:
-    """The tensor that was encoded. The same bits on every machine and with any threads.
+    """Decode a tensor. The same bits on every machine and with any threads.
 
     Raw values may be the given part itself. Raises BlobError for parts that are not what codec and settings say, out of range,
     or of another length; nothing is allocated for the values before that is known.

@@ -1,4 +1,4 @@
-"""What is to be said, chunk by chunk: a tensor plus what earlier messages left unsaid; and what this one leaves."""
+"""Feed codecs with a tensor plus its residual, chunk by chunk, and keep the new residual."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CHUNK = 1 << 18
 
 
 class ErrorFeedback:
-    """The values to encode, float32 in rows of ``block``, and the residual that encoding them leaves."""
+    """Iterate over the values to encode, in rows of ``block``, and record the residual."""
 
     def __init__(
         self, key: str, tensor: torch.Tensor, residual: torch.Tensor | None, feedback: float, block: int
     ) -> None:
         self.key, self.block, self.dtype, self.numel = key, block, tensor.dtype, tensor.numel()
-        self.left = torch.empty(self.numel) if feedback else None
+        self.residual = torch.empty(self.numel) if feedback else None
         """What could not be said; None where nobody wants to know."""
         self._flat = tensor.detach().reshape(-1)
         self._residual = residual.detach().reshape(-1) if residual is not None and feedback else None
@@ -34,7 +34,10 @@ class ErrorFeedback:
         )  # fresh memory for each chunk costs as much as the work
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Where in the flat tensor, and the values there, shape (rows, block), the last row filled up with zeros. Not to be changed."""
+        """Yield slices of the flat tensor and the values there, shape (rows, block).
+
+        The last row is filled up with zeros. Not to be changed.
+        """
         for where in chunks_of(self.numel, self.block):
             count = where.stop - where.start
             some = self._flat[where].to("cpu", torch.float32)
@@ -45,27 +48,33 @@ class ErrorFeedback:
             yield where, some.view(-1, self.block)
 
     def spare(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Memory for values that are needed until the next call, of the chunk's shape."""
+        """Return memory of the chunk's shape for values that are needed until the next call."""
         return self._spare[: chunk.numel()].view(chunk.shape)
 
     def largest(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of each row, shape (rows, 1). Raises FederatedError for values that are no finite numbers."""
+        """Return the largest magnitude of each row, shape (rows, 1).
+
+        Raises FederatedError for values that are NaN or infinite.
+        """
         largest = torch.maximum(chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True).neg_())
         check_finite(self.key, largest)
         return largest
 
-    def said(self, where: slice, chunk: torch.Tensor, decoded: torch.Tensor) -> None:
-        """Note what the other side will read for ``chunk``."""
-        if self.left is not None:
+    def record(self, where: slice, chunk: torch.Tensor, decoded: torch.Tensor) -> None:
+        """Record the values that the receiver will decode for ``chunk``."""
+        if self.residual is not None:
             count = where.stop - where.start
             seen = cast_values(decoded.view(-1)[:count], self.dtype).to(torch.float32)
-            torch.sub(chunk.view(-1)[:count], seen, out=self.left[where])
+            torch.sub(chunk.view(-1)[:count], seen, out=self.residual[where])
 
-    def said_few(self, where: slice, chunk: torch.Tensor) -> torch.Tensor | None:
-        """As if nothing were read for ``chunk``: its flat residual, in which those who do say something note what is left of it."""
-        if self.left is None:
+    def record_zeros(self, where: slice, chunk: torch.Tensor) -> torch.Tensor | None:
+        """Record that zeros are decoded for ``chunk``.
+
+        Return its flat residual for the encoder to correct.
+        """
+        if self.residual is None:
             return None
-        left = self.left[where]
+        left = self.residual[where]
         return left.copy_(chunk.view(-1)[: where.stop - where.start])
 
 
@@ -77,12 +86,12 @@ def check_finite(key: str, largest: torch.Tensor) -> None:
 
 
 def cast_values(decoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values in the type that they are decoded to; float16 stops at its largest number."""
+    """Cast decoded float32 values to their type; float16 stops at its largest number."""
     return (decoded.clamp(-65504.0, 65504.0) if dtype == torch.float16 else decoded).to(dtype)
 
 
 def chunks_of(numel: int, block: int) -> Iterator[slice]:
-    """Slices of whole blocks, but for the last."""
+    """Yield slices of whole blocks, but for the last."""
     size = max(1, CHUNK * torch.get_num_threads() // block) * block
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))

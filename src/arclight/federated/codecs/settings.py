@@ -1,4 +1,4 @@
-"""Which codec, in a recipe (no torch here)."""
+"""Settings of codecs (no torch here)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Block = Annotated[int, Interval(ge=2, le=1 << 20)]
 
 @dataclass(frozen=True, kw_only=True)
 class Raw:
-    """Uncompressed values."""
+    """Values as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lossy(Checked):
-    """A codec that cannot say everything, and what becomes of the rest."""
+    """A lossy codec with error feedback."""
 
     feedback: Fraction = 1.0
     """Share of what one message left unsaid that is added to the next (error feedback, Seide et al. 2014), in [0, 1]: 1 loses
@@ -45,7 +45,7 @@ class Int8(Lossy):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(Lossy):
-    """An eighth of float32: NormalFloat levels, 16 quantiles of the normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
+    """An eighth of float32: NormalFloat levels (Dettmers et al. 2023, arXiv 2305.14314)."""
 
     block: _Block = 128
     """Values per scale, an even number."""
@@ -57,7 +57,10 @@ class Int4(Lossy):
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Lossy):
-    """The largest values of each block, as packed places and short values: 3 % in 2 bits are 0.014 of float32."""
+    """The largest values of each block, as packed indices and short values.
+
+    3 % in 2 bits are 0.014 of float32.
+    """
 
     share: PositiveFraction = 0.03
     """Of each block's values that are sent, in (0, 1]."""
@@ -73,7 +76,7 @@ class TopK(Lossy):
 
     @property
     def keep(self) -> int:
-        """Values of a whole block that are sent."""
+        """Count the values of a whole block that are sent."""
         return max(1, round(self.share * self.block))
 
 
@@ -82,12 +85,15 @@ KINDS: dict[str, type[Codec]] = {kind.__name__.lower(): kind for kind in (Raw, B
 
 
 def to_table(codec: Codec) -> dict[str, Any]:
-    """As a message says it: ``{"kind": "int8", "block": 256, ...}``."""
+    """Return the codec as a message holds it: ``{"kind": "int8", "block": 256, ...}``."""
     return {"kind": type(codec).__name__.lower(), **asdict(codec)}
 
 
 def from_table(table: Mapping[str, Any]) -> Codec:
-    """Inverse of `to_table`; what it leaves out has its default. Raises ProtocolError for a codec that cannot be."""
+    """Invert `to_table`; missing fields have their defaults.
+
+    Raises ProtocolError for an invalid codec.
+    """
     said = dict(table)
     kind = said.pop("kind", None)
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""The largest values of each block: packed places, and a sign and a magnitude out of few for each.
+"""Encode the largest values of each block: packed indices, signs and few magnitudes.
 
 Keeping the largest and replacing magnitudes by the means of their groups never adds energy, so with error feedback the sum of
 what is sent follows the sum of what was to be sent (Stich et al. 2018, Karimireddy et al. 2019).
@@ -14,14 +14,14 @@ from arclight.federated.errors import BlobError
 Parts = dict[str, torch.Tensor]
 
 
-def encode_topk(target: ErrorFeedback, keep: int, bits: int) -> Parts:
-    """``keep`` values of a whole block; of a last, shorter one as large a share."""
+def encode_topk(feedback: ErrorFeedback, keep: int, bits: int) -> Parts:
+    """Encode ``keep`` values of a whole block; of a last, shorter one as large a share."""
     indices, codes, levels = [], [], []
-    for where, chunk in target.chunks():
-        left = target.said_few(where, chunk)
-        for rows, width, some in _evenly(where.stop - where.start, target.block, keep):
+    for where, chunk in feedback.chunks():
+        left = feedback.record_zeros(where, chunk)
+        for rows, width, some in _evenly(where.stop - where.start, feedback.block, keep):
             values = chunk[rows, :width]
-            index = _largest(target, values, some)
+            index = _largest(feedback, values, some)
             chosen = values.gather(1, index)
             code, means = _grouped(chosen.abs(), bits - 1)
             code += torch.signbit(chosen).to(torch.int64) << (bits - 1)
@@ -29,11 +29,11 @@ def encode_topk(target: ErrorFeedback, keep: int, bits: int) -> Parts:
             codes.append(code.to(torch.uint8).view(-1))
             levels.append(means.view(-1))
             if left is not None:
-                seen = cast_values(_signed(means).gather(1, code), target.dtype).to(torch.float32)
-                begin = rows.start * target.block
+                seen = cast_values(_signed(means).gather(1, code), feedback.dtype).to(torch.float32)
+                begin = rows.start * feedback.block
                 left[begin : begin + values.numel()].view(values.shape).scatter_(1, index, chosen - seen)
     return {
-        "index": pack_bits(torch.cat(indices), bit_width(target.block)),
+        "index": pack_bits(torch.cat(indices), bit_width(feedback.block)),
         "value": pack_bits(torch.cat(codes), bits),
         "level": torch.cat(levels),
     }
@@ -68,26 +68,26 @@ def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int
 
 
 def _evenly(count: int, block: int, keep: int) -> list[tuple[slice, int, int]]:
-    """Rows of equal length among ``count`` values: which, how long, and how many values of each are kept."""
+    """Return rows of equal length among ``count`` values: rows, length, and values kept of each."""
     rows, rest = divmod(count, block)
     found = [(slice(0, rows), block, keep)] if rows else []
     return [*found, (slice(rows, rows + 1), rest, _share(rest, block, keep))] if rest else found
 
 
 def _share(rest: int, block: int, keep: int) -> int:
-    """Values kept of a block with only ``rest``: as large a share, rounded up."""
+    """Count the values kept of a block with only ``rest``: as large a share, rounded up."""
     return -(-keep * rest // block)
 
 
-def _largest(target: ErrorFeedback, values: torch.Tensor, keep: int) -> torch.Tensor:
-    """Rising places of the ``keep`` largest magnitudes of each row.
+def _largest(feedback: ErrorFeedback, values: torch.Tensor, keep: int) -> torch.Tensor:
+    """Return the rising indices of the ``keep`` largest magnitudes of each row.
 
     The keep largest lie in the keep groups with the largest maxima; finding those first leaves far less to sort. Magnitudes are
     compared as the integers that their bits are, which have the same order.
     """
-    magnitudes = torch.abs(values, out=target.spare(values))
+    magnitudes = torch.abs(values, out=feedback.spare(values))
     rows, width = magnitudes.shape
-    check_finite(target.key, magnitudes.amax(1))
+    check_finite(feedback.key, magnitudes.amax(1))
     order = magnitudes.view(torch.int32)
     groups = width // 8
     if width % 8 or groups <= keep:
@@ -100,7 +100,10 @@ def _largest(target: ErrorFeedback, values: torch.Tensor, keep: int) -> torch.Te
 
 
 def _grouped(magnitudes: torch.Tensor, halvings: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's magnitudes halved at their mean, and the halves again: their group's number, and the groups' means."""
+    """Split each row's magnitudes at their mean, and the halves again.
+
+    Return groups and their means.
+    """
     group = torch.zeros(magnitudes.shape, dtype=torch.int64)
     means = _means(magnitudes, group, 1)
     for done in range(halvings):
@@ -117,7 +120,7 @@ def _means(magnitudes: torch.Tensor, group: torch.Tensor, groups: int) -> torch.
 
 
 def _signed(means: torch.Tensor) -> torch.Tensor:
-    """What each code stands for: the magnitudes, then their negatives."""
+    """Return the values of the codes: the magnitudes, then their negatives."""
     return torch.cat([means, -means], dim=1)
 
 
@@ -126,18 +129,24 @@ _AT_ONCE = 1 << 18
 
 
 def bit_width(count: int) -> int:
-    """Bits for the numbers 0 to ``count - 1``; beyond 8, even ones, which are quick to pack. ``count`` is at most 65536."""
+    """Return the bits for the numbers 0 to ``count - 1``.
+
+    Beyond 8, even ones, which are quick to pack. ``count`` is at most 65536.
+    """
     width = max(1, (count - 1).bit_length())
     return width if width <= 8 else width + width % 2
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Bytes of ``count`` integers."""
+    """Return the bytes of ``count`` packed integers."""
     return (count * width + 7) // 8
 
 
 def pack_bits(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Bytes (uint8, flat) of integers in [0, 2^width); width 1 to 8, or an even one up to 16."""
+    """Pack integers in [0, 2^width) into bytes (uint8, flat), lowest bits first.
+
+    width: 1 to 8, or an even one up to 16.
+    """
     group, length = _group(width)
     flat = values.reshape(-1)
     packed = torch.empty(-(-len(flat) // group) * length, dtype=torch.uint8)
@@ -152,7 +161,10 @@ def pack_bits(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """Inverse of `pack`, int32. Raises BlobError where the bytes are not those of ``count`` integers."""
+    """Invert `pack_bits`, int32.
+
+    Raises BlobError where the bytes are not those of ``count`` integers.
+    """
     if packed.dtype != torch.uint8 or packed.shape != (packed_bytes(count, width),):
         raise BlobError(
             f"{count} numbers of {width} bits are {packed_bytes(count, width)} bytes, "
@@ -172,6 +184,6 @@ def unpack_bits(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
 
 
 def _group(width: int) -> tuple[int, int]:
-    """Values that go into one 64-bit word, and the whole bytes that they take there."""
+    """Return the values that go into one 64-bit word, and the whole bytes that they take there."""
     group = 8 if width <= 8 else 4
     return group, group * width // 8

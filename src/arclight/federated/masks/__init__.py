@@ -1,1 +1,7 @@
-"""Which tensors travel in which round: filters, periods, fragments, personal and random layers, experts. Names, never positions."""
+"""Mask tensors by name.
+
+Which travel in which round, which stay personal, which experts a client has.
+
+`settings` is what a recipe may set; `transfer_mask.TransferMask` answers for one client and round, `ServerMasks` for all; `experts`
+takes stacks of experts apart.
+"""

@@ -1,4 +1,4 @@
-"""Which tensors travel, in a recipe (no torch here)."""
+"""Settings of masks, and patterns on names (no torch here)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from arclight.federated.errors import FederatedError
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Checked):
-    """Each client trains some of a model's experts (FoMoE, arXiv 2606.19025); an expert's mean is over those that have it."""
+    """Each client trains some of a model's experts (FoMoE, arXiv 2606.19025).
+
+    An expert's mean is over those that have it.
+    """
 
     tensors: tuple[str, ...] = ("*.experts.*",)
     """Patterns on names of tensors that hold all experts, first dimension the expert."""
@@ -36,7 +39,7 @@ class Experts(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Masks(Checked):
-    """Which tensors travel between the server and a client, and in which rounds.
+    """The tensors that travel between the server and a client, and the rounds in which they do.
 
     Patterns are parameter names with ``*`` for any part; one that ends with a dot means all below it (``blocks.0.``). Each must
     match something.
@@ -76,7 +79,9 @@ class Masks(Checked):
 
 
 def half_life(beta: float) -> float:
-    """Steps after which a running mean of decay ``beta`` in (0, 1) has forgotten half: ln 0.5 / ln beta.
+    """Return the steps in which a running mean of decay ``beta`` in (0, 1) forgets half.
+
+    Ln 0.5 / ln beta.
 
     A state need not be exchanged more often (DES-LOC, section 3): 6.6 steps for 0.9, 69 for 0.99, 693 for 0.999.
     """
@@ -86,17 +91,23 @@ def half_life(beta: float) -> float:
 
 
 def period_of(beta: float, local_steps: int) -> int:
-    """Rounds of ``local_steps`` steps that fit into the `half_life` of a state, at least one."""
+    """Count the rounds of ``local_steps`` steps within a state's `half_life`, at least one."""
     return max(1, int(half_life(beta) / local_steps))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches: ``*`` is any part, one that ends with a dot is all below it. Brackets mean themselves."""
+    """Return True if a pattern matches: ``*`` is any part, a final dot means all below.
+
+    Brackets mean themselves.
+    """
     return any(fnmatchcase(name, _glob(pattern)) for pattern in patterns)
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raises FederatedError for a pattern that matches none of ``names``; it tells the nearest one. ``what``: the setting."""
+    """Raise FederatedError for a pattern that matches no name, with the nearest one.
+
+    ``what``: the setting.
+    """
     for pattern in patterns:
         if any(matches(name, (pattern,)) for name in names):
             continue
@@ -107,7 +118,7 @@ def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> 
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str | None:
-    """A name like the pattern: or, for one that is meant for all below a module, a module like it."""
+    """Return a name like the pattern; for one that means all below a module, a module like it."""
     modules = {name[: place + 1] for name in names for place, letter in enumerate(name) if letter == "."}
     among = sorted(modules) if pattern.endswith(".") else list(names)
     found = difflib.get_close_matches(pattern.replace("*", ""), among, n=1, cutoff=0.0)

@@ -1,4 +1,6 @@
-"""What travels between the server and one client in a round: a function of settings, names and rounds that both can compute.
+"""Compute which tensors travel between the server and one client in a round.
+
+A function of settings, names and rounds that both sides can compute.
 
 Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. What goes up is also what the server
 folds; what goes down is what a client takes up. The two differ: frozen weights only go down, a client's own do neither, and
@@ -46,7 +48,7 @@ class TransferMask:
 
     @classmethod
     def of(cls, federation: Federation, names: Iterable[str], experts: tuple[int, ...] | None = None) -> TransferMask:
-        """A federation's, for the model whose weights have these names."""
+        """Make a federation's, for the model whose weights have these names."""
         return cls(
             masks=federation.masks,
             moments=federation.moments,
@@ -56,12 +58,12 @@ class TransferMask:
         )
 
     def to_table(self) -> dict[str, Any]:
-        """As a message says it; without names, which are those of its manifest."""
+        """Return it as a message holds it; without names, which are those of its manifest."""
         return {name: value for name, value in asdict(self).items() if name != "names"}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], names: Iterable[str]) -> TransferMask:
-        """Inverse of `to_table`. Raises ProtocolError for what cannot be, or is not known here."""
+        """Invert `to_table`. Raises ProtocolError for an invalid table, or fields not known here."""
         from pydantic import ValidationError
 
         try:
@@ -75,7 +77,7 @@ class TransferMask:
     # -- up ----------------------------------------------------------------------------------------------------------
 
     def up(self, keys: Iterable[str], round: int) -> list[str]:
-        """Those of ``keys`` that a client sends at the end of ``round`` and the server folds, in their order.
+        """Select, in their order, the keys that a client sends at the end of ``round``.
 
         ``keys``: what the client has trained: its parameters and saved buffers, and the local moments that it can give.
         Stacked experts become one key for each expert that the client has.
@@ -99,7 +101,10 @@ class TransferMask:
         return round % period == 0 and (fragment is None or round % len(self._dealt) == fragment)
 
     def period(self, key: str) -> int:
-        """Rounds from one exchange of a tensor to the next, fragments aside; see `Masks.periods`."""
+        """Return the rounds from one exchange of a tensor to the next, fragments aside.
+
+        See `Masks.periods`.
+        """
         state, _, name = key.partition("/")
         found = [(1, 1)]
         for pattern, every in self.masks.periods.items():
@@ -113,7 +118,7 @@ class TransferMask:
 
     @cached_property
     def _dealt(self) -> list[list[str]]:
-        """Names of each fragment, see `optim.outer.fragments_of`; none where nothing is streamed."""
+        """Return the names of each fragment, see `optim.outer.fragments_of`; none without streaming."""
         if self.streaming is None:
             return []
         from arclight.optim.outer import fragments_of
@@ -134,14 +139,14 @@ class TransferMask:
         return [expert_key(key, number) for number in self.experts]
 
     def is_stack(self, key: str) -> bool:
-        """Whether the tensor holds a model's experts, one after another."""
+        """Return True if the tensor stacks a model's experts."""
         experts = self.masks.experts
         return experts is not None and matches(key.partition("/")[2], experts.tensors)
 
     # -- down --------------------------------------------------------------------------------------------------------
 
     def down(self, keys: Iterable[str], round: int, since: int | None) -> list[str]:
-        """Those of ``keys`` (whole tensors) whose values a client takes up when ``round`` begins, in their order.
+        """Select the keys (whole tensors) that a client loads when ``round`` begins, in their order.
 
         ``since``: the last round that this client has trained; None: it never has, and takes everything. Personal and
         randomised weights stay with the client, and so does what has not been exchanged since.
@@ -161,14 +166,14 @@ class TransferMask:
 
     @cached_property
     def cycle(self) -> int:
-        """Rounds after which everything that ever travels has travelled, and the order repeats."""
+        """Return the rounds after which every tensor has travelled and the order repeats."""
         fragments = self.streaming.fragments if self.streaming is not None else 1
         return math.lcm(fragments, *self.masks.periods.values())
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises FederatedError where the settings do not fit the model."""
+        """Raise FederatedError where the settings do not fit the model."""
         masks, names = self.masks, self.names
         for what in ("send", "leave_out", "frozen", "personal", "randomised"):
             check_patterns(f"masks.{what}", getattr(masks, what), names)
@@ -198,12 +203,12 @@ class TransferMask:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Orders ``blocks.9`` before ``blocks.10``: the same order wherever the names come from."""
+    """Sort ``blocks.9`` before ``blocks.10``: the same order wherever the names come from."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _unknown(table: Mapping[str, Any], made: Any) -> str | None:
-    """A name in the table that is no field of what was made from it."""
+    """Return a name in the table that is no field of what was made from it."""
     known = {one.name for one in fields(made)}
     for name, value in table.items():
         inner = getattr(made, name) if name in known else None
@@ -221,14 +226,20 @@ def _adapter() -> TypeAdapter[TransferMask]:
 
 
 class ServerMasks:
-    """What travels, for every client of a run. ``place``: a client's position among the run's clients, None for none of them."""
+    """Compute the masks of every client of a run.
+
+    place: a client's position among the run's clients, None for none of them.
+    """
 
     def __init__(self, federation: Federation, seed: int, place: Callable[[str], int | None]) -> None:
         self._federation, self._seed, self._place = federation, seed, place
         self._whole: TransferMask | None = None
 
     def whole(self, weights: Manifest) -> TransferMask:
-        """Of all clients together. Raises FederatedError where the settings do not fit the model; see `TransferMask.check`."""
+        """Return the mask of all clients together.
+
+        Raises FederatedError where the settings do not fit the model; see `TransferMask.check`.
+        """
         names = tuple(key.removeprefix(MODEL) for key in weights.tensors if key.startswith(MODEL))
         if self._whole is None or self._whole.names != names:
             travel = TransferMask.of(self._federation, names)
@@ -237,7 +248,7 @@ class ServerMasks:
         return self._whole
 
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
-        """A client's in a round."""
+        """Return a client's in a round."""
         travel, experts = self.whole(weights), self._federation.masks.experts
         if experts is None:
             return travel
@@ -248,7 +259,7 @@ class ServerMasks:
 
 
 def expert_count(travel: TransferMask, weights: Manifest) -> int:
-    """How many experts a model has. Raises FederatedError where its stacks do not agree."""
+    """Count a model's experts. Raises FederatedError where its stacks do not agree."""
     counts = {
         entry.shape[0] if entry.shape else 0: key for key, entry in weights.tensors.items() if travel.is_stack(key)
     }
@@ -259,7 +270,9 @@ def expert_count(travel: TransferMask, weights: Manifest) -> int:
 
 
 def expected_entry(key: str, travel: TransferMask, round: int, weights: Manifest) -> Entry | None:
-    """What a tensor that a client may send in a round is like; None for one that it may not.
+    """Return the entry that a tensor sent by a client must match.
+
+    None for one that it may not send.
 
     Moments that the server has never had are like their weights; an expert is like a part of its stack.
     """

@@ -1,1 +1,7 @@
-"""What the server cannot see, and what nobody can tell from the model: secure sums, clipping and noise, robust means."""
+"""Hide clients' updates and bound their influence.
+
+Secure sums, differential privacy, robust means.
+
+`secure_aggregation` masks and unmasks with keys of `key_agreement`; `noise` clips, adds noise and counts epsilon; both draw from
+`random_stream`. `robust` has medians and Krum, `settings` what a recipe may set.
+"""

@@ -1,4 +1,4 @@
-"""Keys of a round of secure sums: each pair of partners agrees on a secret that nobody between them learns."""
+"""Agree on pairwise secrets for a secure sum, split them among partners, encrypt the shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONCE, TAG = 12, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Cohort:
-    """The clients of one round of secure sums and who is whose partner: the same wherever it is computed."""
+    """The clients of one secure sum and their partners: the same wherever it is computed."""
 
     run: str
     number: int
@@ -44,7 +44,10 @@ class Cohort:
         object.__setattr__(self, "_around", around)
 
     def partners_of(self, client: str) -> tuple[str, ...]:
-        """By name. With fewer than all, the nearest on both sides of a ring in an order drawn by hash (Bell et al. 2020, 3.2)."""
+        """Return a client's partners by name.
+
+        With fewer than all, the nearest on both sides of a ring in an order drawn by hash (Bell et al. 2020, 3.2).
+        """
         if client not in self._around:
             raise FederatedError(f"{client} is not of round {self.number}'s secure sum")
         count = len(self.clients)
@@ -56,23 +59,26 @@ class Cohort:
         return tuple(sorted(ring[(here + step) % count] for step in sides))
 
     def holders(self, client: str) -> tuple[str, ...]:
-        """Who has a part of a client's secrets: its partners and itself, by name; a part's place is the number here, from 1."""
+        """Return the holders of shares of a client's secrets: its partners and itself, by name.
+
+        A share's place is the number here, from 1.
+        """
         return tuple(sorted((*self.partners_of(client), client)))
 
-    def needed(self, client: str) -> int:
-        """How many of these must give their parts; always more than half."""
+    def threshold_of(self, client: str) -> int:
+        """Return how many of these must give their shares; always more than half."""
         count = len(self.holders(client))
         return min(count, max(count // 2 + 1, -int(-self.threshold * count // 1)))
 
     def about(self, what: str, first: str, second: str) -> bytes:
-        """What a key is for, so that it fits nothing else."""
+        """Return the purpose of a key, so that it fits nothing else."""
         one, other = sorted((first, second))
         return repr(("arclight", what, self.run, self.number, one, other)).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicKeys:
-    """What a client tells everyone at the beginning of a round."""
+    """The public keys of a client at the beginning of a round."""
 
     client: str
     mask: bytes
@@ -95,8 +101,11 @@ class PrivateKey:
         raw: bytes = self._key.public_key().public_bytes_raw()
         return raw
 
-    def with_other(self, public: bytes, about: bytes) -> bytes:
-        """The secret shared with whoever holds the other key, for one purpose: X25519, then HKDF with SHA-256."""
+    def derive(self, public: bytes, about: bytes) -> bytes:
+        """Derive the secret shared with the other key's holder, for one purpose.
+
+        X25519, HKDF-SHA-256.
+        """
         x25519, hashes = (
             require(_X25519, extra="privacy"),
             require("cryptography.hazmat.primitives.hashes", extra="privacy"),
@@ -111,14 +120,14 @@ class PrivateKey:
 
 
 def encrypt_share(key: bytes, text: bytes, about: bytes) -> bytes:
-    """Encrypted and authenticated (ChaCha20-Poly1305), bound to ``about``."""
+    """Encrypt and authenticate (ChaCha20-Poly1305), bound to ``about``."""
     nonce = os.urandom(NONCE)
     sealed: bytes = require(_CIPHERS, extra="privacy").ChaCha20Poly1305(key).encrypt(nonce, text, about)
     return nonce + sealed
 
 
 def decrypt_share(key: bytes, sealed: bytes, about: bytes) -> bytes | None:
-    """Inverse of `enclose`; None for anything that was not made with this key for this purpose."""
+    """Invert `encrypt_share`; None for anything not made with this key for this purpose."""
     wrong = require("cryptography.exceptions", extra="privacy").InvalidTag
     try:
         text: bytes = (
@@ -137,7 +146,11 @@ SHARE_BYTES = 66
 
 
 def split_secret(secret: bytes, count: int, threshold: int) -> dict[int, int]:
-    """Parts by their places 1 to ``count``: values of a random polynomial of degree ``threshold - 1`` whose value at 0 is the secret."""
+    """Split a secret into shares by place 1 to ``count`` (Shamir 1979).
+
+    Shares are values of a random polynomial of degree ``threshold - 1`` whose value at 0 is the secret: any ``threshold`` give it back,
+    fewer say nothing.
+    """
     if not 1 <= threshold <= count:
         raise ValueError(f"{threshold} of {count} parts cannot be")
     if len(secret) > 64:
@@ -154,7 +167,7 @@ def split_secret(secret: bytes, count: int, threshold: int) -> dict[int, int]:
 
 
 def join_shares(parts: Mapping[int, int], length: int) -> bytes | None:
-    """The secret of ``length`` bytes from at least as many parts as its threshold, by Lagrange's formula at 0.
+    """Join a secret from at least ``threshold`` shares, by Lagrange's formula at 0.
 
     None where the parts are not those of such a secret; other wrong parts give another secret: compare it with what is known of it.
     """

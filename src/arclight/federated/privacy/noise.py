@@ -1,4 +1,6 @@
-"""Differential privacy of whole clients: their changes are clipped, the sum gets Gaussian noise, and what it costs is counted.
+"""Bound what weights tell of a client.
+
+Clip changes, add Gaussian noise to their sum, count epsilon.
 
 DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963): with every change of norm at most S, a client moves the sum of changes by
 at most S, and noise of standard deviation z S on the sum hides it as the Gaussian mechanism of multiplier z does. The privacy
@@ -43,7 +45,9 @@ Former = Callable[[str], torch.Tensor]
 
 
 def noisy_fold(settings: Noise, secret: bytes | None = None, former: Former | None = None) -> Callable[..., Fold]:
-    """What makes the fold of a round, called as `Fold` is. ``secret``: 32 bytes for tests; the system's randomness otherwise.
+    """Return the maker of a round's fold, called as `Fold` is.
+
+    secret: 32 bytes for tests; the system's randomness otherwise.
 
     former: with it variances stay variances, see `held`.
     """
@@ -51,7 +55,9 @@ def noisy_fold(settings: Noise, secret: bytes | None = None, former: Former | No
 
 
 def clamp_variance(key: str, mean: torch.Tensor, former: Former) -> torch.Tensor:
-    """A mean change (former weights less new ones) with which no variance of a normalisation (``running_var``) goes below zero.
+    """Clamp a mean change so that no ``running_var`` of a normalisation goes below zero.
+
+    The change is former weights less new ones.
 
     Values that noise would push there stay as they were. That looks at what has its noise already and at weights that all may see,
     and so costs no privacy.
@@ -62,7 +68,7 @@ def clamp_variance(key: str, mean: torch.Tensor, former: Former) -> torch.Tensor
 
 
 class NoisyFold(Fold):
-    """The mean of clipped changes with noise, of standard deviation ``multiplier * clip`` on their sum.
+    """Average clipped changes; noise of deviation ``multiplier * clip`` is on their sum.
 
     With ``by="clients"`` the noise is in the changes already, which are summed as they are. Tensors of integers get none, and
     variances do not go below zero (see `held`).
@@ -106,7 +112,7 @@ class NoisyFold(Fold):
 
 
 def noise_for_clients(federation: Federation, least: int = 0) -> dict[str, Any]:
-    """Return what clients are told to do about noise, as JSON values; nothing where it is the server's business.
+    """Return the clients' orders about noise, as JSON values; empty if the server adds it.
 
     least: updates without which the round does not close, as it was opened.
     """
@@ -124,7 +130,7 @@ def expected_updates(federation: Federation) -> int:
 def clip_and_add_noise(
     changes: Callable[[], Iterable[tuple[str, torch.Tensor]]], asked: Mapping[str, Any], secret: bytes | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A client's changes with their norm at most ``clip`` and its part of the noise, tensor by tensor.
+    """Yield a client's changes, clipped to norm ``clip``, with its part of the noise.
 
     changes: makes them; called twice, first for their norm. asked: as `order` gave it. ``least`` of it is the number of updates
     with which a round may close: so many parts make the noise that was asked for, more make more.
@@ -147,7 +153,7 @@ def clip_and_add_noise(
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """A mean with noise that all may see: what one round has spent."""
+    """One published mean with noise: what one round has spent."""
 
     multiplier: float
     """Standard deviation of the noise that was on the sum of changes, over the clip."""
@@ -158,7 +164,10 @@ class Release:
 
 
 class Ledger:
-    """What rounds have spent: how many of which `Release`; their order does not matter. A value: `after` makes another."""
+    """Count what rounds have spent, by `Release`; their order does not matter.
+
+    A value: `after` makes another.
+    """
 
     def __init__(self, releases: Mapping[Release, int] | None = None) -> None:
         self.releases: Mapping[Release, int] = dict(releases or {})
@@ -211,7 +220,7 @@ def _compose(accountants: tuple[Any, Any], one: Release, times: int) -> None:
 
 
 def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
-    """Return what the rounds up to a checkpoint have spent, of this run and of those that it was forked from.
+    """Return what the rounds up to a checkpoint have spent, also before a fork.
 
     Checkpoints of older versions do not say it: then each of their rounds counts with the least noise that it can have had.
     """
@@ -244,7 +253,7 @@ def privacy_budget(federation: Federation, clients: int) -> Budget | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What rounds may cost by the settings, and what a round has cost as it went."""
+    """Predict what rounds cost by the settings, and count what a round has cost as it went."""
 
     noise: Noise
     clients: int
@@ -254,7 +263,7 @@ class Budget:
     """Whether those of a round are a sample of the fixed size ``per_round``; not so if the first to answer are taken."""
 
     def release(self, multiplier: float, drawn: int, *, all_drawn: bool) -> Release:
-        """Return what a round has spent. all_drawn: whether just those that chance drew first are in it.
+        """Return what a round has spent. all_drawn: just those that chance drew first are in it.
 
         Where others answered in their place, who took part hangs on who could be reached, and chance does not count.
         """
@@ -263,7 +272,7 @@ class Budget:
         return Release(multiplier=multiplier)
 
     def epsilon(self, rounds: int, before: Ledger | None = None) -> float:
-        """Return what is spent, at the settings' delta, once so many rounds have gone as planned, beyond those ``before``."""
+        """Return epsilon after so many planned rounds beyond those ``before``."""
         before = Ledger() if before is None else before
         planned = self.release(self.noise.multiplier, self.per_round, all_drawn=True)
         return (before.after(planned, rounds) if rounds > 0 else before).epsilon(self.noise.delta)
@@ -280,7 +289,7 @@ class Budget:
         return low
 
     def check(self, rounds: int, before: Ledger | None = None) -> None:
-        """Raise BudgetError where so many rounds, beyond those ``before``, would spend more than the settings' epsilon."""
+        """Raise BudgetError where so many rounds more would spend more than the settings' epsilon."""
         if self.noise.epsilon is None or rounds < 1 or (spent := self.epsilon(rounds, before)) <= self.noise.epsilon:
             return
         past = f", {sum(before.releases.values())} earlier ones included," if before else ""
@@ -291,7 +300,10 @@ class Budget:
         )
 
     def exceeded(self, ledger: Ledger) -> str | None:
-        """Return why a round must not be published that would spend more than the settings' epsilon; None where it may be."""
+        """Return why a round that spends more than the settings' epsilon must not be published.
+
+        Else None.
+        """
         if self.noise.epsilon is None or (spent := ledger.epsilon(self.noise.delta)) <= self.noise.epsilon:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Long rows of random numbers from a short secret: ChaCha20's key stream, as integers modulo 2^64 or as normal deviates."""
+"""Draw long rows of random numbers from a short secret with ChaCha20."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ KEY_BYTES = 32
 
 
 def random_words(key: bytes, label: str, chunk: int = CHUNK) -> Iterator[Array]:
-    """Yield chunks of int64 words without end, the same for the same secret and label, none to be told from chance without it.
+    """Yield chunks of int64 words without end, the same for the same secret and label.
+
+    Without the secret none can be told from chance.
 
     The array is overwritten by the next. A secret must not serve twice for the same label; labels are hashed to 96 bits.
     """
@@ -46,14 +48,14 @@ def add_random_words(key: bytes, label: str, sums: torch.Tensor, sign: int = 1) 
 
 
 def random_normals(key: bytes, label: str) -> Iterator[torch.Tensor]:
-    """Chunks of `CHUNK` independent standard normal float64 without end: the inverse distribution function of 53-bit uniforms."""
+    """Yield chunks of `CHUNK` standard normal float64 without end, from 53-bit uniforms."""
     for drawn in random_words(key, label):
         uniform = ((drawn.view("<u8") >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         yield torch.special.ndtri(torch.from_numpy(uniform))
 
 
 def add_noise(key: bytes, label: str, tensor: torch.Tensor, deviation: float) -> None:
-    """Add normal noise of that standard deviation to a dense tensor of floating point in place; sums are taken in float64."""
+    """Add normal noise of that deviation to a dense float tensor in place, in float64."""
     flat = tensor.view(-1)
     source = random_normals(key, label)
     for start in range(0, flat.numel(), CHUNK):

@@ -1,4 +1,6 @@
-"""Means that a few clients, broken or hostile, cannot take anywhere: median, trimmed mean, Krum, norm bounds.
+"""Average so that a few hostile clients cannot move the result.
+
+Median, trimmed mean, Krum, norm bounds.
 
 Each stands where a `Fold` stands and, like it, has the same bits for any order of the clients and any number of threads.
 Median and trimmed mean hold one key's tensors of all clients at a time, and of tensors that lie in files only parts of 2 MB;
@@ -32,7 +34,7 @@ _ROWS = 8 * CHUNK
 
 
 def folding(robust: Robust | None) -> Callable[..., Fold]:
-    """What makes the fold of a round: called as `Fold` is, with the contributions and the form."""
+    """Return the maker of a round's fold, called as `Fold` is."""
     match robust:
         case None:
             return Fold
@@ -61,7 +63,7 @@ def _bounded(
 def bounded(
     contributions: Iterable[Contribution], settings: NormBound, threads: int | None = None
 ) -> list[Contribution]:
-    """The contributions with those shrunk whose changes are longer than the bound.
+    """Return the contributions with those shrunk whose changes are longer than the bound.
 
     Where most have not moved at all, the median bounds every change by zero: what others sent is left out of the mean.
     """
@@ -84,7 +86,10 @@ def bounded(
 
 
 class OrderedFold(Fold):
-    """Median or trimmed mean of each value; the weights of the contributions do not count. A key's only holder gives it as it is."""
+    """Median or trimmed mean of each value; weights of the contributions do not count.
+
+    A key's only holder gives it as it is.
+    """
 
     def __init__(
         self, settings: Median | Trimmed, contributions: Iterable[Contribution], *rest: Any, **more: Any
@@ -128,7 +133,7 @@ class OrderedFold(Fold):
                 self._gathered.product(key, client, crossed / (norm * norms[0]) if norm and norms[0] else 0.0)
 
     def _middle(self, ordered: Array) -> Array:
-        """Of rows that are sorted column by column."""
+        """Reduce rows that are sorted column by column."""
         count = len(ordered)
         match self._settings:
             case Median():
@@ -141,7 +146,9 @@ class OrderedFold(Fold):
 
 
 def closest(contributions: Iterable[Contribution], settings: Krum, threads: int | None = None) -> list[Contribution]:
-    """Those ``keep`` contributions whose sums of squared distances to their nearest n - byzantine - 2 others are smallest.
+    """Return the ``keep`` contributions with the smallest Krum scores.
+
+    The score is the sum of squared distances to the nearest n - byzantine - 2 others.
 
     Distances are over all ``model/`` tensors of floating point, which all must have. Raises FederatedError for too few.
     """
@@ -163,7 +170,7 @@ def closest(contributions: Iterable[Contribution], settings: Krum, threads: int 
 
 
 def _distances(given: list[Contribution], threads: int | None) -> Array:
-    """Squared L2 distances, (n, n)."""
+    """Return squared L2 distances, (n, n)."""
     apart = np.zeros((len(given), len(given)))
     clients = [one.client for one in given]
     keys = sorted({key for one in given for key in one.keys if key.startswith(PREFIX)})
@@ -184,7 +191,7 @@ def _distances(given: list[Contribution], threads: int | None) -> Array:
 
 
 def _pairs(key: str, clients: list[str], tensors: list[Chunked], start: int, stop: int, scratch: Scratch) -> Array:
-    """Squared distances in one chunk, below the diagonal."""
+    """Return squared distances in one chunk, below the diagonal."""
     found = np.zeros((len(tensors), len(tensors)))
     for first, last in _parts(start, stop, len(tensors)):
         rows = _rows(key, clients, tensors, first, last, scratch)
@@ -201,7 +208,10 @@ def _parts(start: int, stop: int, clients: int) -> list[tuple[int, int]]:
 
 
 def _rows(key: str, clients: list[str], tensors: list[Chunked], first: int, last: int, scratch: Scratch) -> Array:
-    """All clients' values of one part, (clients, elements). Raises RefusedError for one that is not finite."""
+    """Return all clients' values of one part, (clients, elements).
+
+    Raises RefusedError for NaN or infinite ones.
+    """
     rows = np.empty((len(tensors), last - first))
     for client, tensor, row in zip(clients, tensors, rows, strict=True):
         tensor.wide(first, last, row, scratch)

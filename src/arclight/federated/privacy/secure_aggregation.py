@@ -1,4 +1,6 @@
-"""Secure sums: the server learns the sum of the clients' integers modulo 2^64, and of a single client only that it took part.
+"""Sum masked updates.
+
+The server learns the sum modulo 2^64, and of a single client only that it took part.
 
 After Bonawitz et al. (2017, "Practical Secure Aggregation", protocol for a server that is curious but follows the protocol)
 with the sparse partners of Bell et al. (2020). A round goes:
@@ -55,7 +57,7 @@ ENCRYPTED_SHARE_BYTES = NONCE + 2 * key_agreement.SHARE_BYTES + TAG
 
 @dataclass(frozen=True, kw_only=True)
 class RevealedShares:
-    """Parts that a client gives at the end, by the client whose secrets they are of."""
+    """Shares that a client gives at the end, by the client whose secrets they are of."""
 
     client: str
     seeds: dict[str, int] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class RevealedShares:
 
 
 class Participant:
-    """A client's side of one round. Its secrets are used once and never leave it but as parts."""
+    """One client's side of a secure sum. Its secrets are used once and leave it only as shares."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -79,7 +81,10 @@ class Participant:
         return PublicKeys(client=self.client, mask=self._mask.public, cipher=self._cipher.public, seal=seal)
 
     def share(self, circle: Cohort, keys: Mapping[str, PublicKeys]) -> dict[str, bytes]:
-        """For every partner, sealed, its parts of this client's secrets. keys: those of the circle's clients, by name."""
+        """Encrypt for every partner its shares of this client's secrets.
+
+        Keys: the cohort's, by name.
+        """
         mine = keys.get(self.client)
         if mine != self.keys:
             raise FederatedError(f"the keys of {self.client} are not those that it gave: somebody changes what is sent")
@@ -89,7 +94,7 @@ class Participant:
         if len({(keys[name].mask, keys[name].cipher) for name in (*partners, self.client)}) <= len(partners):
             raise FederatedError(f"two partners of {self.client} have the same keys: somebody stands in for another")
         self._circle, self._keys = circle, {name: keys[name] for name in partners}
-        holders, needed = circle.holders(self.client), circle.needed(self.client)
+        holders, needed = circle.holders(self.client), circle.threshold_of(self.client)
         seeds = key_agreement.split_secret(self._seed, len(holders), needed)
         masks = key_agreement.split_secret(self._mask.raw, len(holders), needed)
         sent = {}
@@ -104,7 +109,7 @@ class Participant:
         return sent
 
     def unreadable(self, received: Mapping[str, bytes]) -> tuple[str, ...]:
-        """Name the senders whose letters are not what they should be: this client masks with none of them."""
+        """Name the senders whose shares cannot be read: this client masks with none of them."""
         return tuple(sender for sender in received if self._read(sender, received[sender]) is None)
 
     def _read(self, sender: str, sealed: bytes) -> tuple[int, int] | None:
@@ -122,7 +127,7 @@ class Participant:
     def mask(
         self, received: Mapping[str, bytes], values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every key's int64 values with the masks added modulo 2^64, as flat tensors, one at a time.
+        """Yield every key's int64 values with the masks added modulo 2^64, flat, one at a time.
 
         received: what partners wrote to this client; those that are not among them have left and share no masks.
         Raises FederatedError where a letter was changed on its way, or too few partners are left for anything to be hidden.
@@ -135,7 +140,7 @@ class Participant:
                     f"what {sender} wrote to {self.client} was changed on its way, or is not for this round"
                 )
             self._held[sender] = parts
-        needed = self._circle.needed(self.client)
+        needed = self._circle.threshold_of(self.client)
         if len(self._held) < needed:
             raise FederatedError(
                 f"{self.client} has {len(self._held) - 1} partners left in round {self._circle.number}, "
@@ -154,7 +159,7 @@ class Participant:
         return masked()
 
     def reveal(self, here: Collection[str]) -> RevealedShares:
-        """Parts of the seeds of those whose values are ``here``, and of the mask keys of all others that this client heard of.
+        """Return shares of the survivors' seeds, and of the mask keys of the others.
 
         Raises FederatedError if asked again with other names, which would give both secrets of a client away, or where so few
         are left that a sum would tell too much.
@@ -165,10 +170,10 @@ class Participant:
                 f"{self.client} was asked twice whose values have come, with different names: it refuses"
             )
         known = names & set(self._held)
-        if self.client not in names or len(known) < self._circle.needed(self.client):
+        if self.client not in names or len(known) < self._circle.threshold_of(self.client):
             raise FederatedError(
                 f"{self.client} is to help to take masks away from {len(known)} values of its circle, "
-                f"{self._circle.needed(self.client)} and its own are needed: it refuses"
+                f"{self._circle.threshold_of(self.client)} and its own are needed: it refuses"
             )
         self._revealed = names
         return RevealedShares(
@@ -178,17 +183,17 @@ class Participant:
         )
 
     def _with(self, partner: str) -> bytes:
-        return self._cipher.with_other(self._keys[partner].cipher, self._circle.about("letters", self.client, partner))
+        return self._cipher.derive(self._keys[partner].cipher, self._circle.about("letters", self.client, partner))
 
     def _pair(self, partner: str) -> bytes:
-        return self._mask.with_other(self._keys[partner].mask, self._circle.about("mask", self.client, partner))
+        return self._mask.derive(self._keys[partner].mask, self._circle.about("mask", self.client, partner))
 
     def _about(self, sender: str, receiver: str) -> bytes:
         return self._circle.about("letters", sender, receiver) + f"|{sender}>{receiver}".encode()
 
 
 class MaskedSum:
-    """The server's end of one round: whose masked values it has, and what takes the masks away.
+    """The server's side of a secure sum: the survivors, and the shares that remove their masks.
 
     here: clients whose masked values are in the sum. written: those who wrote letters, `here` among them: their partners masked
     for them. Raises FederatedError naming a client too few of whose partners are left.
@@ -208,19 +213,25 @@ class MaskedSum:
         """Partners that gave wrong parts."""
         for client in sorted(self._concerned()):
             left = sum(holder in self.here for holder in circle.holders(client))
-            if left < circle.needed(client):
+            if left < circle.threshold_of(client):
                 raise FederatedError(
                     f"the secure sum of round {circle.number} cannot be opened: {left} of {client}'s circle have sent their values, "
-                    f"{circle.needed(client)} are needed; {len(self._written) - len(self.here)} of {len(self._written)} dropped out"
+                    f"{circle.threshold_of(client)} are needed; {len(self._written) - len(self.here)} of {len(self._written)} dropped out"
                 )
 
     def _concerned(self) -> set[str]:
-        """Clients whose masks are in the sum: all that are here, and those who dropped out and have a partner here."""
+        """List the clients whose masks are in the sum.
+
+        Survivors, and those who dropped out with a partner among them.
+        """
         partners = {partner for client in self.here for partner in self._circle.partners_of(client)}
         return set(self.here) | (partners & self._written)
 
     def add(self, revealed: RevealedShares) -> None:
-        """A client's parts. Raises FederatedError for one who is not of the sum, or gives what it was not asked for."""
+        """Add a client's shares.
+
+        Raises FederatedError for one who is not of the sum, or gives what it was not asked for.
+        """
         if revealed.client not in self.here:
             raise FederatedError(f"{revealed.client} is not of this sum")
         for parts, of_here, found in ((revealed.seeds, True, self._seeds), (revealed.keys, False, self._parts)):
@@ -233,20 +244,23 @@ class MaskedSum:
 
     @property
     def silent(self) -> list[str]:
-        """Clients of the sum that have given no parts."""
+        """List the clients of the sum that have given no shares."""
         return sorted(self.here - self._heard)
 
     def missing(self) -> dict[str, int]:
-        """Clients of whose secrets parts are still missing, and how many."""
+        """Count the shares still missing, by client."""
         found = {}
         for client in self._concerned():
             parts = (self._seeds if client in self.here else self._parts).get(client, {})
-            if len(parts) < self._circle.needed(client):
-                found[client] = self._circle.needed(client) - len(parts)
+            if len(parts) < self._circle.threshold_of(client):
+                found[client] = self._circle.threshold_of(client) - len(parts)
         return found
 
     def open(self) -> Unmasking:
-        """What takes the masks away. Raises FederatedError naming whose secrets are incomplete or wrong."""
+        """Return what removes the masks.
+
+        Raises FederatedError naming whose secrets are incomplete or wrong.
+        """
         if short := sorted(self.missing().items()):
             client, count = short[0]
             silent = ", ".join(self.silent) or "nobody"
@@ -265,16 +279,16 @@ class MaskedSum:
                 if partner in self.here:
                     about = self._circle.about("mask", client, partner)
                     pairs.append(
-                        (PrivateKey(raw).with_other(self._keys[partner].mask, about), 1 if partner < client else -1)
+                        (PrivateKey(raw).derive(self._keys[partner].mask, about), 1 if partner < client else -1)
                     )
         return Unmasking(list(seeds.values()), pairs)
 
     def _joined(self, client: str, is_right: Callable[[bytes], bool]) -> bytes:
-        """Put a client's secret together, without a partner that gives wrong parts if there are enough others.
+        """Join a client's secret, without a partner that gives wrong shares if others suffice.
 
         Raises FederatedError where no one partner's absence makes it right.
         """
-        holders, needed = self._circle.holders(client), self._circle.needed(client)
+        holders, needed = self._circle.holders(client), self._circle.threshold_of(client)
         parts = (self._seeds if client in self.here else self._parts)[client]
         trusted = [place for place in parts if holders[place - 1] not in self._wrong] or list(parts)
         for without in (None, *trusted[:needed]):
@@ -305,13 +319,13 @@ def _of_key(public: bytes) -> Callable[[bytes], bool]:
 
 
 class Unmasking:
-    """Takes masks away from sums, key by key; made by `MaskedSum.open`."""
+    """Remove masks from sums, key by key; made by `MaskedSum.open`."""
 
     def __init__(self, seeds: list[bytes], pairs: list[tuple[bytes, int]]) -> None:
         self._seeds, self._pairs = seeds, pairs
 
-    def take_away(self, key: str, sums: torch.Tensor) -> None:
-        """From the flat int64 sum of one key's masked values, in place."""
+    def remove(self, key: str, sums: torch.Tensor) -> None:
+        """Subtract the masks from the flat int64 sum of one key's masked values, in place."""
         for seed in self._seeds:
             add_random_words(seed, f"{OWN_MASK}|{key}", sums, -1)
         for secret, sign in self._pairs:
@@ -319,14 +333,17 @@ class Unmasking:
 
 
 def fixed_point_shift(settings: SecureSum, clients: int) -> int:
-    """The shift at which the sum of so many clients' largest terms fits: the same for all, known before any value is."""
+    """Return the shift at which the sum of so many clients' largest terms fits.
+
+    The same for all, known before any value is.
+    """
     return _BITS - math.ceil(math.log2(clients * settings.most_weight * settings.largest))
 
 
 def fixed_point_terms(
     tensor: torch.Tensor, weight: int, shift: int, settings: SecureSum, threads: int | None = None
 ) -> tuple[torch.Tensor, int]:
-    """A client's flat int64 terms ``round(x * weight * 2^shift)``, and how many values were cut off at the settings' largest.
+    """Return a client's int64 terms ``round(x * weight * 2^shift)``, and how many were clipped.
 
     Raises FederatedError for values that are not finite, and for a weight that is no count within the settings.
     """

@@ -10,12 +10,18 @@ from arclight._intervals import Checked, Interval, NonNegativeInt, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class Median:
-    """The median of the clients' changes, value by value (Yin et al. 2018, arXiv 1803.01498). Clients weigh the same."""
+    """The median of the clients' changes, value by value (Yin et al. 2018, arXiv 1803.01498).
+
+    Clients weigh the same.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trimmed(Checked):
-    """The mean of the clients' changes without the largest and smallest, value by value (Yin et al. 2018). Clients weigh the same."""
+    """The mean of the clients' changes without the extremes, value by value (Yin et al. 2018).
+
+    Clients weigh the same.
+    """
 
     share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
     """Of the clients, left out at each end (rounded down), in [0, 0.5)."""
@@ -23,7 +29,10 @@ class Trimmed(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Krum(Checked):
-    """The mean of those clients whose changes lie closest to others' (Blanchard et al. 2017, arXiv 1703.02757)."""
+    """The mean of the clients whose changes lie closest to others' (Blanchard et al.
+
+    2017, arXiv 1703.02757).
+    """
 
     byzantine: NonNegativeInt = 1
     """How many clients may send anything; a round needs at least 2 byzantine + 3 updates."""
@@ -47,7 +56,9 @@ Robust = Median | Trimmed | Krum | NormBound
 
 @dataclass(frozen=True, kw_only=True)
 class Noise(Checked):
-    """Client-level differential privacy (DP-FedAvg, McMahan et al. 2018, arXiv 1710.06963): changes are clipped, their sum gets noise.
+    """Client-level differential privacy (DP-FedAvg, McMahan et al. 2018, arXiv 1710.06963).
+
+    Changes are clipped, their sum gets noise.
 
     Every client weighs the same. What is protected is whether a client took part, from anyone who sees the weights of all rounds;
     norms, metrics and who took part are not.
@@ -72,7 +83,10 @@ class Noise(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum(Checked):
-    """The server learns the sum of changes and no single one (Bonawitz et al. 2017; Bell et al. 2020, eprint 2020/704)."""
+    """The server learns the sum of changes and no single one.
+
+    Bonawitz et al. 2017; Bell et al. 2020, eprint 2020/704.
+    """
 
     threshold: Annotated[float, Interval(gt=0.5, le=1)] = 0.67
     """Share of a client's partners that must stay to the end of a round, in (0.5, 1]: with fewer there is no sum."""

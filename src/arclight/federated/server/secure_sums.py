@@ -217,7 +217,7 @@ class SecureSumRelay:
             )
         for name in ("mask", "cipher"):
             try:
-                PrivateKey().with_other(bytes.fromhex(said[name]), b"")
+                PrivateKey().derive(bytes.fromhex(said[name]), b"")
             except FederatedError as error:
                 raise _Wrong(f"gave a key of which everybody knows the secrets: {error}") from error
             if any(
@@ -474,7 +474,7 @@ class SecureFold(Fold):
             flat = masked.reshape(-1)
             sums = flat.clone() if sums is None else sums.add_(flat)
         assert sums is not None
-        self._opened.take_away(key, sums)
+        self._opened.remove(key, sums)
         mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, among))
         self._gathered.mean(key, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
         emit(mean, among, into)

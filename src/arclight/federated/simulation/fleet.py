@@ -1,4 +1,4 @@
-"""Links, speeds and failures of a simulated fleet (no torch here)."""
+"""Describe a fleet's links, speeds and failures, and sample its clients (no torch here)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from arclight.federated.protocol import Doing
 
 @dataclass(frozen=True, kw_only=True)
 class Links(Checked):
-    """Clients' lines. A client's rates are the median times exp(spread z) with z of the standard normal distribution, drawn once."""
+    """Clients' lines.
+
+    A client's rates are the median times exp(spread z) with z of the standard normal distribution, drawn once.
+    """
 
     up: PositiveFloat = 20e6
     """Median rate to the server, bits per second."""
@@ -39,7 +42,7 @@ class Links(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds(Checked):
-    """How long clients take for a step of training."""
+    """Clients' training speeds."""
 
     step: PositiveFloat = 0.1
     """Median seconds per optimizer step."""
@@ -61,8 +64,9 @@ class Speeds(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(Checked):
-    """What a server takes for its work. The defaults are of two cores of a common server; `measuring.measured_costs`
-    gives those of this machine.
+    """A server's costs.
+
+    The defaults are of two cores of a common server; `server_costs.measure_costs` gives those of this machine.
     """
 
     check: NonNegativeFloat = 1.5e-9
@@ -81,7 +85,7 @@ class Costs(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet(Checked):
-    """A simulated world."""
+    """A simulated fleet and its server."""
 
     links: Links = field(default_factory=Links)
     speeds: Speeds = field(default_factory=Speeds)
@@ -96,7 +100,7 @@ class Fleet(Checked):
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """A round that a client is at."""
+    """A round that a client works on."""
 
     plan: FitPlan
     down: int
@@ -127,12 +131,12 @@ class Device:
     jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
     def doing(self) -> tuple[Doing, ...]:
-        """As nodes say it; that time goes by is progress."""
+        """Return the work as nodes report it; that time goes by is progress."""
         return tuple(Doing(client=self.name, round=round, steps=self.beats) for round in self.jobs)
 
 
 class FleetSampler:
-    """What chance has given to each client, and to each of its rounds: a function of the seed."""
+    """Sample each client's device, and the fate of each of its rounds: a function of the seed."""
 
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self._fleet, self._seed = fleet, seed % 2**63
@@ -152,7 +156,7 @@ class FleetSampler:
         return speeds.start + plan.steps * device.step * slow * math.exp(speeds.jitter * draw.standard_normal())
 
     def fate(self, index: int, round: int) -> tuple[float | None, bool]:
-        """At which part of its work a client falls silent, if it does, and whether it fails otherwise."""
+        """Return when in its work a client falls silent (a fraction, or None), and if it fails."""
         draw = self._draw(index, 2 * round + 2)
         vanishes, when, fails = draw.random(3)
         return (float(when) if vanishes < self._fleet.vanish else None), bool(fails < self._fleet.fail)
@@ -162,27 +166,30 @@ class FleetSampler:
 
 
 class Pipe:
-    """A line that transfers share: each begins when the ones before it are through, and goes no faster than its own end."""
+    """Share a line among transfers, first come first served, each no faster than its own end."""
 
     def __init__(self, rate: float) -> None:
         """rate: bits per second."""
         self._rate, self._free = rate, 0.0
 
     def send(self, now: float, bytes: int, rate: float) -> float:
-        """When a transfer that begins now is through, with a client's ``rate`` in bits per second."""
+        """Return the time at which a transfer that begins now is through.
+
+        ``rate``: the client's, bits/s.
+        """
         self._free = max(self._free, now) + 8 * bytes / self._rate
         return max(self._free, now + 8 * bytes / rate)
 
 
 class Cores:
-    """Threads that work off what comes."""
+    """Run work on a number of threads, first come first served."""
 
     def __init__(self, count: int) -> None:
         self._free = [0.0] * count
         self.busy = 0.0
 
     def work(self, now: float, seconds: float) -> float:
-        """When work that comes now is done."""
+        """Return the time at which work that comes now is done."""
         done = max(heapq.heappop(self._free), now) + seconds
         heapq.heappush(self._free, done)
         self.busy += seconds

@@ -1,4 +1,4 @@
-"""What a simulation has found."""
+"""Record a simulation and report its result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A run of a federation on a virtual clock. ``print(result)`` shows a summary."""
+    """The result of a simulation. ``print(result)`` shows a summary."""
 
     rounds: tuple[RoundTimes, ...]
     seconds: float
@@ -70,13 +70,13 @@ class Simulated:
 
     @property
     def round_seconds(self) -> float:
-        """Median time of a round from one commit to the next; of the first, from its opening."""
+        """Return the median time from one commit to the next; of the first round, from its opening."""
         ends = [self.rounds[0].opened, *(r.committed for r in self.rounds)] if self.rounds else []
         return median(b - a for a, b in pairwise(ends)) if self.rounds else 0.0
 
     @property
     def busy(self) -> float:
-        """Share of the run that the server folds, steps and writes checkpoints."""
+        """Return the share of the run in which the server aggregates, steps and writes checkpoints."""
         return self.fold_seconds / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class _Round:
 
 
 class SimulationRecorder:
-    """Counts by round. Names are kept for rounds that are under way."""
+    """Count events by round. Names are kept for rounds that are under way."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, _Round] = {}
@@ -165,7 +165,7 @@ class SimulationRecorder:
         if len(kept.late) < 10:
             kept.late[client] = None
 
-    def heard(self, command: Command) -> None:
+    def note_command(self, command: Command) -> None:
         if isinstance(command, NodeLost):
             self._lost += 1
         elif isinstance(command, LogMessage) and len(self._messages) < 100:

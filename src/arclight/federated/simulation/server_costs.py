@@ -1,4 +1,7 @@
-"""What a server's work costs on this machine: a few rounds of a real server, without nodes that train."""
+"""Measure a server's costs on this machine.
+
+A few rounds of a real server, without nodes that train.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ _SMALL, _FEW, _MANY, _ROUNDS = 4096, 2, 5, 3
 def measure_costs(
     model_bytes: int = 32 << 20, *, folder: str | Path | None = None, rate: float = 10e9, threads: int = 4
 ) -> Costs:
-    """Costs from rounds of a real server with a model of so many bytes, journal, hashing and checkpoints included.
+    """Measure costs in rounds of a real server, journal, hashing and checkpoints included.
+
+    model_bytes: of its model.
 
     folder: on the disk that is to be measured; by default a temporary one. rate and threads are taken as they are given.
     Takes some seconds, and room for about 20 models. Raises FederatedError where the server refuses what it is sent.
@@ -42,7 +47,7 @@ def measure_costs(
 
 
 def _rounds(folder: Path, clients: int, bytes: int) -> tuple[float, float]:
-    """Median seconds of folds with their steps and checkpoints, and of taking in an update."""
+    """Return median seconds of a fold with its step and checkpoint, and of accepting an update."""
     import torch
 
     from arclight.federated.server.server import Server
@@ -82,7 +87,7 @@ def _join(run: ServerRun) -> str:
 
 
 def _update(run: ServerRun, order: Fit, session: str, change: Mapping[str, torch.Tensor]) -> Update:
-    """An update whose bytes are hashed and written, as those that arrive over a line are."""
+    """Make an update whose bytes are hashed and written, as those that arrive over a line are."""
     from arclight.federated.blobs.manifest_io import write_blobs
 
     manifest = write_blobs(change, run.blobs, kind="update", base=order.base)

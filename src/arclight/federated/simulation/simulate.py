@@ -1,4 +1,4 @@
-"""The simulation as a function."""
+"""Simulate a federation: the public function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def simulate(
     dtype: str = "F32",
     seed: int = 0,
 ) -> Simulated:
-    """How long a federation's rounds would take, and what would travel, with a fleet of given lines, speeds and failures.
+    """Simulate a federation with a fleet of given lines, speeds and failures.
+
+    Report times and traffic.
 
     The coordinator is the one of real runs, on a virtual clock; messages weigh what they would weigh. A million clients of which
     a thousand are drawn take seconds. ``waiting.beat_every`` may be raised to 30 s where clients train for minutes, which saves

@@ -1,4 +1,4 @@
-"""Discrete events around the coordinator that real runs have: clients and lines are simulated, decisions are not."""
+"""Simulate clients and lines as discrete events around the coordinator of real runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _HELD = math.inf  # asks are held until there is an answer: a simulated line nev
 
 
 class Simulator:
-    """One run. Time begins at 0 with a server that has its first weights, and no nodes."""
+    """Simulate one run. Time begins at 0 with a server that has its first weights, and no nodes."""
 
     def __init__(self, federation: Federation, sizes: Sizes, fleet: Fleet, seed: int) -> None:
         self.federation, self.sizes, self.fleet = federation, sizes, fleet
         self.coordinator = Coordinator(federation, federation.clients, seed, "simulation")
         self.now, self.events = 0.0, 0
-        self._nature = FleetSampler(fleet, seed)
+        self._sampler = FleetSampler(fleet, seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._devices: dict[str, Device] = {}
@@ -46,14 +46,14 @@ class Simulator:
         self._ended: ev.RunOver | None = None
         self._answer: Any = None
         self._beaten = -math.inf
-        self._telling = SimulationRecorder()
+        self._recorder = SimulationRecorder()
 
     def run(self) -> Simulated:
-        """Until the run has ended. Raises FederatedError for one that does not."""
+        """Run to the end. Raises FederatedError for a run that comes to a halt."""
         first = range(self.federation.clients) if self._stay else self.coordinator.sampler.draw(1)
         for client in first:
             self._at(self.fleet.links.latency, lambda name=str(client): self._connect(name))  # type: ignore[misc]
-        self._tell(ev.RunStarted(base="0", checkpoint="0"))
+        self._handle(ev.RunStarted(base="0", checkpoint="0"))
         while self._ended is None:
             due = self.coordinator.next_deadline()
             due = math.inf if due is None else due
@@ -64,11 +64,11 @@ class Simulator:
                 continue
             if due <= coming:
                 self.now = max(self.now, due)
-                self._tell(ev.Tick())
+                self._handle(ev.Tick())
             else:
                 self.now, _, act = heapq.heappop(self._agenda)
                 act()
-        return self._telling.result(
+        return self._recorder.result(
             seconds=self.now, check_seconds=self._checks.busy, fold_seconds=self._folds.busy, events=self.events,
             ended=self._ended.why, failed=self._ended.failed, model_bytes=self.sizes.model, update_bytes=self.sizes.up(None),
             weights_bytes=self.sizes.whole, clients=self.federation.clients,
@@ -76,7 +76,7 @@ class Simulator:
 
     # -- the server --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self.events += 1
         waiting = [event]
         while waiting:
@@ -90,14 +90,14 @@ class Simulator:
                         self._carry_out(command)
 
     def _note(self, record: Record) -> None:
-        self._telling.note(record, self.now)
+        self._recorder.note(record, self.now)
         if isinstance(record, RoundOpened):
             for client in record.clients:
                 if client not in self._devices or self._devices[client].gone:
                     self._at(self.now + self.fleet.links.latency, lambda name=client: self._connect(name))  # type: ignore[misc]
         elif isinstance(record, RoundClosed) and not self.federation.buffered:
             taken = set(record.clients)
-            for name in self._telling.asked(record.round):
+            for name in self._recorder.asked(record.round):
                 device = self._devices.get(name)
                 if name not in taken and device is not None and record.round in device.jobs:
                     beat = self.now + self.federation.waiting.beat_every / 2
@@ -122,33 +122,33 @@ class Simulator:
                 done = ev.RoundStored(
                     round=command.round, base=str(command.round), checkpoint=str(command.round), norm=1.0
                 )  # fmt: skip
-                self._at(self._folds.work(self.now, took), lambda: self._tell(done))
+                self._at(self._folds.work(self.now, took), lambda: self._handle(done))
             case ev.RunOver():
                 self._ended = command
             case ev.NodeLost() | ev.LogMessage():
-                self._telling.heard(command)
+                self._recorder.note_command(command)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._numbers), act))
 
     # -- clients -----------------------------------------------------------------------------------------------------------
 
-    def _said(self, make: Callable[..., ev.Said], **fields: Any) -> Any:
+    def _request(self, make: Callable[..., ev.Said], **fields: Any) -> Any:
         """The answer to a message that is answered at once."""
         self._answer = None
-        self._tell(make(to=f"message {next(self._numbers)}", **fields))
+        self._handle(make(to=f"message {next(self._numbers)}", **fields))
         return self._answer
 
     def _connect(self, name: str) -> None:
         device = self._devices.get(name)
         if device is None or device.gone:
-            device = self._nature.device(self._index(name), name)
+            device = self._sampler.device(self._index(name), name)
             device.has = self._remembered.pop(name, -1)
             self._devices[name] = device
         elif device.session:
             return
         device.session = f"session {next(self._numbers)}"
-        plan = self._said(
+        plan = self._request(
             ev.Joined, node=name, session=device.session, process=device.session, clients=(name,), steps_per_second=1 / device.step
         )  # fmt: skip
         if isinstance(plan, ev.SessionGranted):
@@ -168,7 +168,7 @@ class Simulator:
             to = f"ask {next(self._numbers)}"
             self._asks[to] = device
             device.asking = True
-            self._tell(ev.Asked(to=to, session=device.session, wait=_HELD, doing=device.doing()))
+            self._handle(ev.Asked(to=to, session=device.session, wait=_HELD, doing=device.doing()))
 
     def _answered(self, device: Device, plan: Any) -> None:
         match plan:
@@ -192,10 +192,10 @@ class Simulator:
         bytes = self.sizes.down(device.has, base)
         device.has = base
         job = device.jobs[plan.round] = SimulatedJob(plan, bytes)
-        self._telling.down(plan.round, bytes)
+        self._recorder.down(plan.round, bytes)
         there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
-        dies, fails = self._nature.fate(self._index(device.name), plan.round)
-        seconds = self._nature.fit_seconds(device, self._index(device.name), plan)
+        dies, fails = self._sampler.fate(self._index(device.name), plan.round)
+        seconds = self._sampler.fit_seconds(device, self._index(device.name), plan)
         job.begun = max(there, device.worker)
         job.ended = device.worker = job.begun + seconds
         if dies is not None:
@@ -207,13 +207,13 @@ class Simulator:
     def _evaluate(self, device: Device, plan: EvaluatePlan) -> None:
         bytes = self.sizes.down(device.has, int(plan.base))
         device.has = int(plan.base)
-        self._telling.down(plan.round, bytes)
+        self._recorder.down(plan.round, bytes)
         there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
         device.worker = max(there, device.worker) + self.fleet.speeds.evaluate
 
         def done() -> None:
             if not device.gone:
-                self._said(
+                self._request(
                     ev.EvaluatedBy, session=device.session, client=device.name, round=plan.round, samples=1, metrics={"loss": 0.0}
                 )  # fmt: skip
                 self._ask(device)
@@ -235,7 +235,7 @@ class Simulator:
         begin = max(self.now, device.line)
         device.line = begin + 8 * bytes / device.up
         there = max(self._up.send(begin, bytes, device.up), device.line) + latency
-        self._telling.up(job.plan.round, bytes)
+        self._recorder.up(job.plan.round, bytes)
 
         def arrived() -> None:
             if not device.gone:
@@ -247,7 +247,7 @@ class Simulator:
     def _failed(self, device: Device, job: SimulatedJob) -> None:
         if not device.gone:
             device.jobs.pop(job.plan.round, None)
-            self._said(
+            self._request(
                 ev.WorkFailed, session=device.session, client=device.name, round=job.plan.round, error="it could not"
             )
             self._free(device)
@@ -257,42 +257,45 @@ class Simulator:
             return
         device.jobs.pop(job.plan.round, None)
         seconds = job.ended - job.begun
-        receipt = self._said(
+        receipt = self._request(
             ev.UpdateValidated, session=device.session, client=device.name, round=job.plan.round, digest=str(job.plan.round),
             samples=1, tokens=0, steps=job.plan.steps, seconds=seconds, bytes=bytes, norm=1.0,
         )  # fmt: skip
         if isinstance(receipt, Receipt) and not receipt.accepted:
-            self._telling.late(job.plan.round, device.name)
+            self._recorder.late(job.plan.round, device.name)
         self._at(self.now + self.fleet.links.latency, lambda: self._free(device))
 
     def _free(self, device: Device) -> None:
-        """The server has heard what came of a round: the node asks, or, in a large fleet, goes until it is drawn again."""
+        """Ask for more once the server has a result; in a large fleet leave until drawn again."""
         if device.gone:
             return
         if self._stay or device.jobs:
             self._ask(device)
             return
-        self._said(ev.Left, session=device.session)
+        self._request(ev.Left, session=device.session)
         self._sessions.pop(device.session, None)
         self._remembered[device.name] = device.has
         del self._devices[device.name]
 
     def _beat(self, device: Device) -> None:
-        """What a node says every `Waiting.beat_every` seconds is simulated only where it matters."""
+        """Send a heartbeat where it matters; the others are not simulated."""
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1
-        receipt = self._said(ev.Beaten, session=device.session, doing=device.doing())
+        receipt = self._request(ev.Beaten, session=device.session, doing=device.doing())
         if isinstance(receipt, Receipt) and receipt.cancel:
             for one in receipt.cancel:
                 device.jobs.pop(one.round).cancelled = True
-                self._telling.late(one.round, device.name)
+                self._recorder.late(one.round, device.name)
             device.worker = max([self.now, *(job.ended for job in device.jobs.values())])
             self._beat(device)
             self._free(device)
 
     def _beat_in_time(self, following: float) -> bool:
-        """Let living nodes be heard that would soon count as silent; ``following``: when the next thing happens."""
+        """Send heartbeats of living nodes that would soon count as silent.
+
+        following: when the next thing happens.
+        """
         every = self.federation.waiting.beat_every
         if following <= self._beaten + every:
             return False
@@ -306,7 +309,7 @@ class Simulator:
 
 
 def _due(timers: Sequence[Timer], now: float) -> list[Timer]:
-    """Those of a heap that are due, without looking at the others."""
+    """Return the timers of a heap that are due, without looking at the others."""
     found, look = [], [0]
     while look:
         at = look.pop()
@@ -317,4 +320,4 @@ def _due(timers: Sequence[Timer], now: float) -> list[Timer]:
 
 
 def _forget(_: Sequence[Record]) -> None:
-    """A simulated run leaves no journal."""
+    """Drop records: a simulated run leaves no journal."""

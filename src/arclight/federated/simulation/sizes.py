@@ -1,4 +1,4 @@
-"""Bytes of a message, from the shapes of what it holds: the same that writing it would give, without the tensors."""
+"""Compute the bytes of messages from shapes: the same that writing them would give."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 256 << 20
 
 
 def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
-    """Bytes of the blobs and of the manifest of a message with these tensors.
+    """Return the bytes of the blobs and of the manifest of a message with these tensors.
 
     shapes: parameter name to shape. dtype: of the parameters, as safetensors names it. Raises ValueError for one without a size.
     """
@@ -50,7 +50,7 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
 
 
 def model_bytes(shapes: Shapes, *, dtype: str = "F32") -> int:
-    """Bytes of the values themselves."""
+    """Return the bytes of the values themselves."""
     return _WIDTH[dtype] * sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -90,7 +90,7 @@ def _settings(codec: Codec) -> dict[str, int]:
 
 
 def _file_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
-    """Of a safetensors file."""
+    """Return the bytes of a safetensors file."""
     header, end = {}, 0
     for name in sorted(parts, key=lambda name: (-_WIDTH[parts[name][0]], name)):
         kind, shape = parts[name]
@@ -101,7 +101,7 @@ def _file_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
 
 
 class Sizes:
-    """What a run's messages weigh, in bytes.
+    """Compute the bytes of a run's messages.
 
     shapes: parameter name to shape; or the bytes of a model whose layers are alike.
     """
@@ -125,15 +125,17 @@ class Sizes:
         self._changes = 0 if whole_each_time else federation.down_changes
 
     def up(self, fragment: int | None) -> int:
-        """An update; of all fragments together without one."""
+        """Return the bytes of an update; without a fragment, of all together."""
         return sum(self._ups) if fragment is None else self._ups[fragment]
 
     def part(self, fragment: int | None) -> int:
-        """Decoded values of a fragment, or of all."""
+        """Return the bytes of decoded values of a fragment, or of all."""
         return sum(self._parts) if fragment is None else self._parts[fragment]
 
     def down(self, has: int, base: int) -> int:
-        """What a node that has the weights of one round fetches for those of another; a node with -1 has none.
+        """Return the bytes that a node with the weights of one round fetches for those of another.
+
+        A node with -1 has none.
 
         A chain of changes where that is kept and is less than the weights themselves.
         """

@@ -1,1 +1,8 @@
-"""How messages and blobs get from nodes to the server: within a process, over HTTPS, under Flower."""
+"""Carry messages and blobs between nodes and the server.
+
+In process, over HTTPS, launched by Flower.
+
+A node talks through a `link.Link`: open that first. `http_client` is the node's end of HTTP; `http_server` the server's, with `uploads`
+for blobs and `authentication` for sessions. `keys` makes and registers identities, `tls` checks and explains them. `server_process`
+runs a server that outlives who started it, `flower` has Flower start everything, `settings` is what a recipe may set.
+"""

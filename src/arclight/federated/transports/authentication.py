@@ -1,4 +1,4 @@
-"""Which node a request comes from, and whether it may say what it says."""
+"""Authenticate nodes: which node a request comes from, and whether it may send that message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONCE, _TIME = 16, 8
 
 
 class Authenticator:
-    """Sessions of nodes that joined, and challenges for those that want to.
+    """Keep the sessions of nodes that joined, and issue challenges to those that want to.
 
     registry: nodes that may join, proving that they have the key; None lets anyone join. fingerprint: of the certificate that
     nodes see; empty without TLS. run: the one that is served.
@@ -42,7 +42,10 @@ class Authenticator:
         """Challenges with which registered nodes have joined, with the time until which they are good; oldest first."""
 
     def challenge(self) -> str:
-        """Make a text that whoever joins next may sign, once and within a minute. Nothing is kept of it: anyone may ask for any number."""
+        """Make a text that whoever joins next may sign, once and within a minute.
+
+        Nothing is kept of it: anyone may ask for any number.
+        """
         until = int(1000 * (time.monotonic() + _GOOD_FOR)).to_bytes(_TIME, "big")
         return self._sealed(secrets.token_bytes(_NONCE) + until)
 
@@ -50,7 +53,10 @@ class Authenticator:
         return base64.urlsafe_b64encode(body + hmac.digest(self._seal, body, hashlib.sha256)).decode()
 
     def _good_until(self, challenge: str) -> float:
-        """When a challenge grows old; long ago for one that is not this server's."""
+        """Return the time until which a challenge is good.
+
+        Long ago for one that is not this server's.
+        """
         try:
             body = base64.urlsafe_b64decode(challenge)[: _NONCE + _TIME]
         except ValueError:
@@ -59,7 +65,7 @@ class Authenticator:
         return int.from_bytes(body[_NONCE:], "big") / 1000 if own else 0.0
 
     def _use(self, challenge: str, until: float) -> bool:
-        """Use a challenge up; whether it was not yet."""
+        """Use a challenge up; return True if it was not yet."""
         now = time.monotonic()
         with self._lock:
             while self._used and next(iter(self._used.values())) < now:
@@ -69,7 +75,10 @@ class Authenticator:
         return fresh
 
     def check(self, message: Message, token: str, challenge: str) -> None:
-        """Raise SessionError for a session that is not known, ProtocolError where a node may not say this."""
+        """Check session and sender.
+
+        Raises SessionError for an unknown session, ProtocolError for a message that the node may not send.
+        """
         if isinstance(message, Join):
             self._check_join(message, challenge)
             return
@@ -89,7 +98,7 @@ class Authenticator:
                 )
 
     def node_of(self, token: str) -> str:
-        """Whose session it is. Raises SessionError."""
+        """Return the node of a session. Raises SessionError."""
         with self._lock:
             node = self._nodes.get(token)
         if node is None:
@@ -99,7 +108,7 @@ class Authenticator:
         return node
 
     def joined(self, join: Join, answer: Message) -> None:
-        """From now on the session of ``answer`` is the node's, if it is a welcome."""
+        """Make the session of ``answer`` the node's, if it is a Welcome."""
         if not isinstance(answer, Welcome):
             return
         with self._lock:
@@ -146,7 +155,7 @@ class Authenticator:
             )
 
     def _check_audience(self, join: Join) -> None:
-        """Raise ProtocolError for a message that was made for another server, or another run of this one."""
+        """Raise ProtocolError for a message made for another server, or another run of this one."""
         if join.server != self._fingerprint:
             seen = f"that shows the certificate of fingerprint {join.server}" if join.server else "without TLS"
             raise ProtocolError(
@@ -160,5 +169,8 @@ class Authenticator:
 
 
 def signed_text(join: Join, challenge: str) -> bytes:
-    """Return what a node signs: the challenge and all of its message, which names server and run."""
+    """Return the text that a node signs: the challenge and all of its message.
+
+    The message names server and run.
+    """
     return f"arclight federated join\n{challenge}\n{replace(join, signature='').to_json()}".encode()

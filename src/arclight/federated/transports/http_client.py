@@ -1,4 +1,7 @@
-"""A node's side of HTTP: its messages are repeated until the server answers or patience ends."""
+"""Talk to a server over HTTP as a node.
+
+Messages are repeated, transfers resume where they broke off.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ _OLDER = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VER
 
 
 class HttpLink:
-    """The line of one node to the server at ``address`` ("https://host:port").
+    """Connect one node to the server at ``address`` ("https://host:port").
 
     cache: folder of blobs that were fetched. key: the node's, where the server asks for registered ones. cafile: PEM file with
     the certificates that may vouch for the server, the system's by default; or fingerprint: SHA-256 of the server's own
@@ -81,7 +84,7 @@ class HttpLink:
     ) -> None:
         require("urllib3", extra="federated")
         self.address, self._key = address.rstrip("/"), key
-        self._patience = Retrier(self.address, patience)
+        self._retrier = Retrier(self.address, patience)
         parts = urlsplit(self.address)
         try:
             usable, port = parts.scheme in ("http", "https"), parts.port
@@ -103,18 +106,21 @@ class HttpLink:
         self._shown = ""
         """Fingerprint of the certificate that the server has shown; empty without TLS."""
         self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache, durable="none")
-        self._blobs: BlobStore = blobs or HttpBlobStore(self.request, self._cache, self._patience, self.address)
+        self._blobs: BlobStore = blobs or HttpBlobStore(self.request, self._cache, self._retrier, self.address)
         self._elsewhere, self._stores = "", tuple(stores)
 
     @property
     def blobs(self) -> BlobStore:
-        """Where blobs are: with the server, or where it said that they are when this node joined."""
+        """Return the store of blobs: the server, or the address that it named when this node joined."""
         return self._blobs
 
     def send(self, message: Message) -> Message:
-        """As `Link.send`. Raises SessionError where the server does not know this node's session any more: join again."""
+        """Send as `Link.send`.
+
+        Raises SessionError where the server does not know this node's session any more: join again.
+        """
         limit = _ANSWER + (message.wait if isinstance(message, Ask | Secure) else 0.0)
-        answer = self._patience.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
+        answer = self._retrier.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
         if isinstance(answer, Welcome):
             self._token = answer.session
             if answer.blobs and answer.blobs != self._elsewhere:
@@ -123,7 +129,7 @@ class HttpLink:
         return answer
 
     def _check_store(self, address: str) -> None:
-        """Raise UntrustedError for a place of which nobody here has said that this node's credentials may be used there."""
+        """Raise UntrustedError for a store that nobody here has allowed for this node's credentials."""
         parts = urlsplit(address)
         at_server = parts.scheme in ("http", "https") and parts.hostname == self._host
         named = any(f"{address.rstrip('/')}/".startswith(f"{one.rstrip('/')}/") for one in self._stores)
@@ -133,8 +139,8 @@ class HttpLink:
                 f"would be used: if it is right, join with --blobs {address}"
             )
 
-    def heed(self, stopping: threading.Event) -> None:
-        self._patience.stopping = stopping
+    def cancel_on(self, stopping: threading.Event) -> None:
+        self._retrier.stopping = stopping
 
     def close(self) -> None:
         with self._making:
@@ -152,7 +158,9 @@ class HttpLink:
         headers: Mapping[str, str] | None = None,
         limit: float = _READ,
     ) -> T:
-        """What ``then`` makes of the response, whose body it may stream. Raises UnavailableError for what may pass.
+        """Return ``then(response)``, which may stream the body.
+
+        Raises UnavailableError for what may pass.
 
         limit: seconds without a byte of the answer. Raises LinkError where the other side is not the server it should be,
         SessionError and ProtocolError as `send`.
@@ -210,7 +218,7 @@ class HttpLink:
         return read(self.request("POST", "/v1/message", then=self._body, body=body, headers=headers, limit=limit))
 
     def _challenge(self) -> tuple[str, str]:
-        """Ask for the server's challenge, and the run that it serves."""
+        """Request the server's challenge, and the run that it serves."""
         said = json.loads(self.request("GET", "/v1/challenge", then=self._body))
         if said.get("version") != VERSION:
             raise ProtocolError(
@@ -258,7 +266,7 @@ class HttpLink:
         return Noting
 
     def _pinned(self, fingerprint: str) -> ssl.SSLContext:
-        """A context that believes the server's own certificate, if that has the fingerprint, and no other."""
+        """Make a context that trusts the certificate of that fingerprint alone."""
         expected = fingerprint.replace(":", "").lower()
         try:
             pem = ssl.get_server_certificate((self._host, self._port), timeout=_CONNECT)
@@ -295,7 +303,7 @@ def _is_older_tls(error: BaseException | None) -> bool:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """A network that takes bytes and gives nothing back is noticed, with something under way and without."""
+    """Return options that notice a network that takes bytes and gives nothing back."""
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         options += [
@@ -315,24 +323,29 @@ _BLOCK = 1 << 17
 
 
 class HttpBlobStore:
-    """As `BlobStore`. What is fetched is kept in ``cache`` until it is forgotten; nodes remove nothing, so `remove` only does that too.
+    """Implement `BlobStore` over HTTP.
+
+    What is fetched is kept in ``cache`` until it is forgotten; nodes remove nothing, so `remove` only does that too.
 
     request: `HttpLink.request`.
     """
 
-    def __init__(self, request: Callable[..., Any], cache: FolderStore, patience: Retrier, address: str) -> None:
-        self._request, self._cache, self._patience, self._address = request, cache, patience, address
+    def __init__(self, request: Callable[..., Any], cache: FolderStore, retrier: Retrier, address: str) -> None:
+        self._request, self._cache, self._retrier, self._address = request, cache, retrier, address
 
     def size(self, digest: str) -> int | None:
-        return self._patience.call(f"tell the size of blob {digest[:12]}", lambda: self._head(check_digest(digest))[0])
+        return self._retrier.call(f"tell the size of blob {digest[:12]}", lambda: self._head(check_digest(digest))[0])
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """As `BlobStore.read`, without keeping it. What comes is not verified, as it is only part of what has the digest."""
+        """Read a part without keeping it.
+
+        It is not verified, as it is only part of what has the digest.
+        """
         check_digest(digest)
         left, ended = length, False
         while not ended if left is None else left > 0:
             held: list[bytes] = []
-            ended = self._patience.call(f"send blob {digest[:12]}", partial(self._some, digest, offset, left, held))
+            ended = self._retrier.call(f"send blob {digest[:12]}", partial(self._read_some, digest, offset, left, held))
             yield from held
             got = sum(map(len, held))
             offset += got
@@ -361,7 +374,7 @@ class HttpBlobStore:
             except UnavailableError as error:
                 raise UnavailableError(str(error), progress=seen > before, after=error.after) from error
 
-        while not self._patience.call(f"take blob {digest[:12]}", attempt):
+        while not self._retrier.call(f"take blob {digest[:12]}", attempt):
             damaged += 1
             if damaged == _ATTEMPTS:
                 raise BlobError(
@@ -370,11 +383,11 @@ class HttpBlobStore:
                 )
 
     def file(self, digest: str) -> Path:
-        """As `BlobStore.file`: from the cache, or fetched into it."""
+        """Return the blob's file from the cache, fetched into it if need be."""
         damaged = 0
         while self._cache.size(digest) is None:
             try:
-                self._patience.call(f"send blob {digest[:12]}", lambda: self._fetch(digest))
+                self._retrier.call(f"send blob {digest[:12]}", lambda: self._fetch(digest))
             except BlobError:
                 damaged += 1
                 if damaged == _ATTEMPTS or self.size(digest) is None:
@@ -388,7 +401,10 @@ class HttpBlobStore:
         self._cache.remove(digest)
 
     def _head(self, digest: str) -> tuple[int | None, int, bool]:
-        """The blob's bytes, if it is there; else those that have come of it, and whether more are coming."""
+        """Return the blob's size if it is there.
+
+        Else the bytes that have come, and whether more are coming.
+        """
 
         def then(response: BaseHTTPResponse) -> tuple[int | None, int, bool]:
             if response.status == 404:
@@ -402,7 +418,10 @@ class HttpBlobStore:
         return found
 
     def _send(self, digest: str, source: Path | bytes, start: int, size: int) -> bool | None:
-        """Send the next part; None where more are to come, False where the server found that it is not the blob."""
+        """Send the next part.
+
+        None if more are to come, False if the server found that it is not the blob.
+        """
         stop = min(size, start + PART)
         headers = {"content-length": str(stop - start)}
         if stop - start < size:
@@ -458,8 +477,8 @@ class HttpBlobStore:
         while piece := response.read1(PIECE_BYTES):
             incoming.write((piece,))
 
-    def _some(self, digest: str, offset: int, length: int | None, held: list[bytes]) -> bool:
-        """Read up to `PIECE_BYTES` bytes into ``held``; whether that was the end of the blob."""
+    def _read_some(self, digest: str, offset: int, length: int | None, held: list[bytes]) -> bool:
+        """Read up to `PIECE_BYTES` bytes into ``held``; return True at the end of the blob."""
         last = offset + min(PIECE_BYTES, PIECE_BYTES if length is None else length) - 1
         held.clear()
 
@@ -483,7 +502,7 @@ class HttpBlobStore:
 
 
 def error_text(response: BaseHTTPResponse) -> str:
-    """What the server says about a refusal."""
+    """Return the server's explanation of a refusal."""
     try:
         return str(json.loads(response.data)["error"])
     except (ValueError, KeyError, TypeError):
@@ -491,7 +510,7 @@ def error_text(response: BaseHTTPResponse) -> str:
 
 
 def raise_transient(response: BaseHTTPResponse) -> None:
-    """Raise for what may pass, and for a session that is gone."""
+    """Raise for a status that may pass, and for a lost session."""
     status = response.status
     if status == 401:
         raise SessionError(error_text(response))
@@ -503,12 +522,12 @@ def raise_transient(response: BaseHTTPResponse) -> None:
 
 
 def is_json(response: BaseHTTPResponse) -> bool:
-    """Whether it is an answer as our servers give them."""
+    """Return True if it is an answer as our servers give them."""
     return response.headers.get("content-type", "").partition(";")[0] == "application/json"
 
 
 def protocol_error(response: BaseHTTPResponse, address: str) -> ProtocolError:
-    """The error for a refusal that will not pass."""
+    """Return the error for a refusal that will not pass."""
     if not is_json(response):
         return ProtocolError(
             f"{address} is nothing that an arclight server has ({response.status} {response.reason}): see that "
@@ -534,7 +553,10 @@ class UnavailableError(Exception):
 
 
 class Retrier:
-    """How long one side of a link is tried. Waits double from 50 ms to 5 s, each shortened by chance by up to half."""
+    """Retry attempts until a deadline that progress renews.
+
+    Waits double from 50 ms to 5 s, each shortened by chance by up to half.
+    """
 
     def __init__(self, other: str, seconds: float) -> None:
         self._other, self._seconds = other, seconds
@@ -542,7 +564,10 @@ class Retrier:
         """Set: no further attempt is made."""
 
     def call(self, what: str, attempt: Callable[[], T]) -> T:
-        """``attempt()``'s result. Raises LinkError where it was unavailable for all of the time; other errors pass."""
+        """Return ``attempt()``'s result.
+
+        Raises LinkError where it was unavailable for all of the time; other errors pass.
+        """
         began = since = time.monotonic()
         tries, wait = 0, _FIRST
         while True:

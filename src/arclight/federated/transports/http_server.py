@@ -1,4 +1,17 @@
-"""A federation's server on a socket: HTTP on loopback, HTTPS with registered nodes elsewhere."""
+"""Serve a federation over HTTP.
+
+On loopback in the clear, elsewhere over TLS to registered nodes.
+
+    GET  /v1/challenge         a text for a node to sign before it joins
+    POST /v1/message           a message in JSON, the answer in JSON; an Ask may be held
+    HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already,
+                               and X-Arclight-Busy while more are coming
+    GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
+    PUT  /v1/blobs/<digest>    the blob, or with Content-Range the rest of it
+
+All but the first, and joining, need ``Authorization: Bearer <session>``. What is refused is answered with ``{"error": text}``.
+A digest is the right to read the blob: nobody can guess one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +39,7 @@ from arclight.federated.transports.authentication import Authenticator
 from arclight.federated.transports.keys import Registry, fingerprint_of
 from arclight.federated.transports.settings import Limits, Listening
 from arclight.federated.transports.tls import check_certificate
-from arclight.federated.transports.uploads import BODY, PART, Body, Refusal, UploadHandler, whole_body
+from arclight.federated.transports.uploads import PART, Refusal, UploadHandler, whole_body
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -39,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UVICORN = ((0, 49), (0, 54))
-"""Oldest and newest whose connections are known well enough to be taken over for uploads (see `bodies`); Flower 1.41 wants the oldest."""
+"""Oldest and newest whose protocol class is known to fit `_protocol`; Flower 1.41 wants the oldest."""
 _START = 30.0
 _GRACE = 1
 """Seconds that are given to what is under way when the server stops."""
@@ -48,7 +61,7 @@ _IDLE = 75
 
 
 class HttpServer:
-    """Answers nodes from a thread of its own, from `start` to `stop` (or in a ``with`` block).
+    """Answer nodes from a thread of its own, from `start` to `stop` (or in a ``with`` block).
 
     spool: where blobs come in, if ``server.blobs`` is no folder; a temporary one by default. bound: a socket that listens already,
     in the place of one at ``listening``'s host and port: connections may wait there before the server is up.
@@ -98,18 +111,21 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Where nodes reach it, with the host name that it was given."""
+        """Return the address by which nodes reach it, with the host name that it was given."""
         host = self._listening.host
         scheme = "https" if self._listening.certificate else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the certificate, for nodes to pin; None without TLS."""
+        """Return the certificate's fingerprint, for nodes to pin; None without TLS."""
         return fingerprint_of(self._listening.certificate) if self._listening.certificate else None
 
     def start(self) -> None:
-        """Bind and answer. Raises OSError where the address is taken, FederatedError where it does not come up."""
+        """Bind and answer.
+
+        Raises OSError where the address is taken, FederatedError where it does not come up.
+        """
         uvicorn = require("uvicorn", extra="federated")
         oldest, newest = UVICORN
         if not oldest <= tuple(map(int, uvicorn.__version__.split(".")[:2])) <= newest:
@@ -150,7 +166,10 @@ class HttpServer:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Stop answering: what is under way is given a second, then cut; nodes try again until a server is there."""
+        """Stop answering: requests under way get a second, then they are cut.
+
+        Nodes try again until a server is there.
+        """
         if self._uvicorn is not None and self._thread is not None:
             self._uvicorn.should_exit = True
             self._thread.join(_START)
@@ -162,7 +181,7 @@ class HttpServer:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError where the address is taken."""
+    """Return a listening socket. Raises OSError where the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -171,16 +190,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    """Both ends are ours: nothing older is spoken."""
+    """Make a context of TLS 1.3 alone: both ends are ours."""
     context = make()
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
 
 
 def _protocol(patience: float) -> Any:
-    """Uvicorn's protocol, but a connection on which no request comes to the end of its headers in time is closed, and the application
-    may take in large bodies by itself (see `bodies`).
-    """
+    """Make uvicorn's protocol close connections on which no request completes its headers in time."""
     require("httptools", extra="federated")
     base: Any = require("uvicorn.protocols.http.httptools_impl", extra="federated").HttpToolsProtocol
 
@@ -199,10 +216,6 @@ def _protocol(patience: float) -> Any:
                 self._closing = None
             elif not under_way and self._closing is None:  # part of a further request's headers
                 self._closing = self.loop.call_later(patience, self.transport.close)
-
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            self.scope["extensions"] = {BODY: partial(Body, self, self.cycle)}
 
         def shutdown(self) -> None:
             super().shutdown()
@@ -227,7 +240,7 @@ _BRIEFLY = 0.05
 
 
 class App:
-    """The requests that nodes make, answered for ``server``; `starlette` is the application."""
+    """Answer the requests of nodes for ``server``; `starlette` is the application."""
 
     def __init__(self, server: ServerApi, guard: Authenticator, limits: Limits, spool: FolderStore) -> None:
         self._server, self._guard, self._limits = server, guard, limits
@@ -242,10 +255,10 @@ class App:
         applications = require("starlette.applications", extra="federated")
         blob = "/v1/blobs/{digest:path}"
         routes = [
-            routing.Route("/v1/challenge", self._telling(self._challenge), methods=["GET"]),
-            routing.Route("/v1/message", self._telling(self._message), methods=["POST"]),
-            routing.Route(blob, self._telling(self._put), methods=["PUT"]),
-            routing.Route(blob, self._telling(self._get), methods=["GET", "HEAD"]),
+            routing.Route("/v1/challenge", self._explained(self._challenge), methods=["GET"]),
+            routing.Route("/v1/message", self._explained(self._message), methods=["POST"]),
+            routing.Route(blob, self._explained(self._put), methods=["PUT"]),
+            routing.Route(blob, self._explained(self._get), methods=["GET", "HEAD"]),
         ]
         made: Starlette = applications.Starlette(routes=routes)
         return made
@@ -255,8 +268,11 @@ class App:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._files.shutdown(wait=False, cancel_futures=True)
 
-    def _telling(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """What goes wrong becomes an answer that says so; a connection whose request was not read to its end is closed."""
+    def _explained(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Turn errors of a handler into answers.
+
+        Close connections whose request was not read to its end.
+        """
 
         async def handle(request: Request) -> Response:
             try:
@@ -317,15 +333,18 @@ class App:
             full = self._held >= self._limits.held
             self._held += not full
         if full:
-            return self._soon(ask)
+            return self._answer_soon(ask)
         try:
             return self._server.answer(ask).to_json()
         finally:
             with self._lock:
                 self._held -= 1
 
-    def _soon(self, ask: Ask | Secure) -> str:
-        """Give what there is, and hold nothing: who is held may wait for just those that are not."""
+    def _answer_soon(self, ask: Ask | Secure) -> str:
+        """Answer at once with what there is.
+
+        Nodes that are held may wait for just those that are not.
+        """
         answer = self._server.answer(replace(ask, wait=min(ask.wait, _BRIEFLY)))
         if isinstance(answer, Wait):
             answer = replace(answer, seconds=_SOON, about="other nodes: the server holds as many asks as it can")
@@ -353,10 +372,10 @@ class App:
         if request.method == "HEAD":
             return _response("", status=status, headers=headers)
         pieces = await loop.run_in_executor(self._files, partial(self._server.blobs.read, digest, start, stop - start))
-        return _timely_stream(self._ahead(iter(pieces)), status, headers, self._limits)
+        return _timely_stream(self._prefetched(iter(pieces)), status, headers, self._limits)
 
-    async def _ahead(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """The pieces, the next of which is read while one is sent."""
+    async def _prefetched(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield pieces, reading the next while one is sent."""
         loop = asyncio.get_running_loop()
         coming = loop.run_in_executor(self._files, next, pieces, None)
         while (piece := await coming) is not None:
@@ -365,7 +384,7 @@ class App:
 
 
 def _timely_stream(pieces: AsyncIterator[bytes], status: int, headers: dict[str, str], limits: Limits) -> Response:
-    """An answer of many pieces that is broken off if whoever asked for it does not take them in time."""
+    """Stream an answer that is broken off if it is not taken in time."""
     base: Any = require("starlette.responses", extra="federated").StreamingResponse
 
     class Timely(base):
@@ -398,7 +417,7 @@ def _digest(request: Request) -> str:
 
 
 def _part(asked: str | None, size: int) -> tuple[int, int]:
-    """First byte, and the one after the last, of what a Range header asks for."""
+    """Return the first byte, and the one after the last, of a Range header."""
     if asked is None:
         return 0, size
     match = _RANGE.fullmatch(asked.strip())
@@ -410,7 +429,7 @@ def _part(asked: str | None, size: int) -> tuple[int, int]:
 
 
 def _refused(request: Request, status: int, why: str, headers: dict[str, str] | None = None) -> Response:
-    """An answer to a request that may not have been read to its end.
+    """Answer a request that may not have been read to its end.
 
     The rest of a short one is passed over, so that whoever sends it comes to read the answer; after others the connection ends.
     """

@@ -1,4 +1,4 @@
-"""Who is who off loopback: the server by a certificate, nodes by Ed25519 keys that are registered with the server."""
+"""Make and register identities: a certificate for the server, Ed25519 keys for nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Certificate:
 
 
 def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
-    """Make a key and a certificate that it has signed itself, good for ``hosts`` (names and addresses) for ten years.
+    """Make a key and a self-signed certificate for ``hosts`` (names, addresses), for ten years.
 
     It vouches for itself and nothing else: whoever trusts it need not trust what its key signs.
     Writes ``server.pem`` and ``server.key`` (readable by its owner alone) into ``folder``. Raises FileExistsError where one is there.
@@ -93,7 +93,7 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
 
 
 def fingerprint_of(certificate: str | Path) -> str:
-    """SHA-256 of a PEM file's first certificate, in hexadecimal."""
+    """Return the SHA-256 of a PEM file's first certificate, in hexadecimal."""
     serialization = _cryptography("hazmat.primitives.serialization")
     try:
         read = _cryptography("x509").load_pem_x509_certificate(Path(certificate).read_bytes())
@@ -110,7 +110,10 @@ class NodeKey:
 
     @classmethod
     def make(cls, path: str | Path) -> NodeKey:
-        """A new key, written to ``path`` for its owner's eyes alone. Raises FileExistsError where a file is there."""
+        """Make a key and write it to ``path``, readable by its owner alone.
+
+        Raises FileExistsError where a file is there.
+        """
         key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         _write_new(Path(path), _private_pem(key), secret=True)
@@ -118,7 +121,10 @@ class NodeKey:
 
     @classmethod
     def read(cls, path: str | Path) -> NodeKey:
-        """The key in ``path``. Raises FederatedError for a file that holds none, or that others can read."""
+        """Read the key in ``path``.
+
+        Raises FederatedError for a file that holds none, or that others can read.
+        """
         serialization = _cryptography("hazmat.primitives.serialization")
         kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
         try:
@@ -136,11 +142,14 @@ class NodeKey:
 
     @property
     def public(self) -> str:
-        """What the server needs to know this node, base64."""
+        """Return the public key, base64."""
         return base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
 
     def line(self, node: str, clients: Iterable[str] = ()) -> str:
-        """The line by which a server's file of nodes lets this key join as ``node``, for those ``clients`` or, with none, any."""
+        """Return the line of a file of nodes that lets this key join as ``node``.
+
+        clients: those that it may answer for; none: any.
+        """
         return line_of(node, self.public, clients)
 
     def sign(self, text: bytes) -> str:
@@ -157,7 +166,9 @@ class Registered:
 
 
 class Registry:
-    """The nodes of a file: on each line a name, a public key and, optionally, clients; ``#`` begins a comment.
+    """Read the file of nodes: on each line a name, a public key and, optionally, clients.
+
+    ``#`` begins a comment.
 
     A changed file counts from the next join on. Raises FederatedError, when it is made, for a file that cannot be read.
     """
@@ -167,7 +178,7 @@ class Registry:
         self.nodes()
 
     def vouches(self, node: str, client: str, text: bytes, signature: str) -> bool:
-        """Whether a registered node has signed the text, and may speak for the client."""
+        """Return True if a registered node has signed the text and may speak for the client."""
         known = self.nodes().get(node)
         return (
             known is not None
@@ -176,11 +187,11 @@ class Registry:
         )
 
     def unbound(self) -> list[str]:
-        """Name the nodes that may speak for any client."""
+        """List the nodes that may speak for any client."""
         return [name for name, one in self.nodes().items() if not one.clients]
 
     def nodes(self) -> dict[str, Registered]:
-        """Names to what is registered. Raises FederatedError naming the line that is none."""
+        """Read the file: names to nodes. Raises FederatedError naming the line that is none."""
         try:
             lines = self.path.read_text().splitlines()
         except OSError as error:
@@ -206,7 +217,10 @@ class Registry:
 
 
 def line_of(node: str, public: str, clients: Iterable[str] = ()) -> str:
-    """Return the line of a file of nodes that lets a public key join as ``node``. Raises FederatedError for what none can name."""
+    """Return the line of a file of nodes that lets a public key join as ``node``.
+
+    Raises FederatedError for names or keys that cannot be written there.
+    """
     named = tuple(clients)
     check_names(node, *named)
     if not _is_key(public):
@@ -215,14 +229,14 @@ def line_of(node: str, public: str, clients: Iterable[str] = ()) -> str:
 
 
 def check_names(*names: str) -> None:
-    """Raise FederatedError for what a file of nodes cannot name."""
+    """Raise FederatedError for a name that a file of nodes cannot hold."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
 
 
 def is_signed(text: bytes, signature: str, public: str) -> bool:
-    """Whether ``signature`` is the public key's for ``text``."""
+    """Return True if ``signature`` is the public key's for ``text``."""
     invalid = _cryptography("exceptions").InvalidSignature
     key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PublicKey.from_public_bytes(
         base64.b64decode(public)

@@ -1,4 +1,4 @@
-"""A node's line to its server, whatever lies between."""
+"""Define a node's link to its server, and the one within a process."""
 
 from __future__ import annotations
 
@@ -11,49 +11,60 @@ from arclight.federated.protocol import Message, read
 
 
 class Link(Protocol):
-    """Where a node sends its messages, and gets and puts blobs."""
+    """Send a node's messages, and give access to the server's blobs."""
 
     @property
     def blobs(self) -> BlobStore:
-        """The server's blobs, as they are seen from here; where they are may change when the node joins."""
+        """Return the server's blobs; where they are may change when the node joins."""
 
     def send(self, message: Message) -> Message:
-        """The server's answer. Attempts are repeated until a deadline, so messages may arrive twice.
+        """Return the server's answer.
+
+        Attempts are repeated until a deadline, so messages may arrive twice.
 
         Raises LinkError where the server cannot be reached, ProtocolError where it refuses the message as such.
         """
 
-    def heed(self, stopping: threading.Event) -> None:
-        """Once this is set, nothing is repeated: what does not get through raises LinkError at once."""
+    def cancel_on(self, stopping: threading.Event) -> None:
+        """Stop retrying once the event is set.
+
+        Requests that do not get through raise LinkError at once.
+        """
 
     def close(self) -> None:
-        """Give back connections."""
+        """Release connections."""
 
 
 class ServerApi(Protocol):
-    """A server, as transports see it."""
+    """The server, as transports see it."""
 
     @property
     def blobs(self) -> BlobStore:
-        """The server's blobs."""
+        """Return the server's blobs."""
 
     @property
     def run(self) -> str:
-        """The run that is served, as nodes know it."""
+        """Return the name of the run that is served."""
 
     @property
     def largest_message(self) -> int:
-        """Bytes of the largest message that a node of this run may have to send."""
+        """Return the bytes of the largest message that a node of this run may have to send."""
 
     def answer(self, message: Message) -> Message:
-        """The reply to a node's message; may take as long as an `Ask` allows. Called from any thread."""
+        """Answer a node's message; may take as long as an `Ask` allows. Called from any thread."""
 
     def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
-        """While a node puts a blob, or a part of it. Raises RefusedError where none of its updates needs as much."""
+        """Reserve room while a node puts a blob, or a part of it.
+
+        Raises RefusedError where none of its updates needs as much.
+        """
 
 
 class InProcessLink:
-    """A link to a server in this process."""
+    """Link to a server in this process.
+
+    Blobs are not copied, messages are still written and read.
+    """
 
     def __init__(self, server: ServerApi) -> None:
         self._server, self.blobs = server, server.blobs
@@ -61,7 +72,7 @@ class InProcessLink:
     def send(self, message: Message) -> Message:
         return read(self._server.answer(read(message.to_json())).to_json())
 
-    def heed(self, stopping: threading.Event) -> None:
+    def cancel_on(self, stopping: threading.Event) -> None:
         pass
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where and how a server listens (nothing is imported here)."""
+"""Settings of a server's address, limits and Flower apps (nothing is imported here)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arclight._intervals import Checked, Interval, PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked):
-    """What one node can ask of the server at most."""
+    """The most that one node can ask of the server."""
 
     message_bytes: PositiveInt = 64 << 20
     """Largest message, where the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
@@ -34,7 +34,10 @@ class Limits(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Listening(Checked):
-    """Where a server listens, and whom it believes. Off loopback certificate, key and nodes are required."""
+    """The address of a server, and whom it trusts.
+
+    Off loopback certificate, key and nodes are required.
+    """
 
     host: str = "127.0.0.1"
     """Name or address of an interface; "0.0.0.0" is all of them."""
@@ -62,7 +65,10 @@ class Listening(Checked):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach ``host``; a name other than localhost counts as reachable."""
+    """Return True if only programs on this machine reach ``host``.
+
+    A name other than localhost counts as reachable.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

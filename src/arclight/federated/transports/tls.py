@@ -1,4 +1,4 @@
-"""Why one side does not believe the other, in words that say what to do: certificates, private keys, TLS or none."""
+"""Check certificates and private keys, and explain why one side does not trust the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_private(path: str | Path) -> None:
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
-    """Raise FederatedError unless a server can show this certificate today, and prove it with this key."""
+    """Raise FederatedError unless a server can show this certificate today and prove it."""
     for path, what in ((certificate, "certificate"), (private_key, "private key")):
         if not Path(path).is_file():
             raise FederatedError(f"there is no {what} {path}; `arclight federate keys server` makes both")
@@ -53,7 +53,10 @@ def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
 
 
 def client_context(cafile: str | Path | None) -> ssl.SSLContext:
-    """Make a node's context: it believes servers that the file's certificates vouch for, the system's by default, and speaks TLS 1.3."""
+    """Make a node's TLS 1.3 context.
+
+    It trusts servers that the file's certificates vouch for, the system's by default.
+    """
     context = ssl.create_default_context(cafile=cafile)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if cafile is not None:  # a server's own certificate need not be an authority's
@@ -76,7 +79,7 @@ def check_ca_file(cafile: str | Path) -> None:
 
 
 def certificate_names(certificate: bytes) -> list[str]:
-    """The host names and addresses that a PEM certificate is for."""
+    """Return the host names and addresses that a PEM certificate is for."""
     x509 = require("cryptography.x509", extra="federated")
     read = x509.load_pem_x509_certificate(certificate)
     try:
@@ -108,7 +111,7 @@ def _no_password() -> str:
 
 
 def explain_link_error(error: LinkError, address: str) -> LinkError:
-    """The error for a node's user, where more can be said of why ``address`` cannot be reached or is not believed."""
+    """Add to the error the reason why ``address`` cannot be reached or trusted, if found."""
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     if isinstance(error, UntrustedError):
@@ -128,7 +131,10 @@ def explain_link_error(error: LinkError, address: str) -> LinkError:
 
 
 def speaks_tls(host: str, port: int) -> bool | None:
-    """Whether who listens there answers a TLS greeting in kind; None where nobody can be reached, or it says neither."""
+    """Return True if the listener answers a TLS greeting in kind.
+
+    None where nobody can be reached, or it says neither.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
