@@ -39,6 +39,8 @@ def headings(page: Path) -> set[str]:
 def definitions(path: Path) -> frozenset[str]:
     """Return the names that a module defines: functions, classes, their methods, constants."""
     found: set[str] = set()
+    if not path.exists():
+        return frozenset()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
@@ -76,6 +78,28 @@ def test_functions_that_a_page_links_to_are_defined_there(page: Path) -> None:
 def test_paths_that_a_page_names_exist(page: Path) -> None:
     if page.name != "CHANGELOG.md":  # which speaks of former versions as well
         assert [path for path in PATH.findall(text_of(page)) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_a_page_writes_are_in_their_modules(page: Path) -> None:
+    if page.name in (
+        "CHANGELOG.md",
+        "migrate-from-lightning.md",
+    ):  # of former versions; tested by tests/compat/test_guide.py
+        return
+    missing = []
+    for name in re.findall(r"`(arclight(?:\.\w+)+)", text_of(page)):
+        module, parts = ROOT / "src" / "arclight", name.split(".")[1:]
+        while parts and ((module / parts[0]).is_dir() or (module / f"{parts[0]}.py").is_file()):
+            module /= parts.pop(0)
+        found = [
+            module.with_suffix(".py"),
+            *module.glob("__init__.py*"),
+        ]  # compat has stubs of modules that are made from a table
+        text = "".join(file.read_text(encoding="utf-8") for file in found if file.is_file())
+        if parts and not re.search(rf"\b{parts[0]}\b", text):
+            missing.append(name)
+    assert missing == []
 
 
 def test_every_decision_is_listed_once_under_its_title() -> None:
