@@ -100,7 +100,7 @@ def test_a_damaged_last_checkpoint_is_told_of_and_the_one_before_is_taken(tmp_pa
     trainer_for(tmp_path, 3).fit(Model(), DATA)
     damage(tmp_path / "c/step=3.ckpt", how)  # of which `last` is a copy of links
     again = trainer_for(tmp_path, 4)
-    with pytest.warns(UserWarning, match=r"last checkpoint is damaged: .*last.*training goes on from .*step=2"):
+    with pytest.warns(UserWarning, match=r"last checkpoint is damaged: .*last.*training continues from .*step=2"):
         again.fit(Model(), DATA, ckpt_path="last")
     assert Path(str(again.ckpt_path)).name == "step=2.ckpt"
     assert again.global_step == 4

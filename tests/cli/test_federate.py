@@ -332,7 +332,7 @@ def test_a_run_that_cannot_go_on_says_why(lines: Path, typed: Typed, folder: Pat
     )
     status, out, err = typed("federate lines.toml --federation.waiting.retries 0")
     assert status == 2
-    assert "could not go on" in err
+    assert "could not continue" in err
     assert "failed: 0 (" in err
     assert "left out" not in out  # said once
     assert "The run did not finish" in (folder / "runs/lines/1/report.html").read_text()
@@ -362,8 +362,8 @@ def test_a_mistake_in_one_sites_data_ends_the_run_so_that_it_can_go_on(
     assert err.count("cut short") == 1
     assert "failed: 1 (node here says: task: points.csv is cut short); no others could be asked: mend that" in err
     assert "waiting.quorum, now 0.75" in err
-    assert "the same command with --resume runs/lines/1 goes on" in err
-    assert "--resume runs/lines/1 goes on" in (folder / "runs/lines/1/report.html").read_text()
+    assert "the same command with --resume runs/lines/1 resumes it" in err
+    assert "--resume runs/lines/1 resumes it" in (folder / "runs/lines/1/report.html").read_text()
 
     broken.unlink()
     status, out, _ = typed("federate lines.toml --resume runs/lines/1")
@@ -611,7 +611,7 @@ def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
         assert [process.returncode for process in (server, *nodes)] == [status] * 3, said
         if status:
             assert all(why in text for text in said), said
-            assert "with --resume runs/lines/1 goes on" in said[0]
+            assert "with --resume runs/lines/1 resumes it" in said[0]
             assert all("the same command joins again when the server is back" in text for text in said[1:])
             broken.unlink()
     assert typed("federate lines.toml")[0] == 0

@@ -62,7 +62,7 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     status, out, err = typed(f"train {recipe}")
     assert (status, err) == (0, "")
     assert "tokenizing texts" in out
-    assert "after step 12: 'the 7' goes on:" in Path("runs/lm/1/log.txt").read_text()
+    assert "after step 12: 'the 7' continues:" in Path("runs/lm/1/log.txt").read_text()
     assert "val/bits_per_byte" in Path("runs/lm/1/metrics.csv").read_text()
 
     status, out, _ = typed("predict runs/lm/1 --prompt the --tokens 4 --temperature 0 --json said.json")

@@ -295,7 +295,7 @@ def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Type
     assert signal.getsignal(signal.SIGINT) is before
     assert "arclight: saving after this step; ctrl-C again ends at once\n" in err
     assert err.splitlines()[-1].startswith("arclight: interrupted: runs/tiny/1/checkpoints/")
-    assert err.endswith(" holds step 5; arclight train --resume runs/tiny/1 goes on from there\n")
+    assert err.endswith(" holds step 5; arclight train --resume runs/tiny/1 resumes from there\n")
     status, _, err = typed("train --resume runs/tiny/1")
     assert (status, err) == (0, "")
     sys.modules["tiny_task"].Line.times = 0
@@ -327,7 +327,7 @@ def test_a_second_interruption_ends_a_run_at_once(typed: Typed, folder: Path) ->
     task = folder / "tiny_task.py"
     task.write_text(task.read_text().replace("times = 1", "times = 2").replace("global_step == 4", "global_step == 2"))
     status, _, err = typed("train tiny.toml")
-    assert (status, err.splitlines()[-1]) == (130, "arclight: interrupted: there is no checkpoint yet to go on from")
+    assert (status, err.splitlines()[-1]) == (130, "arclight: interrupted: there is no checkpoint yet to resume from")
 
 
 def test_a_data_set_is_no_recipe(typed: Typed, folder: Path) -> None:

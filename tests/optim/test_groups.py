@@ -169,7 +169,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
     optimizer = MIXED.build(model.named_parameters())
     trained(model, optimizer)
     state = optimizer.state_dict()
-    with pytest.raises(ValueError, match="was trained with kind='normuon' and is to go on with kind='adamw'"):
+    with pytest.raises(ValueError, match="was trained with kind='normuon' and is resumed with kind='adamw'"):
         AdamW().build(model.named_parameters()).load_state_dict(state)
     part = {"state": state["state"], "param_groups": state["param_groups"][1:]}
     with pytest.raises(ValueError, match=r"does not have layers\.0\.weight"):

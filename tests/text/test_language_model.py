@@ -201,7 +201,7 @@ def test_sequences_and_samples_keep_to_the_positions(tmp_path: Path, caplog: pyt
     settings = Language(overrides=few, data=Text(sequence_length=32), sampling=Sampling(prompts=("the cat",)))
     with caplog.at_level("INFO", "arclight"):
         fit(tmp_path, 10, settings=settings)
-    assert "after step 10: 'the cat' goes on" in caplog.text
+    assert "after step 10: 'the cat' continues" in caplog.text
 
 
 def test_speed_is_measured_over_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

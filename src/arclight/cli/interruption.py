@@ -73,6 +73,6 @@ def kept(trainer: Trainer, command: str) -> str:
     run = trainer._run_folder
     found = find_last(run.path / "checkpoints") if run is not None and (run.path / "checkpoints").is_dir() else None
     if run is None or found is None:
-        return "there is no checkpoint yet to go on from"
+        return "there is no checkpoint yet to resume from"
     place = Path(found).relative_to(Path.cwd()) if Path(found).is_relative_to(Path.cwd()) else found
-    return f"{place} holds step {inspect(found).step}; {command.format(run=run.path)} goes on from there"
+    return f"{place} holds step {inspect(found).step}; {command.format(run=run.path)} resumes from there"

@@ -63,7 +63,7 @@ def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
     here = type(recipe.task).__name__.lower()
     if before and ":" not in before and type(recipe.task).__module__.startswith("arclight.") and before != here:
         raise UsageError(
-            f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: they cannot go on from each other"
+            f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: one cannot resume the other"
         )
 
 
@@ -209,13 +209,13 @@ def resume_from(
     if remote.is_remote(address := remote.to_path(place)):
         kept = address if is_checkpoint(address) else find_last(address)
         if kept is None:
-            raise UsageError(f"{flag}: {place} has no checkpoint to go on from")
+            raise UsageError(f"{flag}: {place} has no checkpoint to resume from")
         return None, str(kept)
     path = address
     if (path / "checkpoints").is_dir():
         found = find_last(path / "checkpoints")
         if found is None:
-            raise UsageError(f"{flag}: {path} has no checkpoint to go on from")
+            raise UsageError(f"{flag}: {path} has no checkpoint to resume from")
         return RunFolder.open(path), found
     if not path.is_dir():
         raise UsageError(f"{flag}: {path} is neither a run folder nor a checkpoint")

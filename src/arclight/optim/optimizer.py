@@ -220,7 +220,7 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
         saved = homes[name]
         if saved.get("kind", group["kind"]) != group["kind"]:
             raise ValueError(
-                f"{name} was trained with kind={saved['kind']!r} and is to go on with kind={group['kind']!r}: keep the group "
+                f"{name} was trained with kind={saved['kind']!r} and is resumed with kind={group['kind']!r}: keep the group "
                 "that matched it, or start the optimizer afresh from the weights"
             )
         options = {key: value for key, value in saved.items() if key not in _OF_THIS_RUN}

@@ -366,4 +366,4 @@ class TextSamples(Callback):
             list(s.prompts), max_new_tokens=min(s.new_tokens, room - 1), temperature=s.temperature, top_p=s.top_p, seed=trainer.global_step
         )  # fmt: skip
         for prompt, text in zip(s.prompts, texts, strict=True):
-            _LOG.info("after step %d: %r goes on: %r", trainer.global_step, prompt, text)
+            _LOG.info("after step %d: %r continues: %r", trainer.global_step, prompt, text)

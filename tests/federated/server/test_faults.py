@@ -72,7 +72,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
         Script(InProcessLink(run.service), learners).work()
         assert run.driver.wait(60)
     assert disk.left == 0
-    assert "goes on when there is room" in caplog.text
+    assert "continues when there is space" in caplog.text
     assert "there is room again" in caplog.text
     assert [here.base for here in server.history] == undisturbed(tmp_path)
     assert [learner.steps for learner in learners.values()] == [6, 6]
@@ -125,7 +125,7 @@ def test_what_a_run_begins_with_waits_for_room(
     server = Server(settings(), START, folder=tmp_path / "run")
     with caplog.at_level(logging.WARNING), server.opened() as run:
         assert left == [0]
-        assert "the beginning of run run waits, and goes on when there is room" in caplog.text
+        assert "the beginning of run run waits, and continues when there is space" in caplog.text
         Script(InProcessLink(run.service), both()).work()
         assert run.driver.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)

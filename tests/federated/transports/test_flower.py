@@ -123,7 +123,7 @@ def test_the_run_outlives_the_superlink(tmp_path: Path) -> None:
         flower.kill("superlink")
         assert newest(run) < 40
         until(lambda: newest(run) >= 40, 180, f"the other rounds: {(run / 'server.log').read_text()}")
-        assert "the run goes on" in (run / "server.log").read_text()
+        assert "the run continues" in (run / "server.log").read_text()
         served = list(flower.processes("arclight.federated.transports.detached"))
         psutil.wait_procs(served, timeout=60)
         assert not [p for p in served if p.is_running()], "the server has not ended after its run"

@@ -112,7 +112,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
                 worker.check()
                 if not worker.is_alive() and not run.driver.wait(ENDING):
                     raise FederatedError(
-                        f"the run goes on, and its clients do not: {node.closed or 'they were told to stop'}"
+                        f"the run continues, but its clients have ended: {node.closed or 'they were told to stop'}"
                     )
         finally:
             node.stop()
@@ -170,11 +170,11 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
                 with resumable(folder):
                     yield run, progress
         except KeyboardInterrupt as error:
-            failed(folder, options, f"It was interrupted. --resume {folder.path} goes on with it.")
+            failed(folder, options, f"It was interrupted. --resume {folder.path} resumes it.")
             done = len([here for here in server.history if here.contributors])
             raise KeyboardInterrupt(
                 f"{done} of {recipe.federation.rounds} rounds are done, and kept in {folder.path} with what clients have sent since. "
-                f"The same command with --resume {folder.path} goes on"
+                f"The same command with --resume {folder.path} resumes it"
             ) from error
         except BaseException as error:
             failed(folder, options, str(error) or type(error).__name__)
@@ -201,7 +201,7 @@ def resumable(folder: RunFolder) -> Iterator[None]:
         yield
     except FederatedError as error:
         raise FederatedError(
-            f"{error}. What has arrived is kept: the same command with --resume {folder.path} goes on"
+            f"{error}. What has arrived is kept: the same command with --resume {folder.path} resumes it"
         ) from error
 
 
@@ -290,18 +290,18 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
     if options.resume is None:
         last = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
         if last is not None and is_unfinished(last):
-            print(f"{last.path} is not finished: --resume last would go on with it. This is a new run")
+            print(f"{last.path} is not finished: --resume last would resume it. This is a new run")
         return RunFolder(recipe.root, recipe.name)
     if options.resume != "last":
         if "://" in options.resume:
             raise UsageError(
-                f"--resume {options.resume}: a run goes on in a folder of this machine: `arclight checkpoint fork "
+                f"--resume {options.resume}: a run needs a folder of this machine: `arclight checkpoint fork "
                 f"{options.resume} FOLDER` makes one of its newest round"
             )
         return RunFolder.open(options.resume)
     found = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
     if found is None:
-        raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to go on with")
+        raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to resume")
     return found
 
 

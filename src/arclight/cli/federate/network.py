@@ -123,7 +123,7 @@ def join(arguments: list[str]) -> None:
                 print(f"{node.closed}; what was finished for that is kept", flush=True)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(
-                f"node {options.name} has left. What its clients have done is kept in {folder}: the same command goes on"
+                f"node {options.name} has left. What its clients have done is kept in {folder}: the same command resumes it"
             ) from error
     if node.failed:
         back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"

@@ -14,7 +14,7 @@ from arclight.federated.settings import Federation
 from arclight.text.data.site_split import Source
 from arclight.vision.data.site_split import Merchant
 
-_AT_CLIENTS = "each client would do it for itself, and rounds go on until there are enough of them"
+_AT_CLIENTS = "each client would do it for itself, and rounds continue until there are enough of them"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,7 +152,7 @@ class SecureSumClient:
             began = time.monotonic()
             told = self._exchange(until=settled, wait=self._ask, **said)
             if told.over and patience is not None:
-                raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
+                raise ClientError(f"the secure sum of round {self._order.round} continues without {self._order.client}")
             if told.over or getattr(told, settled) is not None:
                 return told
             if self._stopping.wait(max(0.0, min(_PAUSE, self._ask) - (time.monotonic() - began))):

@@ -180,7 +180,7 @@ class WorkerGroup:
             except WorkerDiedError as error:
                 self._kill()
                 log.warning(
-                    "%s; %s goes on from its newest state (attempt %d of %d)", error, order.client, attempt, _ATTEMPTS
+                    "%s; %s resumes from its newest state (attempt %d of %d)", error, order.client, attempt, _ATTEMPTS
                 )
                 last = error
         raise ClientError(f"{last}; so did those before: {_ATTEMPTS} in all", again=True)

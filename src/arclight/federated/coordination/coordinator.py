@@ -311,7 +311,7 @@ def run_to_quiescence(
         except Exception as error:
             raise BrokenError(
                 f"{type(decision.event).__name__} is in the journal and could not be applied ({type(error).__name__}: {error}): what "
-                "this process knows of the run is half true, so it does nothing more; start the server again, it goes on from the journal"
+                "this process knows of the run is half true, so it does nothing more; start the server again, it resumes from the journal"
             ) from error
         if decision:
             yield decision.records, decision.commands

@@ -291,4 +291,4 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise JournalError(f"{path} is in use by another process: one server at a time goes on with a run") from error
+        raise JournalError(f"{path} is in use by another process: only one server at a time may serve a run") from error

@@ -200,7 +200,7 @@ class RecordApplier:
             raise FederatedError(f"this journal is of run {run!r}, not of {self.run!r}: give each run a folder")
         if settings != self.digest:
             raise FederatedError(
-                f"run {run!r} was begun with other settings or clients, which would change its result: go on with those "
+                f"run {run!r} was begun with other settings or clients, which would change its result: resume with those "
                 "(the run folder's recipe), or fork a new run from one of its rounds"
             )
 

@@ -308,6 +308,6 @@ class Budget:
             return None
         return (
             f"it would spend epsilon = {spent:.3g} at delta = {self.noise.delta:g}, the budget is {self.noise.epsilon:g} "
-            "(noise.epsilon): the weights of the round before are the run's last. To go on, fork the run from there with a "
+            "(noise.epsilon): the weights of the round before are the run's last. To continue, fork the run from there with a "
             "larger budget or more noise"
         )

@@ -244,13 +244,13 @@ class Runtime:
                     self._fail(error)
                     raise
                 if not self._paused:
-                    log.error("the run pauses, and goes on when there is room: %s", error)
+                    log.error("the run pauses, and continues when there is space: %s", error)
                 self._paused = f"the server waits for room on its disk: {error}"
                 self._lock.wait(DISK_RETRY_INTERVAL_S)
         if self._paused:
             self._paused_for += time.monotonic() - began
             self._paused = ""
-            log.warning("there is room again: the run goes on after %.0f s", time.monotonic() - began)
+            log.warning("there is space again: the run continues after %.0f s", time.monotonic() - began)
 
     def _carry_out(self, command: events.Command) -> None:
         if isinstance(command, events.Answer):
@@ -328,7 +328,7 @@ def retry_while_disk_full(
             if error.errno not in DISK_FULL or time.monotonic() > until:
                 raise
             if not told:
-                log.error("%s waits, and goes on when there is room: %s", what, error)
+                log.error("%s waits, and continues when there is space: %s", what, error)
             told = True
             if pause():
                 raise

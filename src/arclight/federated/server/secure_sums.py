@@ -200,7 +200,7 @@ class SecureSumRelay:
             else:
                 return False
         except _Wrong as wrong:
-            log.warning("round %d: the secure sum goes on without %s, which %s", state.round, client, wrong)
+            log.warning("round %d: the secure sum continues without %s, which %s", state.round, client, wrong)
             write("dropped", client, str(wrong))
         return True
 
@@ -267,7 +267,7 @@ class SecureSumRelay:
             come = (set(state.bad) & set(state.written)) - set(state.dropped)
             if self._have(expected & set(state.written), come, "answers"):
                 for client, why in _blamed({name: state.bad[name] for name in come}).items():
-                    log.warning("round %d: the secure sum goes on without %s, which %s", state.round, client, why)
+                    log.warning("round %d: the secure sum continues without %s, which %s", state.round, client, why)
                     write("dropped", client, why)
                     come.discard(client)
                 write("sure", None, sorted(come))

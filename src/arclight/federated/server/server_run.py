@@ -208,7 +208,7 @@ class ServerRun:
         """Until the run is over, or for some time. Raises what went wrong, FederatedError where it could not go on."""
         self.driver.wait(seconds)
         if self.driver.ended is not None and self.driver.ended.failed:
-            raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
+            raise FederatedError(f"run {self.name} could not continue: {self.driver.ended.why}")
 
     def wait_for_nodes(self) -> None:
         """As `wait`, and until nodes have heard how the run has ended, well or not."""
@@ -250,7 +250,7 @@ class ServerRun:
             found = self.rounds.look(number)
             if found.problems and number == committed:
                 raise FederatedError(
-                    f"{found.problems[0]}: the run cannot go on from round {committed}, which its journal says is committed; "
+                    f"{found.problems[0]}: the run cannot continue from round {committed}, which its journal says is committed; "
                     "put the folder back, or fork a new run from an earlier round (arclight checkpoint fork)"
                 )
             if not found.problems:
@@ -258,9 +258,9 @@ class ServerRun:
         try:
             trees = self.rounds.trees(committed)
         except CheckpointError as error:
-            raise FederatedError(f"the run cannot go on from round {committed}: {error}") from error
+            raise FederatedError(f"the run cannot continue from round {committed}: {error}") from error
         self._take_up(trees, committed)
-        log.info("run %s goes on after round %d", self.name, committed)
+        log.info("run %s resumes after round %d", self.name, committed)
         self._resumed = True
         return events.RunResumed()
 

@@ -104,7 +104,7 @@ class Detached:
         last = (self.folder / "server.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise FederatedError(
             f"the server's process has ended with status {code} before its run did: {''.join(last)} (all of it is in "
-            f"{self.folder / 'server.log'}). Its folder holds all that was finished: start the run again to go on"
+            f"{self.folder / 'server.log'}). Its folder holds all that was finished: start the run again to resume it"
         )
 
     def stop(self) -> None:
@@ -194,7 +194,7 @@ def _obey(said: IO[str], stop: threading.Event) -> None:
         if line.strip() == "stop":
             stop.set()
             return
-    log.warning("whoever started this server is gone: the run goes on with the nodes that reach it")
+    log.warning("whoever started this server is gone: the run continues with the nodes that reach it")
 
 
 def _tell(what: dict[str, Any]) -> None:

@@ -290,7 +290,7 @@ class LossGuard(Callback):
             callback.forget_later_steps(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.rewind(trainer.global_step)
-        trainer.notice(f"back to {path}, step {trainer.global_step}; training goes on with the next batch")
+        trainer.notice(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:
         """The newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""

@@ -42,7 +42,7 @@ class Pause(Callback):
             raise ValueError(f"Pause(steps={self.steps}): a fit is broken off after one step at least")
         if self.steps is not None and not trainer.strategy.launcher.runs_in_this_process:
             raise MisconfigurationError(
-                f"strategy={trainer.strategy.name!r} trains in processes that end with the fit, and what they would go on from ends "
+                f"strategy={trainer.strategy.name!r} trains in processes that end with the fit, and the state to continue from ends "
                 "with them: start the processes from outside (torchrun), or use a strategy that lives in this one"
             )
         self.state, self._until = None, None

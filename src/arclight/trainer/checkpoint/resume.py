@@ -142,7 +142,7 @@ def _sound(trainer: Trainer, newest: Path) -> Path | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the damaged ones are told of in one sentence
         found = find_last(newest.parent, trainer.strategy)
-    instead = f"training goes on from {found}" if found is not None else "there is no sound one beside it"
+    instead = f"training continues from {found}" if found is not None else "there is no intact one beside it"
     trainer.warn(f"the last checkpoint is damaged: {problems[0].partition(';')[0]}; {instead}")
     return found
 

@@ -181,7 +181,7 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
             callback.load_state_dict(states[callback.state_key])
     if missing := [key for key in states if key not in {callback.state_key for callback in trainer.callbacks}]:
         trainer.warn(
-            "The checkpoint has the state of callbacks that this trainer lacks; their work does not go on. Please add the "
+            "The checkpoint has the state of callbacks that this trainer lacks; it is not restored. Please add the "
             f"following callbacks: {missing}"
         )
 
@@ -240,7 +240,7 @@ def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
     if "rng" not in loops:
         trainer.notice(
             "Lightning wrote this checkpoint, and keeps neither random states nor the order of the data nor the sums of "
-            "an epoch under way: training goes on from its position, on other draws than an uninterrupted run"
+            "an epoch under way: training continues from its position, on other draws than an uninterrupted run"
         )
         return
     trainer.precision_plugin.load_state_dict(loops["precision"]["state"])

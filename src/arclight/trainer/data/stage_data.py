@@ -214,7 +214,7 @@ def _restore_place(
     elif ranks != place["ranks"] and progress.batch:
         trainer.notice(
             f"the checkpoint was made with {place['ranks']} ranks that read data, this run has {ranks}, and the order of this data "
-            f"is not one that all ranks share: training goes on from batch {progress.batch}, which repeats samples or leaves some out"
+            f"is not one that all ranks share: training continues from batch {progress.batch}, which repeats samples or skips some"
         )
 
 

@@ -76,7 +76,7 @@ class WandbLogger(Logger):
             os.environ["WANDB_MODE"] = "dryrun"  # so that processes started from here are offline too
         if wandb.run is not None:
             rank_zero_warn(
-                "There is a wandb run already in progress, and this WandbLogger goes on with it; call wandb.finish() before making "
+                "There is a wandb run already in progress, and this WandbLogger continues it; call wandb.finish() before making "
                 "the logger to begin a new one"
             )
             return wandb.run

@@ -211,7 +211,7 @@ def load_logged_state(trainer: Trainer, ranks: list[dict[str, Any]]) -> None:
     metrics = {name for rank in ranks for table in rank.values() for name, saved in table.items() if "metric" in saved}
     if metrics:
         rank_zero_warn(
-            f"{', '.join(sorted(metrics))}: metrics of {len(ranks)} processes cannot go on in {trainer.world_size}; they begin "
+            f"{', '.join(sorted(metrics))}: metrics of {len(ranks)} processes cannot be restored to {trainer.world_size}; they begin "
             "this epoch anew"
         )
     for rank in ranks if trainer.is_global_zero else ():

@@ -148,7 +148,7 @@ def end_by_signal(trainer: Trainer) -> None:
     """Save what a resume needs, on every rank, and end with the status of SIGTERM."""
     path = _save_at_signal(trainer)
     if path is not None:
-        trainer.notice(f"SIGTERM: saved {path} and ending; ckpt_path={str(path)!r} goes on from there")
+        trainer.notice(f"SIGTERM: saved {path} and ending; resume with ckpt_path={str(path)!r}")
     raise SIGTERMException
 
 

@@ -108,7 +108,7 @@ class Engine:
     def run(self, pieces: list[Split], key: Hashable, backward: bool) -> None:
         """All ``pieces`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
         if self._failure is not None:
-            raise RuntimeError(f"this pipeline has failed before and cannot go on: {self._failure}")
+            raise RuntimeError(f"this pipeline has failed before and cannot continue: {self._failure}")
         self.wait(DeviceSteps.AHEAD - 1)
         device = self.line.device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
