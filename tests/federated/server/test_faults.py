@@ -73,7 +73,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
         assert run.driver.wait(60)
     assert disk.left == 0
     assert "continues when there is space" in caplog.text
-    assert "there is room again" in caplog.text
+    assert "there is space again" in caplog.text
     assert [here.base for here in server.history] == undisturbed(tmp_path)
     assert [learner.steps for learner in learners.values()] == [6, 6]
 
