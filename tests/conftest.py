@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,20 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data is not here: {folder} does not exist")
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", metavar="K/N", help="run the K-th (from 0) of N parts of the tests, divided by their names"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (part := config.getoption("--part")) is None:
+        return
+    number, count = map(int, part.split("/"))
+    if not 0 <= number < count:
+        raise pytest.UsageError(f"--part {part}: need K/N with 0 <= K < N")
+    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.house import facts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "arclight"
@@ -92,7 +93,51 @@ COUNTS: dict[str, Callable[[], list[str]]] = {
     "two_way_imports": two_way_imports,
     "dependencies": dependencies,
     "public_names": public_names,
+    **{count.__name__: functools.partial(count, facts.Tree(SOURCE)) for count in facts.FACTS},
 }
+
+
+@pytest.fixture(scope="module")
+def small_tree(tmp_path_factory: pytest.TempPathFactory) -> facts.Tree:
+    """A package that breaks every rule once, and keeps it beside that."""
+    root = tmp_path_factory.mktemp("house") / "pack"
+    files = {
+        "__init__.py": '"""Whose package."""',
+        "a/__init__.py": "",
+        "a/one.py": "from pack.a import two\n\n\ndef f(trainer, x): trainer.x = x\n",
+        "a/two.py": "def g(owner: Trainer | None):\n    from pack.a.one import f\n    self.trainer.y, z = 1, 2\n",
+        "a/part.py": '"""Carry."""',
+        "a/big.py": "import pack.a.part\n" + "x = 1\n" * 200,
+        "b/__init__.py": "",
+        "b/three.py": "if TYPE_CHECKING:\n    from pack.b.four import x\nimport pack.b.deep.four\n",
+        "b/four.py": "import pack.b.three\nimportlib.import_module('pack.a.one')\nimport_module('os')\n",
+        "b/deep/__init__.py": "",
+        "b/deep/four.py": "from pack.b.three import y\n",
+        "callbacks/__init__.py": "def h(trainer): ...\n",
+    } | {f"many/m{number}.py": "" for number in range(17)}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return facts.Tree(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("files_beyond_15_in_a_folder", 2), ("small_files_with_one_importer", 3), ("files_in_circles_at_run_time", 4),
+        ("files_in_circles_with_types", 5), ("largest_circle_with_types", 3), ("circles_across_folders", 1),
+        ("functions_that_take_a_trainer", 2), ("trainer_attributes_set_by_other_files", 2), ("file_names_twice_in_a_room", 1),
+        ("docstrings_that_open_with_a_question_word", 1), ("imports_by_text", 1),
+    ],
+)  # fmt: skip
+def test_each_fact_is_counted(small_tree: facts.Tree, name: str, count: int) -> None:
+    found = getattr(facts, name)(small_tree)
+    assert len(found) == count, found
+
+
+def test_every_fact_has_its_test() -> None:
+    marks = test_each_fact_is_counted.pytestmark  # type: ignore[attr-defined]
+    assert {name for name, _ in marks[0].args[1]} == {count.__name__ for count in facts.FACTS}
 
 
 @pytest.mark.parametrize("limit", COUNTS)
