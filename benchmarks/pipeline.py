@@ -22,10 +22,9 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import pipeline
 from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.partition import partition
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
-from arclight.parallel.pipeline.schedule.orders import RECIPES
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, schedule_kind
 from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
 from benchmarks.results import Ratio, median, paired, parser, publish, versions
 from benchmarks.stage_loading import load_peak_over_stage
@@ -100,7 +99,7 @@ def predicted(schedules: Sequence[str], unit: float, steps: int) -> dict[str, tu
 
     unit: seconds of a forward, and of each half of a backward, on a process.
     """
-    own = {name: RECIPES[name].stages_per_process for name in schedules}
+    own = {name: SCHEDULES[name].stages_per_process for name in schedules}
     runs = [(name, [UnitCost(*(unit / own[name] for _ in "FIW"))] * (RANKS * own[name])) for name in schedules]
     found = {}
     for (name, costs), traces in zip(runs, emulate_all(runs, RANKS, MICRO_BATCHES, steps=steps), strict=True):
@@ -169,7 +168,7 @@ def main() -> None:
             )
         )
     figures["balanced_over_equal"] = min(cuts, key=lambda ratio: ratio.value)
-    compared = predicted(names if quick else tuple(RECIPES), 0.03 if quick else 0.06, steps)
+    compared = predicted(names if quick else tuple(SCHEDULES), 0.03 if quick else 0.06, steps)
     for name, (ratio, there, theory) in compared.items():
         rows.append((f"{name}: simulated over measured, bubble (theory)", str(ratio), f"{there:.1%} ({theory:.1%})"))
     figures["simulated_over_measured"] = max(

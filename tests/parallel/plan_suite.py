@@ -25,7 +25,7 @@ from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.layers.context_parallel import ContextRunner
 from arclight.parallel.model.fsdp import FsdpTypes
 from arclight.parallel.pipeline.runtime.install import install
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
+from arclight.parallel.pipeline.schedule.table import SCHEDULES
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.text.families.zoo import model_config

@@ -15,12 +15,11 @@ import arclight as al
 from arclight.fabric.distributed.sharding import accept_full_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
-from arclight.parallel.pipeline.cost.partition import stages_of
-from arclight.parallel.pipeline.runtime.install import check_pipeline, install
+from arclight.parallel.pipeline.runtime.install import install
 from arclight.parallel.pipeline.runtime.runner import micro_batches
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
 from arclight.parallel.pipeline.schedule.actions import write_csv
-from arclight.parallel.pipeline.schedule.orders import order_of
+from arclight.parallel.pipeline.schedule.orders import stages_of
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, check_pipeline, order_of
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model

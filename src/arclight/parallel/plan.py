@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fields
-
-if TYPE_CHECKING:
-    from arclight.parallel.strategy import PlanStrategy
 
 
 class PlanError(ValueError):
@@ -181,12 +178,6 @@ class Plan:
                 f"sequences of {length} tokens cannot be cut into {why} = {pieces} equal parts: use {length - length % pieces or pieces}"
                 f" or {length + -length % pieces} tokens"
             )
-
-    def strategy(self, **options: Any) -> PlanStrategy:
-        """What carries the plan out in a Trainer or Fabric; ``options`` are those of `PlanStrategy`."""
-        from arclight.parallel.strategy import PlanStrategy
-
-        return PlanStrategy(self, **options)
 
 
 _CHOICES = {

@@ -30,7 +30,8 @@ from arclight.parallel.layers.context_parallel import install_context_runner
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.model.fsdp import FsdpTypes
 from arclight.parallel.model.parallelize import check, parallelize, replicate
-from arclight.parallel.pipeline.runtime.install import check_pipeline, install
+from arclight.parallel.pipeline.runtime.install import install
+from arclight.parallel.pipeline.schedule.table import check_pipeline
 from arclight.parallel.pipeline.splitting.layer_pruning import is_prunable
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineRequest
 from arclight.parallel.pipeline.steps.parallelize_steps import (

@@ -19,8 +19,8 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.recording import record
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
-from arclight.parallel.pipeline.schedule.actions import Trace
+from arclight.parallel.pipeline.schedule.step_trace import Trace
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.unit_costs import UnitCost
 from arclight.parallel.step_protocol import Split
 

@@ -8,10 +8,9 @@ import pytest
 from tests.parallel.pipeline.emulated import emulate_all
 from tests.parallel.pipeline.naps import undisturbed
 
-from arclight.parallel.pipeline.schedule.actions import Trace
-from arclight.parallel.pipeline.schedule.orders import RECIPES, order_of
 from arclight.parallel.pipeline.schedule.simulation import simulate
-from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.schedule.step_trace import Trace, bubble
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, order_of
 from arclight.parallel.pipeline.unit_costs import UnitCost
 
 RANKS, MICRO_BATCHES = 4, 8
@@ -19,7 +18,7 @@ RANKS, MICRO_BATCHES = 4, 8
 
 def costs_of(name: str, unit: float, uneven: bool = False) -> list[UnitCost]:
     """Of stages that together take 3 units on each process; uneven: some stages more, some less."""
-    own = RECIPES[name].stages_per_process
+    own = SCHEDULES[name].stages_per_process
     turns = itertools.cycle([1.0, 1.4, 0.7, 0.9] if uneven else [1.0])
     return [UnitCost(*(unit * turn / own for _ in "FIW")) for _, turn in zip(range(own * RANKS), turns, strict=False)]
 
@@ -53,11 +52,11 @@ def test_a_step_takes_about_what_is_simulated() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("uneven", [False, True])
 def test_steps_take_what_is_simulated(uneven: bool) -> None:
-    left = set(RECIPES)
+    left = set(SCHEDULES)
 
     def check(longer: float) -> None:
         for name, (ratio, points) in compare(sorted(left), 0.06 * longer, uneven).items():
-            if 0.99 < ratio < (1.05 if RECIPES[name].stages_per_process == 1 else 1.1) and abs(points) < 5:
+            if 0.99 < ratio < (1.05 if SCHEDULES[name].stages_per_process == 1 else 1.1) and abs(points) < 5:
                 left.remove(name)
         assert not left
 

@@ -173,8 +173,8 @@ def _first_batch(module: Any, data: Any) -> Any:
 
 def _costs(subject: Subject, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
     """Of micro-batches of the example, and of half of it, so that what each takes at least is known; and the parts."""
-    from arclight.parallel.pipeline.cost.measure import measure, predict, samples_of
-    from arclight.parallel.pipeline.cost.timed_pass import arguments_of
+    from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
+    from arclight.parallel.pipeline.cost.measure import measure, predict
     from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 
     args, kwargs = arguments_of(subject.example if isinstance(subject.example, (tuple, dict)) else (subject.example,))

@@ -11,9 +11,9 @@ from rich.text import Text
 from arclight.cli.plan.recipe_tables import BAR, GIB, LEAST, REASONS, short, table_of
 from arclight.cli.style import console_of
 from arclight.parallel.pipeline.cost.choose import format_bytes
-from arclight.parallel.pipeline.cost.partition import stages_of
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.step_trace import busy, idle
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.planning.explain import duration
 
 if TYPE_CHECKING:

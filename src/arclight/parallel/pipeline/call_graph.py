@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.plan import PlanError
 
@@ -89,3 +94,47 @@ class CallGraph:
                 f"stages begin with calls {list(cuts)} of {len(self.calls)}: begin with 0, and leave none empty"
             )
         return list(zip(cuts, ends, strict=True))
+
+
+def bind_function(
+    function: str | Callable[..., Any] | None, root: nn.Module
+) -> Callable[[nn.Module], Callable[..., Any]]:
+    """For a copy of ``root``, ``function`` of it.
+
+    That is its call (None), a method's name, a method bound to ``root``, or any callable that takes the root first.
+    """
+    if function is None:
+        return lambda copy: copy
+    if isinstance(function, str):
+        name = function
+        return lambda copy: getattr(copy, name)
+    if isinstance(function, types.MethodType) and function.__self__ is root:
+        plain = function.__func__
+        return lambda copy: types.MethodType(plain, copy)
+    free = function
+    return lambda copy: lambda *args, **kwargs: free(copy, *args, **kwargs)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments_of(example: Any) -> Arguments:
+    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
+            return example[0], example[1]
+        return example, {}
+    raise PlanError(
+        f"example_inputs is a {type(example).__name__}: give a tuple of arguments, a dict of keyword arguments, or (args, kwargs)"
+    )
+
+
+Function = str | Callable[..., Any] | None
+"""What of a model is called: see `turns.bound`."""
+
+
+def samples_of(example: Any) -> int:
+    """How many samples the example has: the first dimension of its first tensor."""
+    return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)

@@ -12,14 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.hardware import Hardware
+from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
 from arclight.parallel.pipeline.cost.candidates import EvaluatedPlan, PlanCandidate, PlanEvaluator
-from arclight.parallel.pipeline.cost.measure import WARM, measure, predict, samples_of
-from arclight.parallel.pipeline.cost.timed_pass import Clock, arguments_of
+from arclight.parallel.pipeline.cost.measure import WARM, measure, predict
+from arclight.parallel.pipeline.cost.timed_pass import Clock
 from arclight.parallel.pipeline.pipe import Pipe
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
 from arclight.parallel.pipeline.schedule.simulation import AT_ONCE, Prediction
 from arclight.parallel.pipeline.schedule.simulation import simulate as simulate_order
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 from arclight.parallel.plan import Plan, PlanError

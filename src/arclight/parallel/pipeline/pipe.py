@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.parallel.pipeline.call_graph import CallGraph
+from arclight.parallel.pipeline.call_graph import CallGraph, arguments_of
 from arclight.parallel.pipeline.cost.measure import predict, predict_stages
 from arclight.parallel.pipeline.cost.partition import partition
-from arclight.parallel.pipeline.cost.timed_pass import arguments_of
+from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner, RunOptions, topology_of
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependentError
 from arclight.parallel.pipeline.splitting.proxy_modules import parameter_names
 from arclight.parallel.pipeline.splitting.sliced_module import SlicedModule
 from arclight.parallel.pipeline.splitting.stage_assignment import MultiUse, StageAssignment
-from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, StageInfo
+from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, StageInfo, stage_info_of
 from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
 from arclight.parallel.pipeline.splitting.traced.traced_stage import TracedStage, trace_model
 from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
@@ -32,9 +32,6 @@ from arclight.parallel.pipeline.weights.initialize import begin
 from arclight.parallel.pipeline.weights.load import Loaded, load
 from arclight.parallel.pipeline.weights.save import save
 from arclight.parallel.plan import PlanError
-
-if TYPE_CHECKING:
-    from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner
 
 Policy = Callable[[CallGraph, int], Sequence[int]]
 """``(graph, stages)``: the first call of each stage."""
@@ -135,8 +132,6 @@ class Pipe:
 
         Raises PlanError where schedule, stages and processes do not fit.
         """
-        from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner, RunOptions
-
         options = RunOptions(schedule, micro_batches, loss, reduction, weight, chunks, outputs)
         return PipeRunner(self, group, options, data, device)
 
@@ -152,8 +147,6 @@ class Pipe:
 
     def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
         """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`begin` give their weights before."""
-        from arclight.parallel.pipeline.runtime.pipe_runner import topology_of
-
         return topology_of(self, schedule, group).own
 
     def load(
@@ -276,7 +269,13 @@ def _traced(
         traced.refuse_inside(at)
         graph = traced.graph
         alone = StageAssignment(graph, tuple(range(len(graph.calls))))
-        cuts = cut(graph, lambda: predict_stages(traced.stages(alone), model, graph, (args, kwargs)), narrow(graph))
+
+        def find() -> ModelCosts:
+            alike = traced.stages(alone)
+            received = [len(stage_info_of(stage).receives) for stage in alike]
+            return predict_stages(alike, received, model, graph, (args, kwargs))
+
+        cuts = cut(graph, find, narrow(graph))
     except PlanError as error:
         if reason is None:
             raise

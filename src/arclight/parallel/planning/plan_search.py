@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain
 from arclight.parallel.planning.estimates import Estimate, estimate

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from arclight.parallel.pipeline.cost.partition import stages_of
-from arclight.parallel.pipeline.runtime.install import check_pipeline
-from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind, schedule_kind
-from arclight.parallel.pipeline.schedule.orders import held_at_most, is_file, order_of
+from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
+from arclight.parallel.pipeline.schedule.table import ScheduleKind, check_pipeline, is_file, order_of, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Chain

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from arclight.parallel.hardware import STREAMED, Hardware
 from arclight.parallel.op_recorder import Collective, Dimension, Message, summed
-from arclight.parallel.pipeline.schedule.orders import is_file
 from arclight.parallel.pipeline.schedule.simulation import idle_seconds
+from arclight.parallel.pipeline.schedule.table import is_file
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.fsdp_shards import MASTER
 from arclight.parallel.planning.memory import ChainLink, reduces_once, reshards

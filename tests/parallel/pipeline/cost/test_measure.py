@@ -198,7 +198,7 @@ def test_a_traced_graph_costs_what_its_modules_do() -> None:
     example = (torch.randn(16, 64),)
     traced = trace_model(model, example, {})
     found = predict_stages(
-        traced.stages(StageAssignment(traced.graph, (0, 1, 2))), model, traced.graph, example, device=EXACT
+        traced.stages(StageAssignment(traced.graph, (0, 1, 2))), (0, 1, 1), model, traced.graph, example, device=EXACT
     )
     expected = predict(model, chain(model, [0] * 3), example, device=EXACT)
     assert len(found.units) == 3

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from arclight.parallel.pipeline import split
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, schedule_kind
 
 CASES = ("plain", "frozen", "tied", "skip", "uneven", "masked")
 MICRO_BATCHES, LENGTH, WORDS, WIDTH, BLOCKS = 8, 6, 23, 12, 8

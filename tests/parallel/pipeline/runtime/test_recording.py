@@ -19,10 +19,10 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.runtime.install import install
 from arclight.parallel.pipeline.runtime.recording import Recorder, Recording, _clock_offset, record, recorded_step
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
-from arclight.parallel.pipeline.schedule.actions import Action, Trace
+from arclight.parallel.pipeline.schedule.actions import Action
 from arclight.parallel.pipeline.schedule.simulation import simulate
-from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, idle, peak_bytes
+from arclight.parallel.pipeline.schedule.step_trace import Trace, bubble, busy, idle, peak_bytes
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, schedule_kind
 from arclight.parallel.pipeline.unit_costs import UnitCost
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model

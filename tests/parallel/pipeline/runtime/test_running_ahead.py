@@ -19,7 +19,7 @@ from arclight.parallel.pipeline.runtime.failure_store import DeviceSteps, Failur
 from arclight.parallel.pipeline.runtime.runner import UnlikeScales
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology
 from arclight.parallel.pipeline.runtime.tied_parameters import BUCKET, TiedParameters
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
+from arclight.parallel.pipeline.schedule.table import SCHEDULES
 
 NOW = datetime.timedelta(seconds=0.01)
 

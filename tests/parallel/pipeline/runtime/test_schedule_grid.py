@@ -10,7 +10,7 @@ import torch
 from tests.optim.processes import run
 from tests.parallel.pipeline.runtime.schedule_grid import CASES, gradient_error, gradient_errors
 
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
+from arclight.parallel.pipeline.schedule.table import SCHEDULES
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 2e-6}
 

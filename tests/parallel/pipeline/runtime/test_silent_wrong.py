@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import PipeRunner, split
-from arclight.parallel.pipeline.cost.partition import stages_of
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.orders import stages_of
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 
 CPU, WIDTH, MICRO_BATCHES = torch.device("cpu"), 8, 4
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from arclight.parallel.pipeline.schedule.actions import Action, Order, Span, Trace
+from arclight.parallel.pipeline.schedule.actions import Action, Order
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace
 
 
 def gpipe(ranks: int, micro_batches: int) -> Order:

@@ -14,19 +14,11 @@ import pytest
 from torch.distributed.pipelining import schedules as upstream
 
 from arclight.parallel import Plan, PlanError
-from arclight.parallel.pipeline.runtime.install import check_pipeline
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind, that_fits
 from arclight.parallel.pipeline.schedule.actions import Action, Order, read_csv, write_csv
-from arclight.parallel.pipeline.schedule.orders import (
-    RECIPES,
-    check_order,
-    held_at_most,
-    order_of,
-    shape_of,
-    splits_backward,
-)
+from arclight.parallel.pipeline.schedule.orders import check_order, held_at_most, shape_of, splits_backward
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, check_pipeline, order_of, schedule_kind, that_fits
 from arclight.parallel.pipeline.unit_costs import UnitCost
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -112,10 +104,9 @@ def test_orders_with_one_stage_a_process_are_what_upstream_runs(name: str, monke
         assert tuple(tuple(stage.did) for stage in stages) == order_of(name, processes, micro_batches)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_order_can_be_run_and_is_kept_by_a_file(name: str, tmp_path: Path) -> None:
     kind = SCHEDULES[name]
-    assert (kind.stages_per_process, kind.v_shaped) == (RECIPES[name].stages_per_process, RECIPES[name].v_shaped)
     for processes, micro_batches in SIZES:
         if not kind.fits(micro_batches, processes):
             continue
@@ -127,10 +118,8 @@ def test_every_order_can_be_run_and_is_kept_by_a_file(name: str, tmp_path: Path)
     path.write_text(write_csv(order_of(name, 4, 8)))
     assert order_of(str(path), 4, 8) == order_of(name, 4, 8)
     found = schedule_kind(str(path))
-    assert (
-        replace(found, build=kind.build, name=name, fewest=kind.fewest, only=None, whole_rounds=kind.whole_rounds)
-        == kind
-    )
+    known = {"generate": kind.generate, "fewest": kind.fewest, "any_number": kind.any_number}
+    assert replace(found, name=name, only=None, whole_rounds=kind.whole_rounds, **known) == kind
     assert found.fits(8, 4)
     assert not found.fits(6, 4)
     assert that_fits(found, 6, 4).fits(6, 4)
@@ -181,16 +170,7 @@ def test_bubbles_and_activations_are_those_of_the_papers(processes: int) -> None
         assert held <= (p + 2) // 2
 
 
-def built(kind: Any, processes: int, micro_batches: int) -> Order:
-    """What a kind of schedule has its processes do."""
-
-    def build(own: Any, number: int, **options: Any) -> Any:
-        return kind.build(own if kind.stages_per_process > 1 else own[0], number, **options)
-
-    return upstream_order(build, processes, micro_batches, kind.stages_per_process)
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_batch_of_fewer_micro_batches_holds_no_more(name: str, tmp_path: Path) -> None:
     kind = SCHEDULES[name]
     path = tmp_path / "own.csv"
@@ -202,7 +182,7 @@ def test_a_batch_of_fewer_micro_batches_holds_no_more(name: str, tmp_path: Path)
             assert found.fits(number, 4)
             assert (found.name, found.v_shaped) == (whole.name, kind.v_shaped)
             if found is not whole:
-                order = built(found, 4, number)
+                order = found.order(4, number)
                 check_order(order, 4 * kind.stages_per_process, kind.v_shaped, number)
                 assert max(held_at_most(order)) <= usual
     more = that_fits(schedule_kind(str(path)), 9, 4)
@@ -316,7 +296,7 @@ def ends_though_sends_wait(rows: list[list[str]]) -> bool:
     return all(place == len(row) for place, row in zip(at, rows, strict=True))
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "Interleaved1F1B:3"])
+@pytest.mark.parametrize("name", [*SCHEDULES, "Interleaved1F1B:3"])
 def test_sends_and_receives_are_in_an_order_that_cannot_lock(name: str) -> None:
     for processes, micro_batches in [(2, 4), (3, 6), (4, 8), (5, 15)]:
         assert ends_though_sends_wait(lowered(order_of(name, processes, micro_batches)))
@@ -325,7 +305,7 @@ def test_sends_and_receives_are_in_an_order_that_cannot_lock(name: str) -> None:
 def test_orders_are_refused_where_torch_would_not_get_to_their_end() -> None:
     generator, refused, trials = random.Random(5), 0, 300
     for _ in range(trials):
-        name = generator.choice(list(RECIPES))
+        name = generator.choice(list(SCHEDULES))
         rows = [list(one) for one in order_of(name, 3, 6)]
         for _ in range(generator.randrange(1, 4)):
             row = generator.choice(rows)

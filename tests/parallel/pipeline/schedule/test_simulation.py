@@ -11,15 +11,16 @@ import pytest
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.schedule.actions import Action, Order, write_csv
-from arclight.parallel.pipeline.schedule.orders import RECIPES, held_at_most, order_of, shape_of
+from arclight.parallel.pipeline.schedule.orders import held_at_most, shape_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, idle_seconds
 from arclight.parallel.pipeline.schedule.simulation import simulate as simulate_as_run
 from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, idle, peak_bytes
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, order_of
 from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 
 simulate = partial(simulate_as_run, whole_first=False)
 """As in papers: the first stage splits its backward like all others."""
-NAMES = [*RECIPES, "Interleaved1F1B:3"]
+NAMES = [*SCHEDULES, "Interleaved1F1B:3"]
 
 
 def drawn(order: Order, seed: int) -> list[UnitCost]:
@@ -164,7 +165,7 @@ def test_the_table_of_idle_shares_and_peaks() -> None:
         assert (100 * bubble(trace), max(peak_bytes(trace)) / 4000) == pytest.approx((share, peak), abs=0.06)
     late = {"GPipe": 18.9, "1F1B": 22.5, "Interleaved1F1B": 12.3, "InterleavedZeroBubble": 6.9, "ZBVZeroBubble": 6.6}
     for name, share in late.items():
-        own = RECIPES[name].stages_per_process
+        own = SCHEDULES[name].stages_per_process
         costs = [UnitCost(1 / own, 1 / own, 1 / own)] * (8 * own)
         trace = simulate(name, costs, 8, 32, link=Link(0.1), receives="early")
         assert 100 * bubble(trace) == pytest.approx(share, abs=0.06)

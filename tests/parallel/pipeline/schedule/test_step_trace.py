@@ -7,8 +7,8 @@ import random
 import pytest
 from tests.parallel.pipeline.schedule.hand_written_steps import gpipe, one_forward_one_backward, run
 
-from arclight.parallel.pipeline.schedule.actions import Action, Span, Trace
-from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, describe, idle, peak_bytes, source
+from arclight.parallel.pipeline.schedule.actions import Action
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace, bubble, busy, describe, idle, peak_bytes, source
 from arclight.parallel.plan import PlanError
 
 

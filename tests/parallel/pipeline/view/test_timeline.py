@@ -16,8 +16,8 @@ from tests.parallel.pipeline.schedule.hand_written_steps import gpipe, one_forwa
 from tests.serve.browser import Browser, chromium
 
 from arclight.parallel.pipeline.runtime.recording import Recording
-from arclight.parallel.pipeline.schedule.actions import Action, Span, Trace
-from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, idle
+from arclight.parallel.pipeline.schedule.actions import Action
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace, bubble, busy, idle
 from arclight.parallel.pipeline.view.chrome import chrome_trace
 from arclight.parallel.pipeline.view.timeline import timeline
 from arclight.parallel.plan import PlanError

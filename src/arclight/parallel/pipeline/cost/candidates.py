@@ -7,11 +7,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from arclight.parallel.pipeline.cost.partition import Judge, Room, RoomError, partition, refine, stages_of
-from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind, schedule_kind
-from arclight.parallel.pipeline.schedule.orders import held_at_most, order_of
+from arclight.parallel.pipeline.cost.partition import Judge, Room, RoomError, partition, refine
+from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble, peak_bytes
+from arclight.parallel.pipeline.schedule.table import ScheduleKind, order_of, schedule_kind
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, UnitCost
 
 Costs = ModelCosts | tuple[ModelCosts, ModelCosts]

@@ -26,15 +26,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from arclight.parallel.hardware import Hardware, hardware
 from arclight.parallel.op_recorder import Attending, Recorder, size_of
-from arclight.parallel.pipeline.call_graph import Call, CallGraph, Value
-from arclight.parallel.pipeline.cost.timed_pass import Clock, Done, Pass, Roofline, arguments_of
-from arclight.parallel.pipeline.splitting.proxy_modules import bind_function
-from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, stage_info_of
+from arclight.parallel.pipeline.call_graph import (
+    Call,
+    CallGraph,
+    Function,
+    Value,
+    arguments_of,
+    bind_function,
+    samples_of,
+)
+from arclight.parallel.pipeline.cost.timed_pass import Clock, Done, Pass, Roofline
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost
 from arclight.parallel.plan import PlanError
 
-Function = str | Callable[..., Any] | None
-"""What of a model is called: see `turns.bound`."""
 WARM = 2
 """Passes that are not counted: they fill caches and choose kernels."""
 
@@ -151,15 +155,19 @@ class _InTurn(nn.Module):
 
 
 def predict_stages(
-    stages: Sequence[NamePreservingStage], model: nn.Module, graph: CallGraph, example: Any, *, device: Hardware | str | None = None
+    stages: Sequence[nn.Module], received: Sequence[int], model: nn.Module, graph: CallGraph, example: Any, *,
+    device: Hardware | str | None = None,
 ) -> ModelCosts:  # fmt: skip
-    """As :func:`predict`, of stages that have a call of ``graph`` each, which need be no modules of ``model`` (a traced graph)."""
+    """Predict, as :func:`predict` does, stages that have a call of ``graph`` each and need be no modules of ``model`` (a traced graph).
+
+    received: how many tensors each stage receives from the one before.
+    """
     figures = _figures(model, device)
     whole = _InTurn(stages)
     calls = []
     for number, stage in enumerate(whole.stages):
         own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
-        reads = frozenset(Value(number - 1, leaf) for leaf in range(len(stage_info_of(stages[number]).receives)))
+        reads = frozenset(Value(number - 1, leaf) for leaf in range(received[number]))
         calls.append(Call(f"stages.{number}", own, reads, graph.calls[number].outputs))
     in_turn = CallGraph(tuple(calls), frozenset())
     done = _done(whole, lambda copied: copied, in_turn, example, figures)
@@ -274,11 +282,6 @@ def closed_places(graph: CallGraph) -> tuple[int, ...]:
 
 def _name(function: Function) -> str:
     return str(getattr(function, "__qualname__", function))
-
-
-def samples_of(example: Any) -> int:
-    """How many samples the example has: the first dimension of its first tensor."""
-    return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)
 
 
 def _kept(

@@ -300,10 +300,3 @@ def _moves(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
             moved = tuple(cut + sign * shifts.get(place, 0) for place, cut in enumerate(cuts))
             if all(a < b for a, b in zip(moved, (*moved[1:], count), strict=True)):
                 yield moved
-
-
-def stages_of(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
-    """Numbers of the stages that process ``rank`` of ``ranks`` has: every ``ranks``-th, or forth and back in a V."""
-    if not v_shaped:
-        return list(range(rank, stages, ranks))
-    return [rank, stages - 1 - rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,25 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from arclight.parallel.op_recorder import Recorder
-from arclight.parallel.pipeline.call_graph import CallGraph, Value
+from arclight.parallel.pipeline.call_graph import Arguments, CallGraph, Value
 from arclight.parallel.plan import PlanError
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Phases = tuple[float, float, float]
 """Seconds of F, I and W."""
-
-
-def arguments_of(example: Any) -> Arguments:
-    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple):
-        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
-            return example[0], example[1]
-        return example, {}
-    raise PlanError(
-        f"example_inputs is a {type(example).__name__}: give a tuple of arguments, a dict of keyword arguments, or (args, kwargs)"
-    )
 
 
 class Meter(Protocol):

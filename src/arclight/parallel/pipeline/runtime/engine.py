@@ -35,7 +35,8 @@ from arclight.parallel.pipeline.runtime.failure_store import (
 from arclight.parallel.pipeline.runtime.split_backward import inputs_reached
 from arclight.parallel.pipeline.runtime.stage import Stage
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
-from arclight.parallel.pipeline.runtime.torch_pipelining import Schedule, that_fits
+from arclight.parallel.pipeline.runtime.torch_pipelining import Schedule
+from arclight.parallel.pipeline.schedule.table import that_fits
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import Split
 

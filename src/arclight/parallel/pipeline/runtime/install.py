@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from arclight.parallel.pipeline.cost.partition import stages_of
 from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.runner import PipelineRunner
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
-from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.schedule.orders import stages_of
+from arclight.parallel.pipeline.schedule.table import check_pipeline, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers, prune, pruned_view
 from arclight.parallel.plan import Plan, PlanError
 
@@ -21,30 +21,6 @@ if TYPE_CHECKING:
 
 Spread = Callable[[nn.Module, nn.Module], Any]
 """Spreads a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
-
-
-def check_pipeline(plan: Plan) -> None:
-    """Raise PlanError, naming the fix, for a pipeline that cannot be run."""
-    kind, number = schedule_kind(plan.schedule), plan.pieces
-    if kind.only is not None and not kind.fits(number, plan.pp):
-        raise PlanError(
-            f"{plan.schedule} is for {kind.only[0]} processes and {kind.only[1]} micro-batches, not for {plan.pp} and {number}: set "
-            f"pp = {kind.only[0]} and micro_batches = {kind.only[1]}, or schedule to one of {', '.join(SCHEDULES)}"
-        )
-    if not kind.fits(number, plan.pp):
-        near = next(
-            n for n in range(max(number, kind.fewest(plan.pp)), 10 * (number + plan.pp)) if kind.fits(n, plan.pp)
-        )
-        raise PlanError(
-            f"{plan.schedule} over pp = {plan.pp} cannot take {number} micro-batches: set micro_batches = {near}, or schedule = "
-            f"{'GPipe' if kind.stages_per_process == 1 else 'LoopedBFS'}"
-        )
-    if kind.splits_backward and plan.compile != "none":
-        whole = [name for name, other in SCHEDULES.items() if not other.splits_backward]
-        raise PlanError(
-            f"{plan.schedule} computes gradients of weights by themselves, which compiled blocks cannot: set compile = none, or "
-            f"schedule to one of {', '.join(whole)}"
-        )
 
 
 def exchanges_within_step(plan: Plan) -> bool:

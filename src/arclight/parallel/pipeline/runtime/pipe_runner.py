@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.call_graph import CallGraph
 from arclight.parallel.pipeline.runtime.batch_splitting import BatchSplitter, Spec, detached, merge_outputs
 from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint, digest
 from arclight.parallel.pipeline.runtime.engine import Engine, signature
@@ -22,14 +23,22 @@ from arclight.parallel.pipeline.runtime.loss_reduction import LossReduction, Red
 from arclight.parallel.pipeline.runtime.runner import StepGradients
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters, sum_gradients_over
-from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind, schedule_kind
+from arclight.parallel.pipeline.schedule.table import ScheduleKind, schedule_kind
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import Split
 
-if TYPE_CHECKING:
-    from arclight.parallel.pipeline.pipe import Pipe
-
 Where = Literal["nowhere", "last", "everywhere"]
+
+
+class SplitModel(Protocol):
+    """What a runner needs of a model that is cut into stages."""
+
+    graph: CallGraph
+    cuts: tuple[int, ...]
+    """First call of each stage."""
+    stages: list[Any]
+    shared: dict[str, tuple[int, ...]]
+    """For each parameter that several stages have, by its first name, their numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class PipeRunner:
     """
 
     def __init__(
-        self, pipe: Pipe, group: dist.ProcessGroup | None, options: RunOptions, data: dist.ProcessGroup | None = None,
+        self, pipe: SplitModel, group: dist.ProcessGroup | None, options: RunOptions, data: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         """group: None for all processes, or for this one where there are no others. data: the processes that run other batches through the
@@ -288,7 +297,7 @@ def _kind(schedule: str, stages: int, ranks: int) -> ScheduleKind:
 
 
 def topology_of(
-    pipe: Pipe, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None
+    pipe: SplitModel, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> PipelineTopology:
     """Where this process stands in the pipeline that `Pipe.on` makes. Raises PlanError for stages and processes that do not fit."""
     if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -319,7 +328,7 @@ def _device(stages: list[Any]) -> torch.device:
     return found if found is not None else torch.device("cpu")
 
 
-def _names(pipe: Pipe) -> tuple[str, ...]:
+def _names(pipe: SplitModel) -> tuple[str, ...]:
     """First names of the parameters that the model uses."""
     used = {name for call in pipe.graph.calls for name in call.parameters} | set(pipe.graph.result_parameters)
     return tuple(sorted(used))

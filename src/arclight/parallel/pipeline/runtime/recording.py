@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from arclight.parallel.pipeline.schedule.actions import Action, Span, Trace
-from arclight.parallel.pipeline.schedule.step_trace import by_process, describe, source
+from arclight.parallel.pipeline.schedule.actions import Action
+from arclight.parallel.pipeline.schedule.simulation import simulate
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace, by_process, describe, source
 from arclight.parallel.pipeline.unit_costs import UnitCost
 from arclight.parallel.plan import PlanError
 
@@ -58,8 +59,6 @@ class Recording:
         """The :attr:`typical` step again, as it would be if each action took what its kind takes on its stage on average and what is
         sent were there at once: all that it lacks is noise, and time on the way.
         """
-        from arclight.parallel.pipeline.schedule.simulation import simulate
-
         typical = self.typical
         order = tuple(tuple(span.action for span in lane) for lane in by_process(typical))
         step = simulate(order, stage_costs(typical), freed_by_inputs=0.0, whole_first=False)

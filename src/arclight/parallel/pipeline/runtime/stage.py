@@ -12,7 +12,6 @@ It says itself what it exchanges. torch's stage
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -24,20 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from arclight.parallel.pipeline.runtime.boundary import Boundary, check_given, check_returned
 from arclight.parallel.pipeline.runtime.recording import Recorder
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
-from arclight.parallel.pipeline.runtime.torch_pipelining import StageBase
+from arclight.parallel.pipeline.runtime.torch_pipelining import Progress, StageBase
 from arclight.parallel.pipeline.schedule.actions import Action, Kind
-
-
-@dataclass
-class Progress:
-    """How far a process is in a step, so that an error can say what failed."""
-
-    computing: tuple[int, Kind, int] | None = None
-    """Stage, kind and micro-batch of what runs; None between actions."""
-    awaited: tuple[int, Kind, int] | None = None
-    """For what something was last asked of another process."""
-    done: int = 0
-    """Actions that are over."""
 
 
 def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -80,7 +67,6 @@ class Stage(StageBase):
         self.progress = Progress()
         self.recorder: Recorder | None = None
         self.hands_over = False
-        """Whether the next stage is in the same process."""
         self.fwd_cache: dict[int, Any] = {}
         self.bwd_cache: dict[int, Any] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}

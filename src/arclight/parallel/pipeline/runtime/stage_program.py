@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arclight.parallel.pipeline.cost.partition import stages_of
-from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind
+from arclight.parallel.pipeline.schedule.orders import stages_of
+from arclight.parallel.pipeline.schedule.table import ScheduleKind
 from arclight.parallel.step_protocol import Split
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor]]

@@ -1,133 +1,15 @@
-"""Schedules as data: what each process of a pipeline does, in order, by the schedule's name or from a file; and whether it can be run.
-
-What a process of p waits in a step, and how many of m micro-batches it holds at most. F, I and W of its stages take one unit each,
-v is the number of its stages, and a micro-batch counts until its backward (W) is over:
-
-    schedule                  waits                held             stages of a process
-    GPipe                     3 (p - 1)            m                1
-    1F1B                      3 (p - 1)            p                1
-    LoopedBFS                 3 (p - 1) / v        m                v = 2 or more
-    Interleaved1F1B           3 (p - 1) / v        p + (p - 1) / v  v = 2 or more
-    ZB-H1                     p - 1                p                1
-    ZB-H2                     p - 1, or 0          2 p - 1          1
-    InterleavedZeroBubble     (p - 1) / v          p                v = 2 or more
-    ZBVZeroBubble, V-ZB       (p - 1) / 2, or 0    p                2, in a V
-    DualPipeV                 (p - 1) / 2          p + 1/2          2, in a V
-    V-Half                    1.5 p or less        (p + 2) // 2     2, in a V
-    V-Min                     2 p or less          (p + 4) // 3     2, in a V
-
-The second number is for updates that do not wait for all processes: then each begins its next step while others still end theirs.
-"""
+"""Check orders of actions, read them from files, and count what they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from arclight.parallel.pipeline.cost.partition import stages_of
 from arclight.parallel.pipeline.schedule.actions import Action, Kind, Order, read_csv
-from arclight.parallel.pipeline.schedule.order_generators import (
-    dual_pipe_v,
-    gpipe,
-    looped_bfs,
-    one_forward_one_backward,
-    per_round,
-    v_half,
-    v_min,
-    zero_bubble,
-    zero_bubble_ahead,
-    zero_bubble_v,
-)
 from arclight.parallel.plan import PlanError
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a schedule's order is made, and for which stages."""
-
-    make: Callable[[int, int, int], Order]
-    """Of processes, micro-batches and stages of each process."""
-    stages_per_process: int = 1
-    any_number: bool = False
-    """Whether a process may have another number of stages."""
-    v_shaped: bool = False
-    whole_rounds: bool = False
-
-
-RECIPES: dict[str, Recipe] = {
-    "GPipe": Recipe(gpipe),
-    "1F1B": Recipe(one_forward_one_backward),
-    "LoopedBFS": Recipe(looped_bfs, 2, any_number=True),
-    "Interleaved1F1B": Recipe(one_forward_one_backward, 2, any_number=True, whole_rounds=True),
-    "InterleavedZeroBubble": Recipe(zero_bubble, 2, any_number=True, whole_rounds=True),
-    "ZBVZeroBubble": Recipe(zero_bubble_v, 2, v_shaped=True),
-    "DualPipeV": Recipe(dual_pipe_v, 2, v_shaped=True),
-    "ZB-H1": Recipe(zero_bubble),
-    "ZB-H2": Recipe(zero_bubble_ahead),
-    "V-Half": Recipe(v_half, 2, v_shaped=True),
-    "V-Min": Recipe(v_min, 2, v_shaped=True),
-    "V-ZB": Recipe(zero_bubble_v, 2, v_shaped=True),
-}
-"""Schedules by name. V-ZB, the third of the family of V-Half and V-Min, is what ZB-V already does: no bubble, held like 1F1B."""
-
-
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-
-
-def order_of(schedule: str, ranks: int, micro_batches: int, stages_per_process: int | None = None) -> Order:
-    """What each of ``ranks`` processes does by ``schedule``: one of :data:`RECIPES` (in any case of letters), or a CSV file.
-
-    Names may end in the number of stages on each process, as ``Interleaved1F1B:4``. A file has a line for each process, of
-    actions as ``2F0`` in torch's format "compute_only", and is checked by :func:`check_order`. Raises PlanError for what there is
-    not, and for numbers that the schedule cannot take.
-    """
-    if is_file(schedule):
-        order = load_order(schedule)
-        found = len(order), 1 + max(action.micro_batch for actions in order for action in actions)
-        if found != (ranks, micro_batches):
-            raise PlanError(
-                f"{schedule} is for {found[0]} processes and {found[1]} micro-batches, not for {ranks} and {micro_batches}"
-            )
-        return order
-    name, number = parse_name(schedule)
-    return _made(name, ranks, micro_batches, stages_per_process or number)
-
-
-@lru_cache(maxsize=256)
-def _made(name: str, ranks: int, micro_batches: int, own: int) -> Order:
-    recipe = RECIPES[name]
-    if ranks < 1 or micro_batches < 1:
-        raise PlanError(f"{name} needs processes and micro-batches: there are {ranks} and {micro_batches}")
-    if own != recipe.stages_per_process and not recipe.any_number:
-        raise PlanError(f"{name} has {recipe.stages_per_process} stages on each process, and no other number: {own}")
-    if recipe.whole_rounds and micro_batches % per_round(ranks, micro_batches):
-        raise PlanError(
-            f"{name} over {ranks} processes takes micro-batches in rounds of equal length: {micro_batches} leave some over"
-        )
-    return recipe.make(ranks, micro_batches, own)
-
-
-def parse_name(schedule: str) -> tuple[str, int]:
-    """A schedule's name as it is written here, and the stages of each process. Raises PlanError for a name that there is not."""
-    text, _, number = schedule.partition(":")
-    found = next((name for name in RECIPES if name.lower() == text.strip().lower()), None)
-    if found is None:
-        raise PlanError(f"there is no pipeline schedule {schedule!r}; choose {', '.join(RECIPES)}, or a CSV file")
-    recipe = RECIPES[found]
-    if not number:
-        return found, recipe.stages_per_process
-    if not number.isdecimal() or int(number) < 1 or not (recipe.any_number or int(number) == recipe.stages_per_process):
-        several = ", ".join(name for name, one in RECIPES.items() if one.any_number)
-        raise PlanError(f"{schedule!r}: a number of stages of each process can follow {several}, as LoopedBFS:4")
-    return found, int(number)
-
-
-def is_file(schedule: str) -> bool:
-    """Whether a schedule is given as a file of actions."""
-    return schedule.lower().endswith(".csv")
 
 
 def load_order(path: str | Path) -> Order:
@@ -272,3 +154,10 @@ def held_at_most(order: Order) -> list[int]:
 def splits_backward(order: Order) -> bool:
     """Whether gradients of weights are computed apart anywhere."""
     return Counter(action.kind for actions in order for action in actions)["I"] > 0
+
+
+def stages_of(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
+    """Numbers of the stages that process ``rank`` of ``ranks`` has: every ``ranks``-th, or forth and back in a V."""
+    if not v_shaped:
+        return list(range(rank, stages, ranks))
+    return [rank, stages - 1 - rank]

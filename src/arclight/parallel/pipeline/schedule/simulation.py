@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from arclight.parallel.pipeline.schedule.actions import Action, Order, Span, Trace
-from arclight.parallel.pipeline.schedule.orders import (
-    RECIPES,
-    check_order,
-    is_file,
-    needs,
-    order_of,
-    parse_name,
-    shape_of,
-)
+from arclight.parallel.pipeline.schedule.actions import Action, Order
+from arclight.parallel.pipeline.schedule.orders import check_order, needs, shape_of
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace
+from arclight.parallel.pipeline.schedule.table import SCHEDULES, is_file, order_of, parse_name
 from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 from arclight.parallel.plan import PlanError
 
@@ -116,9 +110,9 @@ def _order(
     if is_file(schedule):
         return schedule, order_of(schedule, ranks, micro_batches)
     name, own = parse_name(schedule)
-    if RECIPES[name].any_number and stages % ranks == 0:
+    if SCHEDULES[name].any_number and stages % ranks == 0:
         own = stages // ranks
-    full = name if own == RECIPES[name].stages_per_process else f"{name}:{own}"
+    full = name if own == SCHEDULES[name].stages_per_process else f"{name}:{own}"
     return full, order_of(name, ranks, micro_batches, own)
 
 

@@ -1,14 +1,60 @@
-"""Where the time of a step goes in which a process does nothing, by cause, and what each process holds at most."""
+"""Hold one step of a pipeline, predicted or measured: when each action ran, why processes were idle, what they held."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, field
 from statistics import fmean
 
-from arclight.parallel.pipeline.schedule.actions import Action, Span, Trace
+from arclight.parallel.pipeline.schedule.actions import Action
 from arclight.parallel.pipeline.schedule.orders import needs
 from arclight.parallel.plan import PlanError
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action as it ran, predicted or measured. Seconds since the step began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    live: int = 0
+    """Bytes of activations that the process holds when it is over."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step of a pipeline, predicted or measured."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    micro_batches: int
+    spans: tuple[Span, ...]
+    waits: dict[Action, float] = field(default_factory=dict)
+    """Seconds that a process was held up before an action, by what had not arrived."""
+
+    def __str__(self) -> str:
+        """A table: for each process how busy it was, and why it was not."""
+        return describe(self)
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    def of(self, rank: int) -> list[Span]:
+        """What one process did, by time."""
+        return sorted((span for span in self.spans if span.rank == rank), key=lambda span: span.start)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Trace]) -> Trace:
+        """One trace of those that the processes of one pipeline took of themselves."""
+        first, *rest = parts
+        spans = (*first.spans, *(span for part in rest for span in part.spans))
+        waits = first.waits | {action: wait for part in rest for action, wait in part.waits.items()}
+        return cls(first.schedule, first.ranks, first.stages, first.micro_batches, spans, waits)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.parallel.pipeline.call_graph import Call, CallGraph, Value
+from arclight.parallel.pipeline.call_graph import Call, CallGraph, Value, bind_function
 from arclight.parallel.pipeline.splitting import global_rng
 from arclight.parallel.pipeline.splitting.output_specs import OutputSpecs, writes_of
 from arclight.parallel.pipeline.splitting.placeholder_tensor import (
@@ -31,7 +31,6 @@ from arclight.parallel.pipeline.splitting.placeholder_tensor import (
 )
 from arclight.parallel.pipeline.splitting.proxy_modules import (
     ModuleProxy,
-    bind_function,
     copy_tree,
     first_buffers,
     make_proxy,

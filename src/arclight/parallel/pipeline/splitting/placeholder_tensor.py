@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from arclight.parallel.pipeline.call_graph import Value
-from arclight.parallel.pipeline.runtime.torch_pipelining import plain_torch_function, wrapper
 from arclight.parallel.plan import PlanError
 
 aten = torch.ops.aten
@@ -69,7 +68,9 @@ class PlaceholderTensor(Tensor):
     of: str
     """For messages: the call or parameter that it first came from."""
 
-    __torch_function__ = plain_torch_function
+    __torch_function__: Any = (
+        torch._C._disabled_torch_function_impl
+    )  # operations are seen where they are dispatched, not before
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -101,9 +102,13 @@ def refusal(asked: PlaceholderTensor) -> DataDependentError:
 
 def make_placeholder(payload: Tensor, device: torch.device, of: str, origin: Origin | None = None) -> PlaceholderTensor:
     """A hole as ``payload`` (on the meta device) says, that claims to lie on ``device``."""
-    made: PlaceholderTensor = wrapper(PlaceholderTensor, payload, device)
+    made: Any = Tensor._make_wrapper_subclass(
+        PlaceholderTensor, payload.size(), strides=payload.stride(), storage_offset=payload.storage_offset(),
+        dtype=payload.dtype, device=device,
+    )  # fmt: skip
     made.payload, made.of, made.origin = payload, of, Origin() if origin is None else origin
-    return made
+    placeholder: PlaceholderTensor = made
+    return placeholder
 
 
 def placeholder_like(

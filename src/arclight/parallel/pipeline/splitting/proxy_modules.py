@@ -183,25 +183,6 @@ def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, origina
     return made
 
 
-def bind_function(
-    function: str | Callable[..., Any] | None, root: nn.Module
-) -> Callable[[nn.Module], Callable[..., Any]]:
-    """For a copy of ``root``, ``function`` of it.
-
-    That is its call (None), a method's name, a method bound to ``root``, or any callable that takes the root first.
-    """
-    if function is None:
-        return lambda copy: copy
-    if isinstance(function, str):
-        name = function
-        return lambda copy: getattr(copy, name)
-    if isinstance(function, types.MethodType) and function.__self__ is root:
-        plain = function.__func__
-        return lambda copy: types.MethodType(plain, copy)
-    free = function
-    return lambda copy: lambda *args, **kwargs: free(copy, *args, **kwargs)
-
-
 def parameter_names(root: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
     """For each name of a parameter its first one, and each parameter by its first name. Tied ones are one object, or one memory."""
     first: dict[Any, str] = {}

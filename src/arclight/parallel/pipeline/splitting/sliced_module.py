@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from arclight.parallel.pipeline.call_graph import Value
+from arclight.parallel.pipeline.call_graph import Value, bind_function
 from arclight.parallel.pipeline.splitting.output_specs import OutputSpecs, move_placeholder
 from arclight.parallel.pipeline.splitting.placeholder_tensor import PlaceholderTensor, placeholder_like, placeholders_in
 from arclight.parallel.pipeline.splitting.proxy_modules import (
-    bind_function,
     copy_tree,
     make_proxy,
     parameter_names,

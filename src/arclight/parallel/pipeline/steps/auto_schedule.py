@@ -11,7 +11,7 @@ from torch import nn
 from arclight.parallel.pipeline.call_graph import CallGraph
 from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.measure import closed_places, predict
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.steps.micro_batch import Reduction
 from arclight.parallel.pipeline.unit_costs import ModelCosts
 from arclight.parallel.plan import Plan, PlanError, bytes_of

@@ -23,7 +23,7 @@ from arclight.parallel.pipeline.runtime.install import exchanges_within_step
 from arclight.parallel.pipeline.runtime.runner import PipelineRunner
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
-from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineChoice, PipelineRequest, choose_pipeline
 from arclight.parallel.pipeline.steps.micro_batch import hides_targets, split_samples

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.parallel.pipeline.runtime.recording import Recording
-from arclight.parallel.pipeline.schedule.actions import Trace
-from arclight.parallel.pipeline.schedule.step_trace import by_process, source
+from arclight.parallel.pipeline.schedule.step_trace import Trace, by_process, source
 
 _NAMES = {"F": "forward", "B": "backward", "I": "backward_inputs", "W": "backward_weights"}
 _COLOURS = {"F": "thread_state_running", "B": "terrible", "I": "thread_state_iowait", "W": "good"}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.parallel.pipeline.runtime.recording import Recording
-from arclight.parallel.pipeline.schedule.actions import Span, Trace
-from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, by_process, idle, peak_bytes
+from arclight.parallel.pipeline.schedule.step_trace import Span, Trace, bubble, busy, by_process, idle, peak_bytes
 from arclight.parallel.plan import PlanError
 
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
