@@ -1,4 +1,15 @@
-"""One model over many devices: the plan of a mesh, and how it is applied from outside to a model that knows nothing of it."""
+"""Run one model over many devices: a plan of a mesh, applied from outside to a model that knows nothing of it.
+
+In comes a `Plan` (``plan.py``: into how many parts each dimension of the work is cut) and a model; out comes the model, changed in
+place, or a strategy that runs a Trainer or Fabric on the plan. Open ``plan.py`` first, then ``model/parallelize.py``.
+
+* ``plan``, ``mesh``, ``blocks``, ``deterministic_init``, ``step_protocol``: what all others share.
+* ``layers``: what is put into modules (tensor, context and expert parallelism).
+* ``model``: the order in which a plan is applied (float8, layers, activation checkpoints, compilation, FSDP).
+* ``pipeline``: stages, schedules and what runs them.
+* ``planning``: memory, traffic and time of plans, predicted on ``hardware`` from operations that ``op_recorder`` sees.
+* ``strategy``, ``pipeline_strategy``: plans and pipelines for a Trainer or Fabric.
+"""
 
 from __future__ import annotations
 

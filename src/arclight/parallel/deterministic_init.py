@@ -124,7 +124,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, seed: int | None = None, apart: bool = False) -> None:
-    """What of ``model`` is on the meta device gets memory on ``device`` and first values.
+    """Allocate and initialise what of ``model`` is on the meta device.
 
     They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
     without communication, and elsewhere by modules' own ``reset_parameters``. Where ``device`` is meta too, nothing is done.

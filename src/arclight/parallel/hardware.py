@@ -1,4 +1,4 @@
-"""What devices compute, hold and send: nominal figures of data sheets, and those that real programs see.
+"""Describe devices: what they compute, hold and send, nominally and in real programs.
 
 Nominal rates are dense (without sparsity). Sources: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), L40S (2023) and
 HGX B200 (2024), AMD's of MI300X (2023). ``achieved`` and ``attention`` are fitted: those of H100 and H200 so that dense models reach the 47 to

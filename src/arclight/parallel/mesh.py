@@ -74,7 +74,7 @@ class Mesh:
 
     @property
     def copies(self) -> bool:
-        """Whether there are copies of the weights that every step keeps alike."""
+        """Return True for weights with copies that every step keeps alike."""
         return self.plan.dp_replicate > 1 and not self.plan.apart
 
     def over_replicas(self, spread: DeviceMesh | None) -> DeviceMesh:
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the plan's ``data_parallel`` shares of the samples this process reads."""
+        """Number the share of the samples, of the plan's ``data_parallel``, that this process reads."""
         return self.rank("dp_replicate") * self.plan.dp_shard + self.rank("dp_shard")
 
     @property

@@ -1,4 +1,4 @@
-"""What a piece of a model does on one process: its operations, its messages to others and its live bytes, seen while it runs.
+"""Record operations, messages and live bytes of a piece of a model while it runs.
 
 With fake tensors nothing is computed, so that a model of any size is traced in milliseconds; on a real device the same recorder
 measures what a run holds.
@@ -54,7 +54,7 @@ def summed(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 class Work(NamedTuple):
-    """What is done in one phase."""
+    """Sum up the work of one phase."""
 
     seconds: float = 0.0
     """Of computing."""
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     messages: tuple[Message, ...] = ()
 
     def line_to(self, other: Work, at: float) -> Work:
-        """What lies on the line through this (0) and ``other`` (1), at ``at``."""
+        """Interpolate between this (0) and ``other`` (1) at ``at``."""
         messages = tuple(
             one._replace(bytes=one.bytes + at * (two.bytes - one.bytes), times=one.times + at * (two.times - one.times))
             for one, two in zip(self.messages, other.messages, strict=True)
@@ -132,12 +132,12 @@ class Recorder(TorchDispatchMode):
         self._ops, self._messages, self._read, self._uncut, self.peak = [], [], set(), 0.0, self.live
 
     def work(self) -> Work:
-        """What was done since :meth:`begin`."""
+        """Sum up what was done since :meth:`begin`."""
         products, attention = (sum(op.flops for op in self._ops if op.kind == kind) for kind in ("matmul", "attention"))
         return Work(sum(map(self.seconds, self._ops)), products, attention, self._uncut, summed(self._messages))
 
     def _meet(self, tensor: Tensor, size: int) -> bool:
-        """Whether the tensor's memory is new; ``size`` bytes of it are live until it goes."""
+        """Return True for new memory; ``size`` bytes of it are live until it goes."""
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._known.get(key)

@@ -89,7 +89,7 @@ class Plan:
         self._check_choices()
 
     def __str__(self) -> str:
-        """What differs from a plan for one process."""
+        """Show what differs from a plan for one process."""
         changed = (
             f"{field.name}={value!r}" for field in fields(self) if (value := getattr(self, field.name)) != field.default
         )
@@ -132,12 +132,12 @@ class Plan:
 
     @property
     def apart(self) -> bool:
-        """Whether steps exchange nothing between the dp_replicate groups."""
+        """Return True for plans whose steps exchange nothing between the dp_replicate groups."""
         return self.replicas == "apart"
 
     @property
     def only_replicates(self) -> bool:
-        """Whether every process holds the whole model (DDP, or nothing where replicas are apart)."""
+        """Return True where every process holds the whole model (DDP, or independent replicas)."""
         return self.world_size == self.dp_replicate and not self.cpu_offload
 
     def check(

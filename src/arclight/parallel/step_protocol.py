@@ -13,7 +13,7 @@ Split = tuple[tuple[Any, ...], dict[str, Any], Any]
 
 
 class Runnable(Protocol):
-    """What a module offers so that plans with ``pp`` or ``cp`` can run its steps: plain attributes, no base class.
+    """Offer what plans with ``pp`` or ``cp`` need to run a module's steps: plain attributes.
 
     The module writes its steps on :func:`batch_loss` and is otherwise as for one process; it returns ``total / count`` as its
     loss, and has a ``batch_weight`` that is this count for the whole batch.

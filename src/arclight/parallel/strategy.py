@@ -73,7 +73,7 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def in_stages(self) -> bool:
-        """Whether a schedule takes micro-batches through stages."""
+        """Return True where a schedule takes micro-batches through stages."""
         return self.plan.pp > 1
 
     @property
@@ -212,7 +212,7 @@ class PlanStrategy(ShardedStrategy):
             )
 
     def _draw_alike(self) -> None:
-        """From here on the processes of a pipeline draw the same random numbers outside of the parts of the model."""
+        """Make the processes of a pipeline draw the same random numbers outside of the model's parts."""
         if (group := self.mesh.group("pp")) is not None and self.plan.pp > 1:
             state = torch.get_rng_state().to(self.device)
             dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
@@ -236,7 +236,10 @@ class PlanStrategy(ShardedStrategy):
         return partial(self._roots[module], _step=step)
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Where each process has the whole model, nothing is exchanged: their numbers of batches may differ."""
+        """Wrap an evaluation step; unwrapped where each process has the whole model.
+
+        Nothing is exchanged then, and numbers of batches may differ.
+        """
         return step if self.plan.only_replicates and not self.in_stages else self.wrap_step(module, step)
 
     def settle(self, module: nn.Module) -> None:
@@ -253,7 +256,7 @@ class PlanStrategy(ShardedStrategy):
         return super().no_backward_sync(module, enabled)
 
     def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From the first of the processes that have the same layers; shares stay."""
+        """Copy from the first of the processes that have the same layers; shares stay."""
         if (group := self.mesh.loss_group) is not None:
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
@@ -268,7 +271,7 @@ class PlanStrategy(ShardedStrategy):
         return module.module if isinstance(module, StepRoot) else module
 
     def portable(self, tree: Any) -> Any:
-        """What only other stages have comes from the processes that stand where rank 0 does in them."""
+        """Gather a tree on rank 0, what only other stages have included."""
         if self.plan.pp == 1:
             return super().portable(tree)
         tree = self._of_last_stage(tree)

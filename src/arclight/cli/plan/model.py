@@ -34,7 +34,7 @@ OVERHEAD = {"cpu": 1e-4, "gpu": 3e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is planned for."""
+    """Name the model that is planned for, and what it is called with."""
 
     name: str
     model: nn.Module
@@ -153,7 +153,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
 def _builders(
     found: Any, target: str, options: argparse.Namespace, flags: Sequence[str]
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """What makes the model, and its data."""
+    """Give the functions that build the model and its data."""
     if not isinstance(found, type):
         if flags:
             raise UsageError(f"{flags[0]} is no option, and {target} is a function, which is called without arguments")
@@ -163,7 +163,7 @@ def _builders(
 
 
 def _first_batch(module: Any, data: Any) -> Any:
-    """What training would begin with."""
+    """Load the first training batch."""
     source = data if data is not None else module
     if data is not None:
         data.prepare_data()

@@ -73,7 +73,7 @@ def _plans(choice: Choice, samples: int) -> Table:
 
 
 def _stages(best: EvaluatedPlan, graph: CallGraph) -> Table:
-    """Which parts each stage has, and what it takes for one micro-batch."""
+    """Tabulate each stage's parts and its time for one micro-batch."""
     table = table_of("\nStages of the first plan", "", "parts", "parameters", "forward", "backward", "")
     table.columns[1].justify = table.columns[5].justify = "left"
     slowest = max(part.seconds for part in best.parts)
@@ -119,7 +119,7 @@ def _time(best: EvaluatedPlan) -> Table:
 
 
 def _nearest(choice: Choice) -> list[RejectedChoice]:
-    """What comes near enough to be worth a line: other numbers of micro-batches only as far as they are the next ones."""
+    """Keep rejected choices worth a line: of micro-batches only the nearest numbers."""
     number = choice.best[0].setting.micro_batches
     tried = [one for one in choice.rejected if one.choice.endswith(("micro-batch", "micro-batches"))]
     near = sorted(tried, key=lambda one: abs(log(int(one.choice.split()[0]) / number)))[:2]

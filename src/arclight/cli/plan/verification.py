@@ -1,4 +1,4 @@
-"""Whether the share of a process that a plan predicts is what :func:`arclight.parallel.parallelize` makes, at the plan's real size.
+"""Compare the predicted share of a process with what `parallelize` makes at the plan's real size.
 
 Each rank that is looked at is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
 exchanges are not carried out (torch's backend "fake"), with the model on the meta device: shapes are real, memory is not taken.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one rank has."""
+    """Compare one rank's weights with the prediction."""
 
     rank: int
     bytes: int
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _module(model: nn.Module) -> nn.Module:
-    """What a pipeline is installed in; it is not run."""
+    """Wrap the model as a module that a pipeline can be installed in; it is not run."""
     from torch import nn
 
     class Module(nn.Module):

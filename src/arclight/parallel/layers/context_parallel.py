@@ -54,7 +54,9 @@ def sequence_index(length: int, cp: int, rank: int, device: torch.device | None 
 
 
 def shard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """What of ``tensor``, whose dimension ``dim`` is the sequence, this process holds. No communication; gradients flow.
+    """Take this process's part of a tensor whose dimension ``dim`` is the sequence.
+
+    No communication; gradients flow.
 
     Raises PlanError for a length that is no multiple of 2 * cp.
     """
@@ -88,7 +90,7 @@ def _in_parts(whole: Tensor, dim: int, cp: int) -> Tensor:
 
 @dataclass
 class _Spread:
-    """What the processes of a group make of one mask: that of whole sequences, and that of each chunk of queries here."""
+    """Hold one mask as whole sequences see it, and as each chunk of queries here does."""
 
     whole: Any
     chunks: list[tuple[Any, int, int]]
@@ -207,7 +209,10 @@ class ContextParallel:
 
 
 def kv_repeats(heads: int, kv_heads: int, cp: int) -> int:
-    """How often Ulysses repeats each key head. Raises PlanError for numbers of heads that cannot be shared out."""
+    """Count how often Ulysses repeats each key head.
+
+    Raises PlanError for numbers of heads that cannot be shared out.
+    """
     if heads % cp:
         raise PlanError(
             f"{heads} heads (of this tensor-parallel part) cannot be shared out among cp = {cp} processes: choose a cp that divides "
@@ -246,7 +251,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method = 
 
 
 def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:
-    """What `Runnable.split_batch` gave, of which this process keeps its part of the sequences (dimension 1 of every tensor that has it).
+    """Shard what `Runnable.split_batch` gave along its sequences (dimension 1 of every tensor that has it).
 
     ``positions`` that are None become 0, 1, 2, ... of the sequence. Raises PlanError where the model takes none.
     """
@@ -317,7 +322,7 @@ def context_traffic(
     method: Method, cp: int, *, batch: int, length: int, heads: int, kv_heads: int, width: int, v_width: int | None = None,
     itemsize: int = 4, backward: bool = True,
 ) -> ContextTraffic:  # fmt: skip
-    """What one layer of attention over whole sequences of ``length`` tokens exchanges in a forward (and ``backward``) pass.
+    """Count the bytes one attention layer exchanges in a forward (and ``backward``) pass.
 
     heads, kv_heads: of this tensor-parallel part; v_width: width of values where it is not that of keys. Documents and positions
     are fetched besides, once for a mask and not for a layer: see :func:`mask_traffic`.

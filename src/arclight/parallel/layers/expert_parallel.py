@@ -98,7 +98,7 @@ class AllToAllDispatcher:
         return take_rows(experts(take_rows(came, order, undo), counts_L), undo, order)
 
     def _swap(self, counts_WL: Tensor) -> Tensor:
-        """What every process has for the experts here, (W, L)."""
+        """Exchange counts: the rows every process has for the experts here, (W, L)."""
         received_WL = torch.empty_like(counts_WL)
         dist.all_to_all_single(received_WL, counts_WL.contiguous(), group=self.group)
         return received_WL

@@ -66,9 +66,10 @@ What a step will do is known before any process is started, and what it does can
     pipeline.timeline(run, run.simulated)                # over it the measured times, without noise and time on the way
     pipeline.chrome_trace(run)                           # trace.json, for Perfetto
 
-Its own rooms: ``stages`` (a model cut), ``schedules`` (orders of actions, and how long they take), ``plans`` (costs, and what to choose by
-them), ``running`` (stages run by a schedule), ``training`` (a user's own steps in stages), ``weights`` (from files, and into them), ``views``
-(recorded steps, shown); beside them the data that they share, and all of torch's private names in ``upstream``.
+Its own rooms, each above the next: ``view`` (steps drawn), ``steps`` (a user's own steps in stages), ``weights`` (from files, and into
+them), ``runtime`` (stages run by a schedule), ``splitting`` (a model cut), ``cost`` (costs, and what to choose by them), ``schedule``
+(orders of actions, and how long they take). Beside them ``call_graph`` and ``unit_costs``, the data that they share; ``pipe`` (`split`
+and `Pipe`) and ``forecast`` (`simulate`) join them for a user. Open ``pipe.py`` first.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class CallGraph:
     """Of these those that are changed before the last call: a process would do so once for each stage that it has."""
 
     def live(self, at: int) -> tuple[Value, ...]:
-        """What crosses a cut before call ``at``, in order: all that calls from there on, or the result, read of earlier ones.
+        """List what crosses a cut before call ``at``: values that later calls or the result read.
 
         A value that is used later than in the next stage is carried through the stages between.
         """
@@ -136,5 +136,5 @@ Function = str | Callable[..., Any] | None
 
 
 def samples_of(example: Any) -> int:
-    """How many samples the example has: the first dimension of its first tensor."""
+    """Count the samples of an example: the first dimension of its first tensor."""
     return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)

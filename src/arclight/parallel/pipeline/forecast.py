@@ -99,7 +99,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def measure_stages(pipe: Pipe, example: Any, repetitions: int = 5) -> list[UnitCost]:
-    """What each stage of ``pipe`` costs for ``example`` (of one micro-batch), on the device that it is on: medians of warm passes.
+    """Time each stage of ``pipe`` for ``example`` (one micro-batch): medians of warm passes.
 
     All stages must be in this process. Buffers and the random state are put back. Raises PlanError for stages on the meta device.
     """

@@ -110,7 +110,7 @@ class Pipe:
         self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments, in its own structure."""
+        """Run all stages, and return what the model returns for these arguments."""
         result: Any = ()
         for stage in self.stages:
             result = stage(*result, args=args, kwargs=kwargs)
@@ -253,7 +253,7 @@ def split(
 
 
 def _home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Where a model on the meta device will compute: where its example lies."""
+    """Find the device where a model on the meta device will compute: that of its example."""
     given = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not leaf.is_meta)
     return next((leaf.device for leaf in given), None)
 
@@ -306,7 +306,7 @@ def default_cuts(
 
 
 def _predicted(find: Callable[[], ModelCosts], graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> ModelCosts:
-    """What ``find`` predicts, or parameters counted where no prediction can be made, which is said."""
+    """Predict costs, or warn and count parameters where no prediction can be made."""
     try:
         return find()
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""What parts of a model cost: seconds of their forward and of the two halves of their backward, and bytes.
+"""Hold costs of parts of a model: seconds of F, I and W, and bytes.
 
 `measuring` finds them out, on a device or in theory; `partition`, `simulation` and `planner` work with them.
 """
@@ -51,7 +51,7 @@ class UnitCost:
         )
 
     def line_to(self, other: UnitCost, at: float) -> UnitCost:
-        """What lies on the line through this (0) and ``other`` (1), at ``at``; nothing below zero."""
+        """Interpolate between this (0) and ``other`` (1) at ``at``; nothing below zero."""
         ends = ((name, value, getattr(other, name)) for name, value in asdict(self).items())
         found = {name: max(0.0, a + at * (b - a)) for name, a, b in ends}
         seconds = {name: found[name] for name in ("forward", "inputs", "weights")}
@@ -60,7 +60,7 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between two processes of a pipeline that are neighbours."""
+    """Describe the connection between neighbouring processes of a pipeline."""
 
     latency: float = 0.0
     """Seconds from a send to the arrival of its first byte."""
@@ -68,7 +68,7 @@ class Link:
     """Bytes in a second."""
 
     def seconds(self, nbytes: float) -> float:
-        """From a send of ``nbytes`` to their arrival."""
+        """Give the seconds from a send of ``nbytes`` to their arrival."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -84,7 +84,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What the units of a model cost, for micro-batches of ``samples``."""
+    """Hold costs of a model's units for micro-batches of ``samples``."""
 
     units: tuple[UnitCost, ...]
     crossing: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class ModelCosts:
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> ModelCosts:
-        """What :meth:`as_json` gave. Raises TypeError or KeyError for anything else."""
+        """Read what :meth:`as_json` gave. Raises TypeError or KeyError for anything else."""
         units = tuple(UnitCost(**unit) for unit in said["units"])
         ties = tuple(Tie(tuple(tie["units"]), tie["parameters"]) for tie in said["ties"])
         return cls(units, tuple(said["crossing"]), ties, tuple(said["closed"]), said["samples"], said["source"])

@@ -1,7 +1,8 @@
-"""What a plan would do, before anything runs: memory, exchanges, the time of a step; and the fastest plan that fits.
+"""Predict memory, traffic and time of plans before anything runs; search the fastest that fits.
 
-Everything is predicted from one pass through the parts of the model with fake tensors (`chain.Chain` of a `chain.Workload`), and
-from figures of devices (`devices.hardware`); no hardware and no process group are needed.
+A `chain.Workload` comes in. ``chain`` traces its links with fake tensors, as one process of a plan has them (``sharded_shapes``,
+``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`, ``plan_search`` the
+best of all plans, ``explain`` why not others. No hardware and no process group are needed. Open ``estimates.py`` first.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, as far as a planner must know.
+    """Describe what is trained, as far as a planner must know.
 
     model: builds it (called under the meta device). batch(samples, sequence): one micro-batch. loss(model, batch): its loss.
     samples: of one step, over all processes. sequence: tokens of a sample.
@@ -78,7 +78,7 @@ class Cost:
     """What it hands to the next link."""
 
     def line_to(self, other: Cost, at: float) -> Cost:
-        """What lies on the line through this (0) and ``other`` (1), at ``at``."""
+        """Interpolate between this (0) and ``other`` (1) at ``at``."""
         names = ("held", "forward_peak", "backward_peak", "output")
         sizes = {name: round(getattr(self, name) + at * (getattr(other, name) - getattr(self, name))) for name in names}
         forward, backward = self.forward.line_to(other.forward, at), self.backward.line_to(other.backward, at)
@@ -149,7 +149,7 @@ class Chain:
         return sum(there.products + back.products + 3 * there.uncut for there, back in works)
 
     def costs(self, cut: LayerSharding, samples: int, recompute: Recompute) -> dict[str | int, Cost]:
-        """What each link costs by kind ("first", "last", numbers in ``kinds``), for micro-batches of ``samples``.
+        """Cost each link by kind ("first", "last", numbers in ``kinds``) for micro-batches of ``samples``.
 
         Raises PlanError for a cut that the model does not allow.
         """
@@ -175,7 +175,7 @@ class Chain:
         return found
 
     def once(self, key: Any, trace: Callable[[], Any]) -> Any:
-        """What ``trace`` gives for ``key``, asked for once; a PlanError is raised each time."""
+        """Give what ``trace`` gives for ``key``, asked for once; a PlanError is raised each time."""
         if key not in self._traced:
             try:
                 self._traced[key] = trace()

@@ -1,4 +1,4 @@
-"""What a plan would do: memory of every stage, exchanges, the time of a step - predicted from the chain's costs, nothing run."""
+"""Estimate a plan: memory of every stage, exchanges, time of a step; nothing is run."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ _NOT_PREDICTED = (
 
 
 def _recompute(plan: Plan) -> Recompute:
-    """What blocks compute again. Raises PlanError for choices whose effect is not predicted, so that none is left out silently."""
+    """Give what blocks compute again.
+
+    Raises PlanError for choices whose effect is not predicted, so that none is left out silently.
+    """
     for name, plain in _NOT_PREDICTED:
         if getattr(plan, name) != plain:
             raise PlanError(

@@ -1,4 +1,4 @@
-"""Why a plan was not chosen, in one sentence each."""
+"""Explain in one sentence each why plans were not chosen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def memory_name(name: str) -> str:
 def neighbours(
     fitting: list[Estimate], too_large: list[Estimate], refused: Iterable[tuple[Plan, str]], memory: float
 ) -> list[RejectedPlan]:  # fmt: skip
-    """What differs from the best plan in one choice; then what would be fastest if it fitted, and what cannot be done."""
+    """List plans that differ from the best in one choice; then faster ones that do not fit.
+
+    Last comes what cannot be done.
+    """
     best = fitting[0]
     found: dict[tuple[str, Any], RejectedPlan] = {}
     for one in sorted([*fitting[1:], *too_large], key=lambda one: (one.worst.total > memory, one.seconds)):
@@ -91,7 +94,7 @@ def _differ(best: Estimate, other: Estimate, name: str) -> bool:
 
 
 def why(best: Estimate, other: Estimate, memory: float) -> str:
-    """Why ``other`` was not chosen, in one sentence."""
+    """Say in one sentence why ``other`` was not chosen."""
     worst, ratio = other.worst, other.seconds / best.seconds
     if worst.total > memory:
         over = f"{(worst.total - memory) / GIB:.1f} GiB too much: {getattr(worst, worst.largest) / GIB:.1f} GiB of {memory_name(worst.largest)}"

@@ -1,4 +1,4 @@
-"""How a link's parameters are spread over processes by FSDP."""
+"""Shard a link's parameters over processes as FSDP does."""
 
 from __future__ import annotations
 

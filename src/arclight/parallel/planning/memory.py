@@ -50,17 +50,17 @@ ChainLink = tuple[Cost, FsdpShard, bool]
 
 
 def reshards(plan: Plan) -> bool:
-    """Whether weights are let go between forward and backward."""
+    """Return True for plans that reshard weights between forward and backward."""
     return plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)
 
 
 def reduces_once(plan: Plan) -> bool:
-    """Whether gradients of several micro-batches add up before processes exchange them, which a pipeline's schedule sees to."""
+    """Return True where micro-batches' gradients add up before the exchange, as in pipelines."""
     return plan.pp > 1
 
 
 def adds_up_whole(plan: Plan) -> bool:
-    """Whether they do so as whole tensors beside the shares, which takes memory."""
+    """Return True where they add up as whole tensors beside the shares, which takes memory."""
     return reduces_once(plan) and plan.dp_shard * plan.cp > 1
 
 
@@ -99,7 +99,7 @@ def memory(
 
 
 def _turns(links: Sequence[ChainLink]) -> list[int]:
-    """Where something changes: within a row of equal links all grows evenly, so that its ends tell the most."""
+    """Find links where something changes: within a row of equal ones the ends tell the most."""
     count = len(links)
     return [
         i for i in range(count)

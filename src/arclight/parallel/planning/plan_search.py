@@ -1,4 +1,4 @@
-"""Which plan is the fastest one that fits: all ways to cut the work, judged by prediction."""
+"""Search the fastest plan that fits: all ways to cut the work, judged by prediction."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may choose."""
+    """Limit what a search may choose."""
 
     gpus: int
     memory: float

@@ -1,4 +1,4 @@
-"""What a process of a pipeline has, holds and sends: the cut that is run (`arclight.parallel.pipeline`), and its schedules' counts."""
+"""Lay a chain out over pipeline processes: what each has, holds and sends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _cut(chain: Chain, plan: Plan) -> tuple[Kinds, ...]:
 
 
 def held(plan: Plan, process: int, micro_batches: int) -> int:
-    """How many passes of a micro-batch through one stage a process holds the activations of at once, at most.
+    """Count the passes through a stage whose activations a process holds at once, at most.
 
     Counts of the schedules' own instructions, with v stages on each of p processes and r micro-batches in a round; those
     without a formula are counted. Where gradients of weights are computed apart, activations are held until then.

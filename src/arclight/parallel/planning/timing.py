@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline for what is computed, rings for what is sent, and which of them hide behind one another.
+"""Time a step: a roofline for computing, rings for exchanges, and what of them overlaps.
 
 Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an

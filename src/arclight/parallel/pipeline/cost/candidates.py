@@ -20,7 +20,7 @@ Costs = ModelCosts | tuple[ModelCosts, ModelCosts]
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """What is chosen."""
+    """Describe one way to run a pipeline: processes, schedule, micro-batches, recomputation, replicas."""
 
     processes: int
     """Of one pipeline."""
@@ -85,7 +85,7 @@ class PlanEvaluator:
         return self._sizes[samples, recompute]
 
     def refusal(self, setting: PlanCandidate, compiled: bool = False) -> str | None:
-        """Why a setting cannot be run, if so."""
+        """Say why a candidate cannot be run; None where it can."""
         kind, number = schedule_kind(setting.schedule), setting.micro_batches
         stages = setting.processes * kind.stages_per_process
         if stages > self.units:

@@ -1,4 +1,4 @@
-"""Which schedule, cut, micro-batches and recomputation make a step shortest in the memory there is: all of them, simulated.
+"""Choose the schedule, cut, micro-batches and recomputation of the shortest step in given memory.
 
     costs = predict(model, graph, example)
     choice = choose(costs, batch=64, processes=4, memory="22GiB")
@@ -100,7 +100,7 @@ def choose(
 
 
 class _Search:
-    """What has been considered so far."""
+    """Keep the candidates that have been considered so far."""
 
     def __init__(self, forecast: PlanEvaluator, compiled: bool) -> None:
         self.forecast, self.compiled = forecast, compiled
@@ -241,7 +241,7 @@ def _rejected(ordered: list[EvaluatedPlan], search: _Search) -> Iterator[Rejecte
 
 
 def _why(best: EvaluatedPlan, other: EvaluatedPlan) -> str:
-    """Why an option that fits was not chosen."""
+    """Say why a plan that fits was not chosen."""
     ratio = other.seconds / best.seconds
     if ratio <= 1 + ALIKE:
         if other.peak == best.peak:

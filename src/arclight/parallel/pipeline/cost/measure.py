@@ -1,4 +1,4 @@
-"""What the calls of a model cost: timed on the device it is on, or worked out with fake tensors where there is none.
+"""Cost the calls of a model: timed on its device, or worked out with fake tensors.
 
 Both run the same passes. The model runs forward as it is; where a call of its :class:`CallGraph` is over, what came since the
 last one (the call, and the glue before it) is timed, then differentiated up to the boundary values it reads: by those values alone (I), and
@@ -287,7 +287,7 @@ def _name(function: Function) -> str:
 def _kept(
     folder: str | Path | None, model: nn.Module, graph: CallGraph, example: Any, said: tuple[Any, ...], find: Callable[[], ModelCosts]
 ) -> ModelCosts:  # fmt: skip
-    """What ``find`` gives, or gave when it was last asked the same with this folder."""
+    """Give what ``find`` finds, from ``folder`` where the same was asked before."""
     if folder is None:
         return find()
     shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(example)]

@@ -1,4 +1,4 @@
-"""Where a model, as a chain of units, is cut into stages: the cut whose step is shortest and whose stages fit, found exactly.
+"""Partition a chain of units into stages: the cut of the shortest step that fits, found exactly.
 
 A stage s with units i to j takes w(i, j) seconds for a micro-batch: what its units compute, and what it waits for - its input, and
 the gradient of its output, as they cross the two cuts beside it. A step of m micro-batches is predicted to take
@@ -31,7 +31,7 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Room:
-    """What a stage may hold: ``states`` bytes for each of its parameters' and, for each micro-batch in flight, activations."""
+    """Limit what a stage holds: states of its parameters, and activations in flight."""
 
     cap: float
     """Bytes."""

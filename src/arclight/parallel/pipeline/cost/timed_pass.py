@@ -26,7 +26,7 @@ class Meter(Protocol):
     def begin(self) -> None: ...
 
     def seconds(self) -> float:
-        """What passed since :meth:`begin`."""
+        """Give the seconds since :meth:`begin`."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Roofline:
 
 @dataclass
 class Done:
-    """What a pass found of each call."""
+    """Hold what a pass found of each call."""
 
     phases: list[Phases]
     held: list[int]
@@ -131,7 +131,7 @@ class Pass:
         return self._pass_on(number, output)
 
     def _end(self, result: Any) -> None:
-        """What follows the last call is its own too."""
+        """Charge what follows the last call to it."""
         reads = [self.values[value] for value in self.graph.result if value in self.values]
         forward, inputs, weights = self._phases(result, reads, self.graph.result_parameters)
         f, i, w = self.phases[-1]

@@ -28,7 +28,9 @@ class Reducer:
 
 
 class BatchSplitter:
-    """How arguments are cut. ``spec``: by position or name of each argument; those that are not in it are cut along dimension 0.
+    """Split arguments into micro-batches.
+
+    ``spec``: by position or name of each argument; those that are not in it are cut along dimension 0.
 
     Tensors without dimensions and all that is no tensor go into every micro-batch.
     """

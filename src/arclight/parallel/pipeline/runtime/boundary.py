@@ -1,4 +1,4 @@
-"""What crosses a cut: shapes and types, and whether gradients come back for it."""
+"""Describe what crosses a cut: shapes, types, and values that gradients come back for."""
 
 from __future__ import annotations
 

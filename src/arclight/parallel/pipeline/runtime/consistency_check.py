@@ -1,4 +1,4 @@
-"""What the processes of a pipeline must agree on before they run it: the plan, and which of them has which parameter."""
+"""Check that the processes of a pipeline were given one plan, and own every parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DisagreementError(PlanError):
 
 @dataclass(frozen=True)
 class PipelineFingerprint:
-    """What one process says about a pipeline; all members are plain data, so that it can be sent as JSON."""
+    """Describe one process's view of a pipeline in plain data, to be sent as JSON."""
 
     plan: dict[str, Any]
     """What must be the same everywhere, by its name."""

@@ -145,7 +145,7 @@ class Engine:
         return found
 
     def _place(self, schedule: Schedule) -> tuple[str, bool]:
-        """What this process is at, in words, and whether it waits for another."""
+        """Describe what this process is at; then True where it waits for another."""
         action, computing = schedule.at()
         if action is None:
             return f"process {self.line.rank} waited for what it had sent to be received", True
@@ -309,7 +309,7 @@ def _returning(boundary: Boundary, flags: list[bool]) -> Boundary:
 
 
 def signature(leaves: list[Any], structure: Any) -> Hashable:
-    """What the shapes inside the model depend on, of a flattened tree."""
+    """Give a key of what shapes inside the model depend on, of a flattened tree."""
     return structure, tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor)
         else x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__qualname__

@@ -1,4 +1,4 @@
-"""What a process of a pipeline does when it fails, or another one has: it says where it was, and the others stop too."""
+"""Report failures between the processes of a pipeline: say where, and stop the others too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class StageLostError(RankMissingError):
 
 
 class FailureStore:
-    """Where the processes of one pipeline leave word for each other: in the store through which they have met, with no collective.
+    """Share failures and facts between the processes of one pipeline, through their store.
+
+    No collective is used: it is the store through which the processes have met.
 
     Every process makes the boards of a group in the same order.
     """
@@ -43,7 +45,10 @@ class FailureStore:
         self._turn = 0
 
     def exchange(self, value: Any, timeout: datetime.timedelta) -> list[Any]:
-        """What each process gave, in order; as JSON keeps it. Raises StageLostError, naming those that do not come in time."""
+        """Exchange JSON values with all processes, in order of their ranks.
+
+        Raises StageLostError, naming those that do not come in time.
+        """
         self._turn += 1
         self._store.set(f"{self._turn}/{self.rank}", json.dumps(value))
         keys = [f"{self._turn}/{rank}" for rank in range(self.ranks)]
@@ -67,7 +72,7 @@ class FailureStore:
         self._store.compare_set("failed", "", json.dumps([self.rank, message]))
 
     def first_failure(self) -> str | None:
-        """What the process that failed first said; None where none has, or where it was this one."""
+        """Give the message of the process that failed first; None for none, or this one."""
         if not self._store.check(["failed"]):
             return None
         rank, message = json.loads(self._store.get("failed"))
@@ -107,7 +112,7 @@ def _leave_word(board: FailureStore, message: str) -> None:
 
 
 def _first(board: FailureStore) -> str | None:
-    """What failed first, waiting a moment: connections close faster than words are left."""
+    """Ask for the first failure, waiting a moment: connections close faster than it is reported."""
     deadline = time.monotonic() + PATIENCE
     with suppress(RuntimeError):
         while (found := board.first_failure()) is None and time.monotonic() < deadline:
@@ -171,6 +176,6 @@ class DeviceSteps:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """How long operations of ``group`` wait."""
+    """Give the timeout of operations of ``group``."""
     found: datetime.timedelta = group._get_backend(device).options._timeout
     return found

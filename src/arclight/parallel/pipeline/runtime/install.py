@@ -74,7 +74,7 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
 
 
 def _leave_alone(model: nn.Module, elsewhere: set[str]) -> None:
-    """From now on loading a state into ``model`` passes over what other stages have."""
+    """Make loading a state into ``model`` skip what other stages have."""
 
     def drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in elsewhere:

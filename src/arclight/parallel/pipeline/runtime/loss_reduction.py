@@ -1,4 +1,4 @@
-"""What the loss of a batch is, where micro-batches have losses of their own."""
+"""Reduce the losses of micro-batches to that of their batch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LossReduction:
         return total * count, count
 
     def divisor(self, targets: list[Any]) -> float | None:
-        """What the sum over micro-batches is divided by; None where it is known only after all forwards."""
+        """Give the divisor of the sum over micro-batches; None where only forwards tell."""
         if self.kind == "micro_mean":
             return float(len(targets))
         if self.kind == "sum":
@@ -72,5 +72,5 @@ class LossReduction:
 
 
 def no_loss(output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Where only outputs are wanted."""
+    """Give a loss of zero, for runs that want outputs only."""
     return torch.zeros(()), torch.zeros((), dtype=torch.int64)

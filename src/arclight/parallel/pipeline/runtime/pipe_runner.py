@@ -31,7 +31,7 @@ Where = Literal["nowhere", "last", "everywhere"]
 
 
 class SplitModel(Protocol):
-    """What a runner needs of a model that is cut into stages."""
+    """Hold what a runner needs of a model that is cut into stages."""
 
     graph: CallGraph
     cuts: tuple[int, ...]
@@ -43,7 +43,7 @@ class SplitModel(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step or an evaluation gave, on every process of the pipeline alike."""
+    """Hold loss, count and outputs of a step or an evaluation, alike on every process."""
 
     loss: Tensor
     """Of the whole batch, float64, without a graph; NaN where nothing counted, as where there was no loss."""
@@ -55,7 +55,7 @@ class Result:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How batches are run; see `Pipe.on`."""
+    """Configure how batches are run; see `Pipe.on`."""
 
     schedule: str = "1F1B"
     micro_batches: int = 8
@@ -188,7 +188,7 @@ class PipeRunner:
         return both[0], both[1]
 
     def _over_data(self, divisor: float) -> float:
-        """What sums over all processes with other batches are divided by."""
+        """Sum the divisor over the processes with other batches."""
         if self.data is None or self.reduction.kind == "sum":
             return divisor
         self.engine.wait()
@@ -213,7 +213,7 @@ class PipeRunner:
         return Result(loss, count, found)
 
     def _to_all(self, tree: Any) -> Any:
-        """What the last stage's process has, on every process."""
+        """Broadcast a tree from the last stage's process to every process."""
         source, group, device = self.line.owner(self.line.stages - 1), self.line.group, self.line.device
         leaves, structure = tree_flatten(tree)
         here = self.engine.last is not None
@@ -261,7 +261,9 @@ class PipeRunner:
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this process has of the model's state, under the model's names; those of all processes together are that of the model,
+        """Give this process's part of the model's state, under the model's names.
+
+        The parts of all processes together are the state of the model,
         in which a tied parameter is in one of them.
         """
         found: dict[str, Tensor] = {}
@@ -299,7 +301,10 @@ def _kind(schedule: str, stages: int, ranks: int) -> ScheduleKind:
 def topology_of(
     pipe: SplitModel, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None
 ) -> PipelineTopology:
-    """Where this process stands in the pipeline that `Pipe.on` makes. Raises PlanError for stages and processes that do not fit."""
+    """Work out the topology of the pipeline that `Pipe.on` makes.
+
+    Raises PlanError for stages and processes that do not fit.
+    """
     if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
         raise PlanError(
             f"this is one of {os.environ['WORLD_SIZE']} processes that have not met, and each would train alone: call "

@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def complete(self) -> bool:
-        """Whether it has as many steps as were asked for."""
+        """Return True once it has as many steps as were asked for."""
         return self.steps is not None and len(self._taken) + len(self.traces) >= self.steps
 
     def _wants_next(self) -> bool:
@@ -123,7 +123,7 @@ def record(skip: int = 0, steps: int | None = None, *, activations: bool = False
 
 
 def stage_costs(trace: Trace) -> list[UnitCost]:
-    """What each stage took of a micro-batch on average, and what a forward adds to what is held; a backward in one counts as that of inputs."""
+    """Average each stage's times and held bytes; a backward in one counts as that of inputs."""
     found: dict[tuple[int, str], list[float]] = {}
     for lane in by_process(trace):
         live = 0
@@ -174,7 +174,7 @@ def recorded_step(
 
 
 class Recorder:
-    """What one process does in one step. Its times are read from the device where the device has a clock."""
+    """Record what one process does in one step, by the device's clock where it has one."""
 
     def __init__(self, rank: int, modules: Iterable[nn.Module], device: torch.device, activations: bool) -> None:
         self.rank, self.device, self.on_gpu = rank, device, device.type == "cuda"
@@ -200,7 +200,7 @@ class Recorder:
         return event
 
     def during(self, action: Action) -> AbstractContextManager[Any]:
-        """What ``action`` runs in, to see what it saves."""
+        """Give the context that ``action`` runs in, to see what it saves."""
         if not self.activations or action.kind != "F":
             return nullcontext()
         key = (action.stage, action.micro_batch)
@@ -262,7 +262,9 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 def _clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
-    """What to add to this process's clock for that of the group's first. All processes of the group call it.
+    """Measure the offset to add to this process's clock for that of the group's first.
+
+    All processes of the group call it.
 
     Cristian's algorithm: the answer to a message was written halfway between sending and receiving, up to half of that time.
     """

@@ -148,7 +148,7 @@ def _leading_to(below: _Below, ends: set[Node]) -> set[Node]:
 
 
 def _branches(below: _Below, between: set[Node]) -> list[tuple[list[Node], set[Node]]]:
-    """What hangs together outside of ``between``: the nodes of that on which it hangs, and its own."""
+    """Group what hangs together outside of ``between``, with the nodes on which it hangs."""
     parents: dict[Node, Node] = {}
 
     def top(node: Node) -> Node:

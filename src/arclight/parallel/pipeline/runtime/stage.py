@@ -209,7 +209,7 @@ class Stage(StageBase):
         self._end()
 
     def _gather_later(self) -> None:
-        """What FSDP sums over processes, it sums when the schedule says so."""
+        """Keep FSDP from reducing gradients in this backward: the schedule says when."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)

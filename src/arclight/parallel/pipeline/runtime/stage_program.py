@@ -1,4 +1,4 @@
-"""What a stage calls, and where a process stands among those of its pipeline."""
+"""Hold what a stage calls, and the topology of the pipeline that it belongs to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
 
 class StageProgram(nn.Module):
-    """What one stage calls for a micro-batch: its part of the model and, on the last stage, the loss after it."""
+    """Run one stage's part of the model for a micro-batch and, on the last stage, the loss."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, sliced: bool = False, first: bool = False) -> None:
         """sliced: whether ``model`` is given the whole input besides what arrives. Else the first one is given it, and arguments that have
@@ -61,7 +61,7 @@ class StageProgram(nn.Module):
 
 @dataclass(frozen=True)
 class PipelineTopology:
-    """Where this process stands among those of its pipeline."""
+    """Describe the pipeline's processes and stages, and this process's place among them."""
 
     group: dist.ProcessGroup | None
     """None for one process that has all stages."""

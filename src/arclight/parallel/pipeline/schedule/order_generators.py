@@ -196,7 +196,7 @@ def dual_pipe_v(ranks: int, micro_batches: int, stages_per_process: int = 2) -> 
 
 @dataclass(frozen=True)
 class _Block:
-    """When one micro-batch has its turn on each process: times of what it does there, and the passes that a process then holds."""
+    """Time one micro-batch's turns on each process, and count the passes that a process then holds."""
 
     times: tuple[dict[tuple[Kind, int], int], ...]
     """For each process, by kind and place (0 for its earlier stage)."""

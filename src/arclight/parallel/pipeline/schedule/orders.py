@@ -97,7 +97,10 @@ def _check_counts(order: Order, stages: int, micro_batches: int) -> None:
 
 
 def needs(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
-    """What must be over before ``action``: of each tuple one (a backward in one or that of the inputs); last what it computes with."""
+    """List what must be over before ``action``; of each tuple one suffices.
+
+    That is a backward in one or that of the inputs; last comes what it computes with.
+    """
     stage, number = action.stage, action.micro_batch
     if action.kind == "F":
         if stage:
@@ -152,7 +155,7 @@ def held_at_most(order: Order) -> list[int]:
 
 
 def splits_backward(order: Order) -> bool:
-    """Whether gradients of weights are computed apart anywhere."""
+    """Return True for orders that compute gradients of weights apart."""
     return Counter(action.kind for actions in order for action in actions)["I"] > 0
 
 

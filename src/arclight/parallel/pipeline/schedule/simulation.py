@@ -33,7 +33,7 @@ class Prediction(Trace):
 
     @property
     def step_seconds(self) -> float:
-        """From the beginning to the end of the last process's optimizer."""
+        """Measure from the beginning to the end of the last process's optimizer."""
         return max(self.ends)
 
 
@@ -214,7 +214,7 @@ class _Run:
             self.clocks[rank] = end if self.overlap else arrived[-1]
 
     def _send(self, turn: _Turn, at: float) -> float:
-        """When a message arrives that could leave at ``at``."""
+        """Send a message that could leave at ``at``; gives when it arrives."""
         assert turn.to is not None
         link, size = self.links[turn.boundary], self.costs[turn.boundary].output * self.shares[turn.action.micro_batch]
         begin = max(at, self.busy.get((turn.rank, turn.to), 0.0))

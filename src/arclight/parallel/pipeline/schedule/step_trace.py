@@ -41,11 +41,11 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Measure from the first start to the last end."""
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     def of(self, rank: int) -> list[Span]:
-        """What one process did, by time."""
+        """List what one process did, by time."""
         return sorted((span for span in self.spans if span.rank == rank), key=lambda span: span.start)
 
     @classmethod
@@ -99,7 +99,7 @@ def source(action: Action, trace: Trace, spans: dict[Action, Span]) -> Span | No
 
 
 def by_process(trace: Trace) -> list[list[Span]]:
-    """What each process did, by time."""
+    """List what each process did, by time."""
     lanes: list[list[Span]] = [[] for _ in range(trace.ranks)]
     for span in sorted(trace.spans, key=lambda span: span.start):
         lanes[span.rank].append(span)
@@ -156,7 +156,7 @@ def idle(trace: Trace) -> list[Idle]:
 
 
 def _worked(lane: list[Span], begin: float) -> Iterator[tuple[float, float, float, Span]]:
-    """What a process did, each with when it was last at work, when it began and when it was done, in this order."""
+    """Yield each action of a process with when it was last at work, began and was done."""
     last = begin
     for span in lane:
         start = max(last, span.start)
@@ -165,7 +165,7 @@ def _worked(lane: list[Span], begin: float) -> Iterator[tuple[float, float, floa
 
 
 def _waits(lanes: list[list[Span]], before: dict[Action, Span | None], took: dict[Action, float]) -> list[float]:
-    """What each process waits for others between its actions when these take ``took`` and all else takes no time."""
+    """Sum each process's waits for others if actions take ``took`` and all else takes no time."""
     orders, done = [[span.action for span in lane] for lane in lanes], dict[Action, float]()
     clocks, positions, waits = [0.0] * len(lanes), [0] * len(lanes), [0.0] * len(lanes)
     moved = True

@@ -48,7 +48,9 @@ def capture_call_graph(
     root: nn.Module, function: str | Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], at: Sequence[str] = (),
     open_end: bool = False,
 ) -> CallGraph:  # fmt: skip
-    """What ``function`` (None: the forward) of ``root`` does for these arguments, as calls of its parts. Nothing is computed.
+    """Capture what ``function`` (None: the forward) of ``root`` does, as calls of its parts.
+
+    Nothing is computed.
 
     The model may be on the meta device, in memory, or mixed; it is not changed, its parameters are not copied, and it runs as in training.
     Example tensors have their data, so code between parts may depend on it; what parts return are holes.
@@ -111,18 +113,24 @@ def choose_parts(
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether a module that is no block is looked into: it has blocks."""
+    """Return True for modules that are looked into because they have blocks."""
     lists = (part for part in module.modules() if _is_list(part))
     return any(next(part.parameters(), None) is not None for part in lists) or _repeats(module)
 
 
 def _repeats(module: nn.Module, deep: bool = False) -> bool:
-    """Whether a list of modules that are alike is in it. deep: only such whose members consist of modules."""
+    """Return True for modules with a list of modules that are alike.
+
+    deep: only such whose members consist of modules.
+    """
     return any((_is_list(part) or isinstance(part, nn.Sequential)) and _alike(part, deep) for part in module.modules())
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether it cannot be called, so that somebody calls its members. Parametrizations are kept in such, and called by none."""
+    """Return True for lists that cannot be called, so that somebody calls their members.
+
+    Parametrizations are kept in such, and called by none.
+    """
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
         return False
     return not any(isinstance(member, ParametrizationList) for member in module.children())
@@ -227,7 +235,7 @@ class _Observer:
         )  # fmt: skip
 
     def all_used(self) -> bool:
-        """Whether calls until now used all that trains: what comes after them can be an end."""
+        """Return True once calls have used all that trains: what follows can be an end."""
         used = {name for call in self.calls for name in call.parameters}
         return all(name in used for name, p in self.root.named_parameters() if p.requires_grad)
 
@@ -365,7 +373,7 @@ class _Observer:
         return tree_unflatten(leaves, template.structure)
 
     def _note_writes(self) -> None:
-        """What code between parts has changed in place since the last call."""
+        """Note what code between parts has changed in place since the last call."""
         for name, buffer in self.loose:
             if id(buffer) in self.watching.read:
                 self.first_read.setdefault(name, len(self.calls))

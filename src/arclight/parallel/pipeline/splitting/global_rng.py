@@ -13,7 +13,7 @@ GLOBAL_RNG_ADVICE = (
 
 
 def global_rng_state() -> tuple[Any, ...]:
-    """What changes when such a number is drawn."""
+    """Snapshot the states of Python's and numpy's generators."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)

@@ -20,7 +20,7 @@ LAYERS, LAST = "layers", ("norm", "output")
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What of a model one stage has: members of ``layers``, and other children."""
+    """List what of a model one stage has: members of ``layers``, and other children."""
 
     layers: tuple[str, ...]
     others: tuple[str, ...]
@@ -72,7 +72,10 @@ def _cost(module: nn.Module) -> float:
 
 
 def is_prunable(model: nn.Module) -> bool:
-    """Whether no parameter of ``model`` is used by several of its parts; where one is, stages are sliced, which sums its gradients."""
+    """Return True for a model none of whose parts share a parameter.
+
+    Where some do, stages are sliced, which sums its gradients.
+    """
     try:
         refuse_tied(model)
     except PlanError:

@@ -1,4 +1,4 @@
-"""What calls of a part return, but for its data: structure, shapes, types and constants, found once for each kind of arguments."""
+"""Derive what calls of a part return, but for data: structure, shapes, types and constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a call returns: leaves, of which tensors are holes, and how they are nested."""
+    """Describe what a call returns: leaves, of which tensors are placeholders, and their nesting."""
 
     leaves: tuple[Any, ...]
     structure: TreeSpec
@@ -81,7 +81,7 @@ class OutputSpecs:
                     members[name] = made  # type: ignore[assignment]
 
     def move(self, device: torch.device, types: Mapping[torch.dtype, torch.dtype]) -> None:
-        """From now on parts are on ``device``, and have tensors of one type in ``types`` as the other: where the model went."""
+        """Move parts to ``device`` and change tensor types by ``types``, as the model was."""
         self.home = device
         self._known.clear()
         for part in self._parts.values():
@@ -92,7 +92,10 @@ class OutputSpecs:
                             members[name] = move_placeholder(tensor, device, types)  # type: ignore[assignment]
 
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSpec:
-        """What the part at ``path`` returns for such arguments. Raises PlanError where that depends on their data."""
+        """Find the specification of what the part at ``path`` returns for such arguments.
+
+        Raises PlanError where that depends on their data.
+        """
         key = (path, training, *_autocast(), signature((args, kwargs)))
         part = self.part(path)
         # Code of the model may have put hooks inside since: what they take there must come, or be missed, each time.
@@ -241,7 +244,7 @@ def move_placeholder(
 
 
 def writes_of(tensor: Tensor) -> int:
-    """How often a tensor that was made here has been changed in place."""
+    """Count how often a tensor that was made here has been changed in place."""
     return tensor.origin.memory.writes if isinstance(tensor, PlaceholderTensor) else tensor._version
 
 
@@ -258,7 +261,7 @@ def _shown(leaves: list[Any]) -> list[Any]:
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """What of arguments the shapes of results depend on, as a key: shapes and types of tensors, and all else as it is."""
+    """Give a key of what result shapes depend on: shapes and types of tensors, all else as it is."""
     found: list[Any] = []
     _sign(tree, found, 3)
     return tuple(found)

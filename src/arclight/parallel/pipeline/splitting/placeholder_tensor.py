@@ -45,7 +45,7 @@ Source = Value | str | Draw
 
 @dataclass(eq=False)
 class Memory:
-    """What tensors share that are views of each other."""
+    """Count writes to memory that tensors share which are views of each other."""
 
     writes: int = 0
     values: list[Value] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(eq=False)
 class Origin:
-    """What a hole, and all views of it, depend on."""
+    """Track what a placeholder, and all views of it, depend on."""
 
     sources: frozenset[Source] = frozenset()
     memory: Memory = field(default_factory=Memory)
@@ -125,7 +125,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What an operation does besides computing."""
+    """Hold what an operation does besides computing."""
 
     writes: tuple[tuple[int, str], ...]
     """Arguments that it changes, by position and name."""
@@ -156,7 +156,10 @@ def _rule(func: Any) -> _Rule:
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this operation draws random numbers that matter. One that drops nothing does not."""
+    """Return True for operations that draw random numbers that matter.
+
+    One that drops nothing does not.
+    """
     if not _rule(func).draws:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -184,7 +187,7 @@ def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
 
 
 def dispatch_placeholders(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` gives for arguments of which some are holes: holes, and what it does to them.
+    """Follow ``func`` on arguments of which some are placeholders; gives placeholders.
 
     Raises HoleError where it needs data, or writes what it lacks into a tensor that has data.
     """

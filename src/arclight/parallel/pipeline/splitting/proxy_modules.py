@@ -43,7 +43,7 @@ def shallow_clone(module: nn.Module) -> nn.Module:
 
 
 def _spreads(hook: Any) -> bool:
-    """Whether a hook is there to bring together the parameters of its module, which copies do not have."""
+    """Return True for hooks that gather sharded parameters (FSDP, DDP); clones must not run them."""
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
@@ -93,10 +93,10 @@ def _redirected(value: Any, made: dict[nn.Module, nn.Module]) -> Any:
 
 
 class CallHandler(Protocol):
-    """Who takes the calls."""
+    """Take the calls that proxies of modules are given."""
 
     def call(self, proxy: ModuleProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call of the module in whose place ``proxy`` stands returns."""
+        """Return what the call of the module in whose place ``proxy`` stands returns."""
         ...
 
     def real(self, proxy: ModuleProxy) -> nn.Module | None:
@@ -148,7 +148,7 @@ class ModuleProxy(nn.Module):
 
     @property
     def proxy_path(self) -> str:
-        """Where it stands."""
+        """Give the path at which it stands."""
         return self.__dict__["_path"]  # type: ignore[no-any-return]
 
 
@@ -167,7 +167,7 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
 
 
 def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, original: nn.Module) -> ModuleProxy:
-    """What stands at ``path`` for ``stands_for``, whose members and attributes it shows, and gives its calls to ``conductor``.
+    """Make a proxy at ``path`` that shows ``stands_for`` and gives its calls to ``conductor``.
 
     It has the hooks of ``original``, the module that is called there in the model.
     """

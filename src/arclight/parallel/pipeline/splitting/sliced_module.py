@@ -82,7 +82,7 @@ class SlicedModule:
         return {call.name for call in self.cuts.graph.calls[begin:end]}
 
     def _view(self, root: nn.Module) -> nn.Module:
-        """What this process has of the model: whole parts that it calls, and of others what it uses."""
+        """Build this process's view of the model: whole parts that it calls, and of others what it uses."""
         needed = set().union(*(self.cuts.parameters(number) for number in self.own))
         called = set().union(*(self._called(number) for number in self.own))
         whole = {module for path, module in walk(root) if path in called}
@@ -200,11 +200,11 @@ class SlicedModule:
         return found
 
     def receives(self, stage: int) -> tuple[Value, ...]:
-        """What the run of ``stage`` must be given."""
+        """List the values that :meth:`run` of ``stage`` must be given."""
         return self.cuts.crossing(stage)
 
     def sends(self, stage: int) -> tuple[Value, ...]:
-        """What the run of ``stage`` gives, but for that of the last, which gives what the function returns."""
+        """List the values that :meth:`run` of ``stage`` gives; the last gives the function's result."""
         return self.cuts.crossing(stage + 1)
 
     def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Where the calls of a model are cut, and what that means for each stage: what it receives, and which parameters it has."""
+"""Assign calls, parameters and crossing values of a model to stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENT = -1
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Where the calls of a graph are cut, what crosses each cut, and which parameters each stage has."""
+    """Hold the cuts of a call graph, what crosses them, and the parameters of each stage."""
 
     graph: CallGraph
     begins: tuple[int, ...]
@@ -50,7 +50,7 @@ class StageAssignment:
         return self.graph.ranges(self.begins)[stage]
 
     def crossing(self, stage: int) -> tuple[Value, ...]:
-        """What ``stage`` receives: parameters that are sent, then values of calls, in order."""
+        """List what ``stage`` receives: parameters that are sent, then values of calls, in order."""
         if stage in (0, len(self.begins)):
             return ()
         users = self.users

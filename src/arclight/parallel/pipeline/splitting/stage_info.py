@@ -1,4 +1,4 @@
-"""What a stage says of itself beside the model's own names, which come first."""
+"""Describe a stage without taking any of the model's own names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arclight.parallel.pipeline.call_graph import Value
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What is known of a stage, whatever the model calls its own modules."""
+    """Hold a stage's number, inputs and outputs, whatever the model calls its own modules."""
 
     number: int
     receives: tuple[Value, ...]
@@ -51,5 +51,5 @@ class NamePreservingStage(nn.Module):
 
 
 def stage_info_of(stage: NamePreservingStage) -> StageInfo:
-    """What is known of ``stage``, also where its model has names like these."""
+    """Look up the description of ``stage``, also for models that use its names."""
     return stage._stage_info

@@ -35,7 +35,7 @@ def named_tensors(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def stored_tensors(stage: nn.Module, model: nn.Module | None = None) -> dict[torch.Tensor, list[str]]:
-    """What of ``stage`` belongs into a file: each tensor, and its names (several where weights are tied).
+    """List what of ``stage`` belongs into a file: each tensor with its names (several for tied ones).
 
     With ``model``, also buffers that are lasting there, and are kept out of this stage's state because another one saves them.
     Raises TypeError for what a module adds to its state that is no tensor.

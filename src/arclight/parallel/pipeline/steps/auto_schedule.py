@@ -1,4 +1,4 @@
-"""How the steps of a module are run: the schedule, the micro-batches and the cut, from what the parts are predicted to cost."""
+"""Choose schedule, micro-batches and cut of a module's steps from predicted costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERHEAD = 1e-4
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What is asked of a pipeline besides its plan."""
+    """Request what a plan leaves open: memory, evaluation, reduction, and what is chosen."""
 
     memory: str | float | None = None
     evaluation_micro_batches: int = 1
@@ -38,7 +38,7 @@ class PipelineRequest:
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """How steps are run."""
+    """Hold how steps are run."""
 
     schedule: str
     micro_batches: int
@@ -55,7 +55,7 @@ def choose_pipeline(
     plan: Plan,
     wishes: PipelineRequest,
 ) -> PipelineChoice:
-    """What makes a step of ``samples`` shortest, of what the plan and the wishes leave open.
+    """Choose what the plan and the request leave open, so that a step of ``samples`` is shortest.
 
     args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError where nothing keeps
     the memory, there are too few parts, or what they cost cannot be predicted.

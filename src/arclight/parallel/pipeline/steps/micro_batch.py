@@ -38,7 +38,9 @@ class MicroBatch:
     seed: int
 
     def __repr__(self) -> str:
-        """What the shapes inside a model can depend on; file names, numbers of batches and the like are not part of it, nor are numbers
+        """Show what the shapes inside a model can depend on.
+
+        File names, numbers of batches and the like are not part of it, nor are numbers
         of rows that are no samples (boxes of some images): code between parts that lets them shape what crosses a cut is found out.
         """
         leaves, structure = tree_flatten((self.args[:1], self.kwargs))
@@ -97,7 +99,7 @@ def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]
 
 
 def hides_targets(module: Any, batch: Any) -> bool:
-    """Whether some targets are not to be counted (-100, as cross_entropy has it), and the module does not say how many are."""
+    """Return True for batches with uncounted targets (-100) that the module does not count itself."""
     integers = (
         x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
     )

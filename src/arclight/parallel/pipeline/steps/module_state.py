@@ -1,4 +1,4 @@
-"""What steps gather in a module's own attributes (metrics, lists of outputs): from the last stage's process to all of its pipeline."""
+"""View and synchronise a module whose steps run in stages: its parts, its own attributes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _holds_nothing(child: nn.Module) -> bool:
 
 
 def _lacks(child: nn.Module) -> bool:
-    """Whether parts of the model lie in it whose tensors other processes have."""
+    """Return True for children with parts of the model whose tensors other processes have."""
     return any(isinstance(x, nn.Parameter) for part in child.modules() for x in vars(part).values())
 
 

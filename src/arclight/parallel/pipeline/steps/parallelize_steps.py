@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 def is_runnable(module: nn.Module) -> bool:
-    """Whether a module is written for runners (`arclight.parallel.step_protocol.Runnable`), so that its steps need not be cut."""
+    """Return True for modules written for runners (`Runnable`), whose steps need not be cut."""
     return all(hasattr(module, name) for name in ("model", "runner", "split_batch", "loss"))
 
 
 def only_stages(plan: Plan) -> bool:
-    """Whether the plan spreads nothing within a stage but samples and shares of weights."""
+    """Return True for plans that shard nothing within a stage but samples and weights."""
     return plan.cp == plan.tp == plan.ep == 1
 
 

@@ -37,7 +37,7 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How steps are run."""
+    """Hold how steps are run."""
 
     micro_batches: int
     evaluation_micro_batches: int = 1
@@ -46,7 +46,7 @@ class StepOptions:
 
 
 class StagePart(StageProgram):
-    """What one stage of this process calls, whichever step it is of; to others it is a module with that stage's tensors."""
+    """Run one stage of whichever step is under way; to others it is a module with its tensors."""
 
     def __init__(self, steps: PipelinedSteps, number: int, names: frozenset[str] | None) -> None:
         """names: of the parameters and buffers of the module that are the stage's; None: all that the module has."""
@@ -116,7 +116,10 @@ class PipelinedSteps:
     # -- cutting ---------------------------------------------------------------------------------------------------
 
     def look(self, step: Step, args: tuple[Any, ...]) -> CallGraph:
-        """What ``step`` does with one micro-batch of its arguments. Raises PlanError where that cannot be cut."""
+        """Capture what ``step`` does with one micro-batch of its arguments.
+
+        Raises PlanError where that cannot be cut.
+        """
         graph = self._observe(step, args, {})
         self._refuse_unused(graph, step.__name__)
         return self._with_frozen(graph)
@@ -286,7 +289,7 @@ class PipelinedSteps:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def bound(self, step: Step) -> Step:
-        """What is called in place of ``step`` (a method of the module), with the same arguments, by every process of the pipeline."""
+        """Wrap ``step`` (a method of the module) for every process of the pipeline to call instead."""
         return functools.wraps(step)(functools.partial(self._run, step))
 
     def _run(self, step: Step, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +350,10 @@ class PipelinedSteps:
 
 
 def _besides(output: Any, trains: bool) -> Any:
-    """What of a training step's output is no loss: None, or the rest of a dict. All that an evaluation's gives."""
+    """Take the loss out of a training step's output: None, or the rest of a dict.
+
+    An evaluation's output stays as it is.
+    """
     if not trains:
         return output
     rest = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else None
@@ -370,7 +376,7 @@ class _Call:
 
     @property
     def batch_weight(self) -> Callable[[Any], Any] | None:
-        """What all processes with the same layers take the mean of, before gradients are summed among them; None for samples."""
+        """Count what all processes with the same layers take the mean of; None for samples."""
         module: Any = self.steps.module
         return (lambda _: module.batch_weight(self.args[0])) if self.counted else None
 

@@ -1,4 +1,4 @@
-"""What a step leaves beside its loss (logged values, outputs), put together from its micro-batches and told to all processes."""
+"""Merge what a step leaves beside its loss (logged values, outputs), and broadcast it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _whole(calls: list[tuple[float, _Call]]) -> tuple[Tensor, Tensor]:
 
 
 def _newest_of(metric: Any) -> Any:
-    """What a metric's last call gave; one that was only updated has no value of this step."""
+    """Read what a metric's last call gave; NaN for one that was only updated."""
     cache = getattr(metric, "_forward_cache", None)
     return float("nan") if cache is None else cache
 
@@ -212,7 +212,7 @@ def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Se
 
 @dataclass
 class StepOutput:
-    """What a step gave besides its loss."""
+    """Hold what a step gave besides its loss."""
 
     names: tuple[Name, ...] = ()
     values: Tensor | None = None

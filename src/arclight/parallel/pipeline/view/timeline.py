@@ -75,7 +75,7 @@ def _check(trace: Trace, predicted: Trace | None) -> None:
 
 
 class _Figures:
-    """What the page says of one step, reckoned once."""
+    """Compute what the page says of one step, once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.seconds = trace, trace.seconds

@@ -62,7 +62,10 @@ def begin(
 def _begun(
     model: nn.Module, fresh: dict[torch.Tensor, list[str]], device: torch.device, seed: int
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """What takes the place of each tensor in ``fresh``. ``model`` has them while its modules begin, and is then as before."""
+    """Initialise ``fresh`` tensors; gives what takes the place of each.
+
+    ``model`` has them while its modules begin, and is then as before.
+    """
     distributions = declarations(model)
     made: dict[torch.Tensor, torch.Tensor] = {}
     waiting: dict[torch.Tensor, str] = {}
@@ -177,7 +180,7 @@ class _Draws(TorchDispatchMode):
             self._memory.append(tensor.detach())
 
     def has_value(self, tensor: torch.Tensor, now: torch.Tensor | None = None) -> bool:
-        """Whether what waited for a value has one, in its place or in what a module put there ``now``."""
+        """Return True once what waited for a value has one, in place or as what a module put there ``now``."""
         if now is not None and now is not tensor:
             return not now.is_meta
         if tensor not in self._waiting or not tensor.numel():

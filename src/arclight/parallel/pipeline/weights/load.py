@@ -21,7 +21,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded for some stages."""
+    """Report what was loaded for some stages."""
 
     names: dict[str, str]
     """For each tensor, by the first of its names, the name that it has in the files."""
@@ -123,7 +123,7 @@ def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known
 
 @dataclass(frozen=True)
 class _Move:
-    """How names of a stage become names in the files."""
+    """Map names of a stage to names in the files, by a prefix."""
 
     add: str = ""
     drop: str = ""
@@ -135,7 +135,7 @@ class _Move:
         return f"{self.add}.{bare}" if self.add else bare
 
     def covers(self, name: str) -> bool:
-        """Whether ``name`` is one of those that it is for, so that files with it as it is are not meant so."""
+        """Return True for names that it is for, so that files with them as they are are not meant."""
         return bool(self.add) or name.startswith(f"{self.drop}.")
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ class _Move:
 
 
 def _given(known: list[str], files: WeightFiles, prefix: str) -> _Move:
-    """What the given prefix means: files alone have it, the model alone has it, or (as it is then not needed) both."""
+    """Interpret the given prefix: files alone have it, the model alone, or (not needed) both."""
     in_files = any(name.startswith(f"{prefix}.") for name in files)
     in_model = any(name.startswith(f"{prefix}.") for name in known)
     if not in_files and not in_model:

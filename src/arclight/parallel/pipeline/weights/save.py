@@ -76,7 +76,7 @@ def save(
 
 
 def _share_out(everyones: list[dict[str, _Entry]]) -> dict[str, int]:
-    """Which process writes each tensor: of those that hold it the one with least to write so far."""
+    """Assign each tensor to the process that holds it and has least to write so far."""
     holders: dict[str, list[int]] = {}
     seen: dict[str, _Entry] = {}
     for rank, entries in enumerate(everyones):
@@ -190,7 +190,7 @@ def _dtype(files: list[_File], everyones: list[dict[str, _Entry]]) -> str | None
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What each process of the group has, in the order of ranks."""
+    """Gather what each process of the group has, in the order of ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -199,7 +199,10 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _together(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` gives on each process. Where it fails on one all raise, so that none waits for another."""
+    """Run ``work`` on each process, and gather its results.
+
+    Where it fails on one all raise, so that none waits for another.
+    """
     error: Exception | None = None
     result = None
     try:

@@ -66,7 +66,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a traced graph is true for."""
+    """Hold what a traced graph is true for, and refuse anything else."""
 
     name: str
     spec: TreeSpec
@@ -145,7 +145,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _read(model: nn.Module, program: Any, frame: Frame) -> Exported:
-    """What the placeholders and the result of an exported program stand for."""
+    """Read what the placeholders and the result of an exported program stand for."""
     first = first_names(model)
     states: dict[fx.Node, str] = {}
     parameters, persistent = set[fx.Node](), set[fx.Node]()

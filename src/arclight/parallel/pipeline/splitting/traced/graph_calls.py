@@ -53,7 +53,7 @@ class GraphMemory:
 
 
 def targets(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[Any]:
-    """What an operation calls: itself, and all that the graphs within it do."""
+    """Yield what an operation calls: itself, and all that the graphs within it do."""
     yield node.target
     for part in _within(node, parts):
         for inner in part.graph.nodes:
@@ -123,7 +123,7 @@ _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "con
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """Which operations belong to which call."""
+    """Map operations of a traced graph to calls."""
 
     graph: CallGraph
     members: tuple[tuple[Node, ...], ...]
@@ -165,7 +165,10 @@ def find_calls(exported: Exported) -> TracedCalls:
 
 
 def _operations(graph: fx.Graph) -> Iterator[Node]:
-    """What the graph computes, in order: parts of a result directly after it, checks of what is fixed anyway left out."""
+    """Yield what the graph computes, in order, with parts of a result directly after it.
+
+    Checks of what is fixed anyway are left out.
+    """
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr") or "_assert_tensor_metadata" in str(node.target):
             continue
@@ -233,7 +236,7 @@ def _own(exported: Exported, order: Sequence[Node], memory: GraphMemory) -> set[
 
 
 def _weights(exported: Exported, node: Node) -> bool:
-    """Whether an operation uses a parameter, or a buffer in the place of one."""
+    """Return True for operations that use a parameter, or a buffer in the place of one."""
     product = any(kind in str(node.target) for kind in _PRODUCTS)
     return any(
         before in exported.parameters or (product and before in exported.persistent) for before in node.all_input_nodes
@@ -295,7 +298,7 @@ def _forbidden(exported: Exported, spine: Sequence[Node], memory: GraphMemory) -
 
 
 def _fixed(node: Node) -> bool:
-    """Whether an operation gives a tensor of a size that is known."""
+    """Return True for operations that give a tensor of known size."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
 

@@ -26,7 +26,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True)
 class _Program:
-    """What a stage computes, as a graph whose placeholders are what it receives, inputs, states and constants, in this order."""
+    """Hold a stage's graph; its placeholders are what it receives, inputs, states and constants."""
 
     number: int
     receives: tuple[Value, ...]
@@ -205,13 +205,13 @@ class TracedModel:
         )  # fmt: skip
 
     def _nodes(self, cuts: StageAssignment, value: Value) -> list[fx.Node]:
-        """What of the whole graph a value is: the result of an operation, or all that stands for a parameter that is sent."""
+        """Find a value in the whole graph: an operation's result, or all nodes of a sent parameter."""
         if value.call != SENT:
             return [self.calls.nodes[value]]
         return [node for node, name in self.exported.states.items() if name == cuts.sent[value.leaf]]
 
     def _glue_for(self, members: set[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
-        """What belongs to no call and is needed by these operations, with all that writes to it."""
+        """Collect what belongs to no call and these operations need, with all that writes to it."""
         glue, found = set(self.calls.glue), set[fx.Node]()
         waiting = [before for node in members for before in node.all_input_nodes] + list(results)
         while waiting:
