@@ -75,7 +75,7 @@ def draw(
     shape = tuple(shape)
     part = part if part is not None else tuple(slice(0, size) for size in shape)
     bounds = [where.indices(size)[:2] for where, size in zip(part, shape, strict=True)]
-    out = torch.empty([stop - start for start, stop in bounds])
+    out = torch.empty([stop - start for start, stop in bounds], dtype=torch.float32)
     if isinstance(distribution, Constant):
         return out.fill_(distribution.value)
     if not out.numel():
@@ -94,7 +94,7 @@ def draw(
 
 def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number_of(f"{seed}\0{name}\0{number}"))
-    values = torch.empty(shape)
+    values = torch.empty(shape, dtype=torch.float32)  # whatever the default: other types draw other numbers
     if distribution.cut is None:
         return values.normal_(0.0, distribution.std, generator=generator)
     limit = distribution.cut * distribution.std
