@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.parallel import Plan
+from arclight.parallel import Plan, PlanStrategy
 from arclight.text import LanguageModel, TextDataModule, build_model
 from arclight.text.data.data_settings import Bytes, Text
 from arclight.text.loss import cross_entropy
@@ -134,7 +134,7 @@ def fit(
     vocabulary = build_on_meta(model).config.vocab_size
     module = LanguageModel(Language(model=model, data=Text(sequence_length=length), sampling=None), vocabulary)
     trainer = al.Trainer(
-        max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else plan.strategy(),
+        max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else PlanStrategy(plan),
         logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, **options,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

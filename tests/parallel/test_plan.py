@@ -106,7 +106,7 @@ def test_a_trainer_takes_a_plan() -> None:
     with pytest.raises(PlanError, match="for 4 processes"):
         al.Trainer(accelerator="cpu", strategy=Plan(tp=4), devices=2, logger=False)
     with pytest.raises(PlanError, match="30 tokens"):
-        Plan(tp=4).strategy(sequence_length=30)
+        PlanStrategy(Plan(tp=4), sequence_length=30)
 
 
 def test_blocks_are_found_without_being_named() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.distributed.optimizer_names import key_by_name
-from arclight.parallel import Plan, PlanError, initialize
+from arclight.parallel import Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import DiLoCo
@@ -107,7 +107,7 @@ def fit(
     """Eight steps, or ``max_steps``: what each process records."""
     torch.manual_seed(5)
     trainer = al.Trainer(
-        accelerator="cpu", strategy=plan.strategy(start_method="fork"), precision="64-true", default_root_dir=folder,
+        accelerator="cpu", strategy=PlanStrategy(plan, start_method="fork"), precision="64-true", default_root_dir=folder,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False,
         callbacks=[*callbacks, Recorder(folder, save_at)], **{"max_steps": 8, "gradient_clip_val": CLIP, **options},
     )  # fmt: skip

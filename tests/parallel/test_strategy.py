@@ -20,7 +20,7 @@ import arclight as al
 from arclight import checkpoint
 from arclight.fabric.distributed.optimizer_names import key_by_name
 from arclight.fabric.strategies import DDPStrategy
-from arclight.parallel import Plan, PlanError, initialize
+from arclight.parallel import Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import ModelCheckpoint
@@ -111,11 +111,11 @@ def fit(
     """Twenty steps on global batches of twelve: the losses, and what logging made of them."""
     torch.manual_seed(11)
     curve = curve or Curve()
-    strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=16)
-    options = {"max_steps": STEPS, "enable_checkpointing": False} | options
+    strategy: Any = "auto" if plan is None else PlanStrategy(plan, start_method="fork", sequence_length=16)
+    options = {"max_steps": STEPS, "enable_checkpointing": False, "limit_val_batches": 2} | options
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
-        enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2, **options,
+        enable_progress_bar=False, callbacks=[curve, *more], **options,
     )  # fmt: skip
     share = plan.data_parallel if plan is not None else 1
     module = Language()
@@ -126,6 +126,13 @@ def fit(
         module, loader(GLOBAL_BATCH // share, 60, True), loader(GLOBAL_BATCH // share, 24, False), ckpt_path=ckpt
     )
     return trainer, curve.losses, module
+
+
+def test_a_plan_in_double_precision_begins_with_the_weights_of_one_process(tmp_path: Path) -> None:
+    options = {"precision": "64-true", "max_steps": 2, "limit_val_batches": 0}
+    _, expected, _ = fit(tmp_path / "one", **options)
+    _, found, _ = fit(tmp_path / "two", Plan(dp_shard=2), **options)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 QUICK = [Plan(dp_shard=2, tp=2), Plan(pp=2)]
@@ -186,7 +193,7 @@ class Plain(al.Module):
 def test_a_module_that_cannot_be_run_is_refused(
     tmp_path: Path, plan: Plan, precision: str, module: Any, message: str
 ) -> None:
-    strategy = plan.strategy(start_method="fork")
+    strategy = PlanStrategy(plan, start_method="fork")
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, max_steps=1, precision=precision, default_root_dir=tmp_path, logger=False,
         enable_checkpointing=False, enable_progress_bar=False,
@@ -217,7 +224,7 @@ class Normed(al.Module):
 def test_copies_of_a_model_may_evaluate_unequal_numbers_of_batches(tmp_path: Path) -> None:
     """All of them with the buffers of the model that is saved; also where nothing of it trains."""
     trainer = al.Trainer(
-        accelerator="cpu", strategy=Plan(dp_replicate=2).strategy(start_method="fork"), max_steps=3, logger=False,
+        accelerator="cpu", strategy=PlanStrategy(Plan(dp_replicate=2), start_method="fork"), max_steps=3, logger=False,
         default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
     module = Normed()
@@ -244,7 +251,7 @@ class Thaw(al.Callback):
 
 
 @pytest.mark.parametrize(
-    "strategy", [Plan(dp_replicate=2).strategy(start_method="fork"), DDPStrategy(start_method="fork")]
+    "strategy", [PlanStrategy(Plan(dp_replicate=2), start_method="fork"), DDPStrategy(start_method="fork")]
 )
 def test_gradients_of_what_begins_to_train_later_are_averaged(tmp_path: Path, strategy: Any) -> None:
     trainer = al.Trainer(
@@ -368,7 +375,7 @@ def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tens
 
 def test_fabric_takes_a_plan() -> None:
     wanted = by_hand(al.Fabric(accelerator="cpu", devices=1))
-    strategy = Plan(dp_replicate=2, tp=2).strategy(start_method="fork")
+    strategy = PlanStrategy(Plan(dp_replicate=2, tp=2), start_method="fork")
     found = al.Fabric(accelerator="cpu", strategy=strategy).launch(by_hand)
     assert found[0] == pytest.approx(wanted[0], abs=1e-5)
     assert found[1] == pytest.approx(wanted[1], abs=1e-5)
@@ -391,7 +398,7 @@ def uneven(fabric: al.Fabric) -> tuple[dict[str, Tensor], str]:
 
 
 def test_uneven_shares_begin_as_the_whole_and_uneven_sequences_are_refused() -> None:
-    strategy = Plan(dp_shard=2, tp=2).strategy(start_method="fork")
+    strategy = PlanStrategy(Plan(dp_shard=2, tp=2), start_method="fork")
     found, refused = al.Fabric(accelerator="cpu", strategy=strategy).launch(uneven)
     alone = build_model("llama3-debug", vocab_size=94, dim=36, layers=1, heads=6, kv_heads=2, hidden=46)
     initialize(alone, 3)

@@ -160,12 +160,14 @@ def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
         raise UsageError(
             f"a [plan] is a strategy of its own: leave out trainer.strategy = {settings.strategy!r}, or the plan"
         )
+    from arclight.parallel import PlanStrategy
+
     of_node, rest = divmod(plan.world_size, settings.num_nodes)
     if rest:
         raise UsageError(
             f"the plan needs {plan.world_size} processes, which do not divide among {settings.num_nodes} nodes"
         )
-    return {"strategy": plan.strategy(), "devices": of_node if settings.devices == "auto" else settings.devices}
+    return {"strategy": PlanStrategy(plan), "devices": of_node if settings.devices == "auto" else settings.devices}
 
 
 def check_plan(plan: Plan, module: Module) -> None:

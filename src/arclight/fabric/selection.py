@@ -117,8 +117,6 @@ def _named(strategy: Any) -> Strategy | None:
     """The strategy that a name or an object stands for; None for ``auto``."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         strategy = strategy()
-    if callable(getattr(strategy, "strategy", None)):  # a plan, which says how it is carried out
-        strategy = strategy.strategy()
     if isinstance(strategy, Strategy):
         return strategy
     name = strategy.lower() if isinstance(strategy, str) else strategy

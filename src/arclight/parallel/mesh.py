@@ -21,7 +21,7 @@ class Mesh:
         if not dist.is_initialized():
             raise PlanError(
                 "the processes of the plan have not found each other: call torch.distributed.init_process_group first, or let a "
-                "Trainer or Fabric do so with plan.strategy()"
+                "Trainer or Fabric do so with strategy=plan"
             )
         plan.check(world_size=dist.get_world_size())
         self.plan, self.device_type = plan, device_type

@@ -1,13 +1,23 @@
-"""The choice of a strategy, which also knows those of rooms above fabric by name; they are imported when they are asked for."""
+"""Choose a strategy, also those of rooms above fabric, which are imported when they are asked for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from arclight.fabric.selection import select
-from arclight.fabric.strategies import STRATEGY_REGISTRY
+from arclight.fabric import selection
+from arclight.fabric.strategies import STRATEGY_REGISTRY, Strategy
+from arclight.parallel.plan import Plan
 
 __all__ = ["select"]
+
+
+def select(*, strategy: Any = "auto", **options: Any) -> Strategy:
+    """Choose the strategy that a user asked for, as `arclight.fabric.selection.select` does; a `Plan` is one too."""
+    if isinstance(strategy, Plan):
+        from arclight.parallel.strategy import PlanStrategy
+
+        strategy = PlanStrategy(strategy)
+    return selection.select(strategy=strategy, **options)
 
 
 def _pipeline(**options: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
-from arclight.parallel import Pipeline, Plan, PlanError, initialize
+from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.pipeline.runtime.engine import LruCache
 from arclight.parallel.pipeline.runtime.runner import micro_batches
 from arclight.parallel.step_protocol import batch_loss
@@ -124,7 +124,10 @@ EXPERTS = Plan(pp=2, dp_shard=2, ep=2, micro_batches=2)
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [(Layers, SHARDS), *((kind, EXPERTS.strategy(start_method="fork", timeout=TIMEOUT)) for kind in (Mixture, Frozen))],
+    [
+        (Layers, SHARDS),
+        *((kind, PlanStrategy(EXPERTS, start_method="fork", timeout=TIMEOUT)) for kind in (Mixture, Frozen)),
+    ],
 )
 def test_a_shape_that_one_replica_meets_holds_nobody_up(kind: type[OfReplica], strategy: Any) -> None:
     found, expected = fit(kind(), strategy), in_one_process(kind())
@@ -138,7 +141,7 @@ def test_fewer_micro_batches_where_experts_meet_in_each_are_refused() -> None:
         ProcessRaisedException,
         match=r"batches of 1 and of 2 micro-batches, which wait for one another in each \(ep > 1",
     ):
-        fit(Mixture(samples=1), EXPERTS.strategy(start_method="fork", timeout=TIMEOUT))
+        fit(Mixture(samples=1), PlanStrategy(EXPERTS, start_method="fork", timeout=TIMEOUT))
 
 
 def test_a_batch_without_samples_is_refused() -> None:

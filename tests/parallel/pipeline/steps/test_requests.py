@@ -13,7 +13,7 @@ from tests.text.test_language_model import SMALL, fit
 import arclight as al
 from arclight.optim.schedule_settings import Constant
 from arclight.optim.settings import SGD
-from arclight.parallel import Pipeline, Plan, PlanError
+from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy
 from arclight.parallel.pipeline.steps.parallelize_steps import parallelize_steps
 from arclight.text.language_model import LanguageModel
 from arclight.text.settings import Language, Sampling
@@ -47,7 +47,7 @@ def trained(folder: Path, strategy: Any, overrides: dict[str, Any], model: str, 
 def test_a_language_model_trains_in_stages_as_alone(model: str, overrides: Any, tmp_path: Path) -> None:
     _, alone = trained(tmp_path / "1", "auto", overrides, model)
     asked = Pipeline(2, schedule="ZBVZeroBubble", micro_batches=3, evaluation_micro_batches=2, start_method="fork")
-    for strategy in (asked, Plan(pp=2).strategy(start_method="fork")):
+    for strategy in (asked, PlanStrategy(Plan(pp=2), start_method="fork")):
         watched = [Chosen()] if strategy is asked else []
         trainer, module = trained(tmp_path / "2", strategy, overrides, model, *watched)
         for name, value in alone.state_dict().items():

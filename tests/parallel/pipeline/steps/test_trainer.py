@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.parallel import Pipeline, Plan, PlanError, initialize
+from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.pipeline.steps.micro_batch import hides_targets, split_samples
 from arclight.parallel.step_protocol import batch_loss
 from arclight.text import build_model
@@ -136,7 +136,7 @@ STRATEGIES = [
     pytest.param(pipeline(2, schedule="Interleaved1F1B", micro_batches=4), marks=pytest.mark.slow),
     pytest.param(pipeline(2, schedule="DualPipeV", micro_batches=4), marks=pytest.mark.slow),
     pytest.param(pipeline(2, memory="1GiB", evaluation_micro_batches=3), marks=pytest.mark.slow),
-    Plan(pp=2, micro_batches=3).strategy(start_method="fork"),
+    PlanStrategy(Plan(pp=2, micro_batches=3), start_method="fork"),
 ]
 
 
@@ -519,7 +519,7 @@ class Runnable(Tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pipeline(2), Plan(pp=2).strategy(start_method="fork")], ids=["wish", "plan"])
+@pytest.mark.parametrize("strategy", [pipeline(2), PlanStrategy(Plan(pp=2), start_method="fork")], ids=["wish", "plan"])
 def test_modules_for_runners_may_have_tied_embeddings_too(tmp_path: Path, strategy: Any) -> None:
     def fitted(folder: str, chosen: Any) -> Any:
         module = Runnable()

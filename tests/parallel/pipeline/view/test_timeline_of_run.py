@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.parallel import Pipeline, Plan
+from arclight.parallel import Pipeline, Plan, PlanStrategy
 from arclight.parallel.pipeline import record
 from arclight.parallel.step_protocol import batch_loss
 from arclight.trainer.callbacks import PipelineTimeline
@@ -47,7 +47,7 @@ class Module(al.Module):
 def fit(folder: Path, callback: PipelineTimeline, plan: Plan | None, steps: int = 4) -> None:
     trainer = al.Trainer(
         accelerator="cpu", devices=1 if plan is None else plan.world_size, default_root_dir=folder, max_steps=steps, logger=False,
-        strategy="auto" if plan is None else plan.strategy(start_method="fork"), enable_checkpointing=False,
+        strategy="auto" if plan is None else PlanStrategy(plan, start_method="fork"), enable_checkpointing=False,
         enable_progress_bar=False, callbacks=[callback], limit_val_batches=1, val_check_interval=2,
     )  # fmt: skip
     batches = DataLoader(torch.randn(64, 16), batch_size=8)
