@@ -132,7 +132,8 @@ def test_a_plan_in_double_precision_begins_with_the_weights_of_one_process(tmp_p
     options = {"precision": "64-true", "max_steps": 2, "limit_val_batches": 0}
     _, expected, _ = fit(tmp_path / "one", **options)
     _, found, _ = fit(tmp_path / "two", Plan(dp_shard=2), **options)
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found == pytest.approx(expected, rel=1e-7)
 
 
 QUICK = [Plan(dp_shard=2, tp=2), Plan(pp=2)]
