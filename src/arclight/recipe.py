@@ -114,7 +114,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def imported(target: str) -> Any:
-    """What ``package.module:name`` or ``file.py:name`` names. Raises RecipeError where there is no such thing."""
+    """Import what ``package.module:name`` or ``file.py:name`` names. Raises RecipeError if there is none."""
     module_name, _, name = current(target).rpartition(":")
     path = Path(module_name).resolve() if module_name.endswith(".py") else None
     if path is not None:
@@ -160,7 +160,7 @@ def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
 
 
 class _Said(NamedTuple):
-    """What a recipe says at one place: in its file, and by a flag laid over it; MISSING where it says nothing."""
+    """Value of a recipe at one place, from its file and a flag laid over it; MISSING if there is none."""
 
     where: str
     file: Any
@@ -216,7 +216,7 @@ def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
 
 
 def _convert(hint: Any, said: _Said, default: Any = MISSING) -> Any:
-    """What is said as the type ``hint``. What does not fit goes to the problems."""
+    """Convert a value to the type ``hint``; record a problem if it does not fit."""
     classes, others, empty = _members(hint)
     if empty and (said.value is None or said.value == "none" or said.flag in ("None", "null")):
         return None
@@ -261,7 +261,7 @@ def _leaf(hint: Any, said: _Said) -> Any:
 
 
 def _spellings(hint: Any, text: str) -> Iterator[Any]:
-    """What a text typed on the command line may mean, the likeliest first: itself, a TOML value, a list."""
+    """List the meanings of a text of the command line, the likeliest first: itself, a TOML value, a list."""
 
     def value(part: str) -> Any:
         with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -310,7 +310,7 @@ def _members(hint: Any) -> tuple[list[Any], list[Any], bool]:
 
 
 def _item(hint: Any) -> Any:
-    """What a list of tables has as its items; None for any other type."""
+    """Return the item type of a list of tables; None for any other type."""
     inner = typing.get_args(hint) if typing.get_origin(hint) in (list, tuple) else ()
     return inner[0] if inner and _members(inner[0])[0] else None
 

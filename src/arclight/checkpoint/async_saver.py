@@ -1,4 +1,4 @@
-"""Saving while training goes on: tensors are copied aside at once, and written in the background."""
+"""Save while training goes on: copy tensors to host memory, write them in the background."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any:
-    """What ``torch.save`` put into a file (a path, or an open one), without running anything from it.
+    """Read a file of ``torch.save`` (a path, or an open one) without running anything from it.
 
     Raises CheckpointError for a file that is damaged or holds objects that only unpickling could restore.
     """

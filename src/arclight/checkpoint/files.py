@@ -131,17 +131,17 @@ def make_staging(path: Path) -> Path:
 
 
 def data_folder(staging: Path) -> str:
-    """Where below the checkpoint's name its files are to lie; empty where the whole folder moves there."""
+    """Return the folder below the checkpoint's name for its files; empty if the whole folder moves."""
     return staging.name if remote.is_remote(staging) else ""
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has that name, be it a link to nothing."""
+    """Return True if something has that name, be it a link to nothing."""
     return path.exists() or path.is_symlink()
 
 
 def is_empty(path: Path) -> bool:
-    """Whether it is a folder with nothing in it, or nothing but what killed saves left at an address."""
+    """Return True if it is a folder with nothing in it, or nothing but what killed saves left at an address."""
     if not path.is_dir():
         return False
     return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())
@@ -190,6 +190,6 @@ def discard(path: Path) -> None:
 
 
 def _is_published(staging: remote.RemotePath) -> bool:
-    """Whether the manifest that counts names this folder."""
+    """Return True if the manifest that counts names this folder."""
     manifest = staging.parent / MANIFEST
     return manifest.exists() and staging.name.encode() in manifest.read_bytes()

@@ -1,4 +1,4 @@
-"""Loading a part of a checkpoint: which entries are wanted, by name or pattern, and whether weights are numbers."""
+"""Select entries of a checkpoint by name or pattern; find NaN in weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _listed(patterns: Iterable[str]) -> list[str]:
 
 
 def _below(name: str, pattern: str) -> bool:
-    """Whether `name` or something above it matches."""
+    """Return True if `name` or something above it matches."""
     if name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern):
         return True  # by its letters first: a name may hold what stands for others in a pattern
     parts = name.split(".")
@@ -86,7 +86,7 @@ _NOTHING = object()
 
 
 def _part(node: Any, name: str, keep: Any) -> Any:
-    """What of an encoded value is kept; _NOTHING where nothing is. An item of a list that is not kept is an empty dict."""
+    """Filter an encoded value; _NOTHING if nothing is kept."""
     kind = node.get("$") if isinstance(node, dict) else None
     if kind == "tensors":
         names = [tensor for tensor in node["names"] if keep(f"{name}.{tensor}")]

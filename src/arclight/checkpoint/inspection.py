@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read from its manifest alone."""
+"""Summarise a checkpoint from its manifest alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Inspection:
         return table
 
     def _spread(self) -> str:
-        """Who wrote it, where that was more than one process."""
+        """Describe the processes that wrote it, if there were several."""
         if self.ranks == 1:
             return ""
         sizes: dict[str, int] = {}

@@ -51,7 +51,7 @@ class EntrySummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` says."""
+    """Content of ``manifest.json``."""
 
     created: str
     """Time of writing, ISO 8601 in UTC."""
@@ -71,7 +71,7 @@ class Manifest:
     """Over which meshes tensors were spread: dimension -> size."""
 
     def at(self, path: Path, name: str) -> Path:
-        """Where a file of the checkpoint at `path` lies."""
+        """Return the path of a file of the checkpoint at `path`."""
         return path / self.data / name if self.data else path / name
 
     def to_json(self) -> str:
@@ -170,7 +170,7 @@ ADVICE = (
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a folder that holds a checkpoint, be it sound or damaged."""
+    """Return True if `path` is a folder that holds a checkpoint, be it sound or damaged."""
     try:
         with (path / NAME).open("rb") as file:
             return FORMAT.encode() in file.read(200) or (path / STATE).exists()

@@ -173,7 +173,7 @@ def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _
 
 
 def is_explained(error: Exception) -> bool:
-    """Whether an error's text says already where it happened and what to do."""
+    """Return True if an error's text says already where it happened and what to do."""
     return bool(getattr(error, "says_what_to_do", False))
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are there, which is the newest good one, and which may go."""
+"""Find, prune, remove and copy the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) 
 
 
 def _all_but(keep: int, ordered: list[Path], unreadable: list[Path]) -> list[Path]:
-    """What goes where `keep` of them stay, oldest first. One whose files are cut off counts as unreadable."""
+    """List the checkpoints to remove so that `keep` stay, oldest first; cut-off ones count as unreadable."""
     older, kept = list(ordered), list[Path]()
     unreadable = list(unreadable)
     while older and len(kept) < keep:

@@ -1,4 +1,4 @@
-"""Saving, loading and verifying a checkpoint."""
+"""Save, load and verify a checkpoint."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
 
 
 def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
-    """What is wrong with every `step`-th file, largest first."""
+    """List the problems of every `step`-th file, largest first."""
     try:
         for _ in range(_ATTEMPTS):
             manifest = read_manifest(path)

@@ -1,4 +1,4 @@
-"""Tensors that are still in their files: each process reads of them what it keeps."""
+"""Tensors whose values are still in their files: each process reads the boxes that it keeps."""
 
 from __future__ import annotations
 

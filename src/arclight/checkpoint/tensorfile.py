@@ -72,7 +72,7 @@ def write_values(file: HashedFile, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its file."""
+    """Position, type and shape of a tensor in its file."""
 
     dtype: torch.dtype
     shape: list[int]

@@ -159,7 +159,7 @@ class Encoder:
         raise _unfit(item, path)
 
     def tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
-        """What stands for a tensor in JSON."""
+        """Encode a tensor as its place in a file."""
         check_tensor(tensor, path)
         key = view_of(tensor)
         if key not in self._names:
@@ -212,7 +212,7 @@ def check_tensor(tensor: torch.Tensor, path: Iterable[str]) -> None:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether a value is a non-empty dict of names to tensors that can be a safetensors file of its own."""
+    """Return True if a value is a non-empty dict of names to tensors that can be a safetensors file of its own."""
     return (
         isinstance(value, dict)
         and bool(value)
@@ -237,7 +237,7 @@ def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dic
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common when they are the same numbers in the same memory."""
+    """Return a key that is equal for two tensors that are the same view of the same memory."""
     if not tensor.numel():
         return (id(tensor),)
     place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,4 +1,10 @@
-"""How samples arrive: order and randomness depend on (seed, epoch, batch) only, so that runs resume exactly."""
+"""Resumable data. Order and randomness depend on (seed, epoch, batch) only, so that runs resume exactly.
+
+In: a user's DataLoader or token shards; out: batches from any position of any epoch. Open ``loader`` first; ``sampling`` assigns samples
+to batches and ranks, ``seeding`` isolates generators, ``fetching`` loads in workers, ``combined`` reads several loaders as one.
+``token_shards``, ``packing``, ``token_samples``, ``mixture`` and ``computed_order`` are the way of a text corpus; ``sites`` splits data
+among federated clients.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Several loaders read as one: side by side or one after the other."""
+"""Read several loaders as one, side by side or in sequence; resume such a combination at any batch."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _walk(tree: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key, index or field; None for a leaf."""
+    """Return the children of a container by key, index or field; None for a leaf."""
     if isinstance(tree, dict):
         children = dict(tree)
     elif type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
@@ -258,12 +258,12 @@ def _rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
 
 
 def is_loader(item: Any) -> bool:
-    """Whether `item` gives batches when iterated, rather than being a batch or part of one."""
+    """Return True if `item` gives batches when iterated, rather than being a batch or part of one."""
     return hasattr(item, "__iter__") and not isinstance(item, (list, tuple, Mapping, str, bytes, torch.Tensor))
 
 
 def holds_loaders(source: Any) -> bool:
-    """Whether `source` is a non-empty tree of loaders (and not one loader, nor a list of ready batches)."""
+    """Return True if `source` is a non-empty tree of loaders (and not one loader, nor a list of ready batches)."""
     if isinstance(source, dict):
         parts: Any = source.values()
     elif isinstance(source, (list, tuple)):
@@ -313,7 +313,7 @@ class ResumableCombination:
 
     @property
     def sized(self) -> bool:
-        """Whether the number of rows is known before they are read."""
+        """Return True if the number of rows is known before they are read."""
         return self.count() != math.inf
 
     def __len__(self) -> int:
@@ -362,7 +362,7 @@ class ResumableCombination:
         """None, see `place_of`."""
 
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
-        """Where the parts stood after `batch` rows of `epoch` (default: the newest), up to three back.
+        """Return the parts' positions after `batch` rows of `epoch` (default: the newest), up to three back.
 
         Empty where no state is needed. Raises ValueError for a row further back.
         """

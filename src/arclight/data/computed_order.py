@@ -17,7 +17,7 @@ _CHUNK = 4096
 
 @runtime_checkable
 class ComputedOrder(Protocol):
-    """What makes a sampler one: `EpochSampler` asks it for the samples it needs, wherever in the epoch they are."""
+    """Sampler that computes the samples at any positions of an epoch, which `EpochSampler` asks for."""
 
     def __len__(self) -> int: ...
 

@@ -13,7 +13,7 @@ from arclight.data.seeding import OwnGenerator, isolated_rng, own_generators
 
 
 class Fetch(NamedTuple):
-    """What travels to the process that loads a batch."""
+    """Message to the process that loads a batch."""
 
     epoch: int
     batch: int

@@ -110,7 +110,7 @@ class ResumableLoader:
 
     @property
     def sized(self) -> bool:
-        """Whether the number of batches is known before they are read."""
+        """Return True if the number of batches is known before they are read."""
         try:
             len(self)
         except (TypeError, NotImplementedError):
@@ -132,7 +132,7 @@ class ResumableLoader:
 
     @property
     def positioned(self) -> bool:
-        """Whether any batch can be reached at once, without state and without reading those before it."""
+        """Return True if any batch can be reached at once, without state and without reading those before it."""
         return self._map_style
 
     def place_of(self, epoch: int, batch: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Which tokens form a sample: windows of the stream, or whole documents side by side.
+"""Lay out tokens as samples: windows of the stream, or packed whole documents.
 
 A sample has ``length`` predictions. It is made of pieces: ``(start, predictions)`` stands for the tokens ``start`` up to
 ``start + predictions + 1`` of the stream, each of which but the first is predicted from those before it.
@@ -24,7 +24,7 @@ _GROUP = 2**20  # documents that are packed together: bounds memory, costs a han
 
 
 class Layout(Protocol):
-    """What says which pieces a sample has."""
+    """Layout of samples: the pieces of the stream that each has."""
 
     shards: TokenShards
     length: int

@@ -30,7 +30,7 @@ def keys_of(*parts: int | npt.NDArray[Any]) -> Keys:
 
 
 def permute(positions: npt.ArrayLike, size: int, key: Keys) -> Ints:
-    """Where each position of a shuffled sequence of ``size`` elements comes from: a bijection of 0..size - 1.
+    """Permute positions of a sequence of ``size`` elements: a bijection of 0..size - 1.
 
     positions: integers in [0, size), any number of them in one dimension. key: one for all, or one for each, see
     `keys_of`. Takes memory for what is asked for only. Raises ValueError for a position outside the sequence.

@@ -1,4 +1,4 @@
-"""Which samples form which batch on which rank: a pure function of (seed, epoch) and of the user's own sampler."""
+"""Assign samples to batches and ranks: a pure function of (seed, epoch) and the user's sampler."""
 
 from __future__ import annotations
 

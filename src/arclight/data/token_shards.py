@@ -35,7 +35,7 @@ class TokenShardError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFacts:
-    """What a shard's header says."""
+    """Content of a shard's header."""
 
     dtype: str
     tokens: int
@@ -100,7 +100,7 @@ def write_shard(
 
 
 def read_header(path: Path) -> ShardFacts:
-    """What a shard says of itself. Raises TokenShardError where it is no shard, or not all of it is there."""
+    """Read a shard's header. Raises TokenShardError if it is no shard, or cut off."""
     try:
         with path.open("rb") as file:
             header, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
@@ -180,7 +180,7 @@ class TokenShards:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
     def ends(self, first: int = 0, last: int | None = None) -> Ints:
-        """Where documents ``first`` up to ``last`` end in the stream: int64."""
+        """Return the ends of documents ``first`` up to ``last`` in the stream (int64)."""
         last = self.documents if last is None else last
         parts = [
             self._map(shard)[1][a:b].astype(np.int64) + self._first_token[shard]
@@ -189,7 +189,7 @@ class TokenShards:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def boundaries(self, start: int, stop: int) -> Ints:
-        """Where documents meet strictly between ``start`` and ``stop`` of the stream, ascending."""
+        """Return the document boundaries strictly between ``start`` and ``stop`` of the stream, ascending."""
         found = []
         for shard, a, b in self._spans(self._first_token, start, stop):
             ends = self._map(shard)[1]

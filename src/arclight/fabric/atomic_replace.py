@@ -1,4 +1,4 @@
-"""A folder or file that is replaced by another in one step, so that one of the two is whole whenever a process is killed.
+"""Replace a folder or file by another in one step, so that one of the two is whole whenever a process is killed.
 
 A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
 file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
@@ -132,7 +132,7 @@ def _leave(folder: Path) -> None:
 
 
 def _alive(match: re.Match[str]) -> bool:
-    """Whether the process that made a temporary folder may still be at work on it."""
+    """Return True if the process that made a temporary folder may still be at work on it."""
     if match["host"] != _HOST:
         return True  # another machine's processes cannot be seen from here
     pid = int(match["pid"])

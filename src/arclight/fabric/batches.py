@@ -110,7 +110,7 @@ def batch_sizes(batch: Any) -> Iterator[int]:
 
 
 def _parts(batch: Any) -> Iterable[Any]:
-    """What to look at in a batch that is no tensor."""
+    """Return the items to look at in a batch that is no tensor."""
     if isinstance(batch, Mapping):
         return batch.values()
     if isinstance(batch, (tuple, list)):

@@ -240,7 +240,7 @@ def _restore_interpreter(state: dict[str, Any]) -> None:
 
 @dataclass
 class _Job:
-    """What the new processes do, and how they begin."""
+    """Job of the new processes, and the state that they start from."""
 
     num_processes: int
     shared: dict[str, str]

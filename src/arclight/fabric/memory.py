@@ -8,7 +8,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device, or the host, had no memory left."""
+    """Return True if ``error`` says that a device, or the host, had no memory left."""
     return is_out_of_device_memory(error) or is_out_of_library_memory(error) or is_out_of_host_memory(error)
 
 
@@ -20,7 +20,7 @@ def is_out_of_device_memory(error: BaseException) -> bool:
 
 
 def is_out_of_library_memory(error: BaseException) -> bool:
-    """How cuDNN says that there was no room for its workspace."""
+    """Return True for cuDNN's error about too little memory for its workspace."""
     return _says(error, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
 
 

@@ -1,4 +1,4 @@
-"""How new modules come into being: in which contexts, without first values, or at first without memory."""
+"""Create modules without initial values or on the meta device; find and restore tied parameters."""
 
 from __future__ import annotations
 

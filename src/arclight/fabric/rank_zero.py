@@ -1,4 +1,4 @@
-"""What only the first of all processes does: write, warn, talk to a service."""
+"""Run functions on rank zero only: write, warn, talk to a service."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Registry(dict[str, dict[str, Any]]):
         return enter if cls is None else enter(cls)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What ``name`` stands for, made with its arguments; else ``default``. Raises KeyError without one."""
+        """Make the object that ``name`` stands for; else ``default``. Raises KeyError without one."""
         if name in self:
             return self[name][self.kind](**self[name]["init_params"])
         if name in installed(self.plural):

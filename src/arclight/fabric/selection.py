@@ -1,4 +1,4 @@
-"""From what a user asks for to one strategy that holds it all: accelerator, devices, environment, precision."""
+"""Select a strategy and its accelerator, devices, environment and precision from a user's arguments."""
 
 from __future__ import annotations
 
@@ -207,5 +207,5 @@ def _precision(choice: Any, accelerator: Accelerator) -> Precision:
 
 
 def is_interactive() -> bool:
-    """Whether Python runs at a prompt or in a notebook."""
+    """Return True if Python runs at a prompt or in a notebook."""
     return hasattr(sys, "ps1")

@@ -1,4 +1,9 @@
-"""Optimizers, learning-rate schedules and parameter groups."""
+"""Optimizers, learning-rate schedules and parameter groups.
+
+In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say.
+``groups`` assigns parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``muon``), ``schedules`` are curves of the
+learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with moments in float32 or bfloat16."""
+"""Update rules that work element by element: AdamW, with moments in float32 or bfloat16, and SGD with momentum."""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 Muon: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon.
 Scale by root mean square: J. Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
 NorMuon: Z. Li et al. 2025, "NorMuon: making Muon more efficient and scalable", arXiv 2510.05491, algorithm 1.
+
+A matrix that is sharded over n ranks must be whole to be orthogonalised. Gathering every matrix everywhere would send n times the bytes
+and do the work n times. Here matrices of one shape are taken together and dealt out (:func:`deal`): one all-to-all brings each rank
+some of them, whole, another takes the results back (:func:`collect`); a mesh with several dimensions does one after the other along
+each that shards rows or columns. Dimensions that replicate a tensor, or shard a stack of matrices (experts), exchange nothing.
 """
 
 from __future__ import annotations
@@ -212,13 +217,13 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
 
 
 def _dealt(count: int, hop: Hop, first: int) -> list[int]:
-    """How many of ``count`` matrices each process gets; those left over go to the processes from ``first`` on."""
+    """Count the matrices that each rank gets; those left over go to the ranks from ``first`` on."""
     size = len(hop.sizes)
     return [count // size + ((rank - first) % size < count % size) for rank in range(size)]
 
 
 def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch.Tensor:
-    """From this process's part of all ``matrices`` (M, r, c) to some of them, whole: (M', R, C). A collective."""
+    """Exchange this rank's part of all ``matrices`` (M, r, c) for some full ones (M', R, C). A collective."""
     for hop in reversed(hops):
         counts = _dealt(len(matrices), hop, first)
         mine, (_, rows, columns) = counts[hop.rank], matrices.shape

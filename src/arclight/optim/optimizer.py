@@ -1,4 +1,4 @@
-"""One optimizer for groups of several kinds, whose state is kept under the names of parameters."""
+"""One optimizer for groups of several kinds, whose state is keyed by parameter name; restore any optimizer's state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision"
 
 
 class Rule(Protocol):
-    """How the parameters of one kind of group are updated. It has no state of its own."""
+    """Update rule of one kind of parameter group; it has no state of its own."""
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What is kept for ``parameter``, before its first step; spread over processes as it is."""
+        """Make the state of ``parameter`` before its first step, sharded as the parameter is."""
         ...
 
     def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Schedule(Checked):
-    """What the schedules have in common."""
+    """Base of the schedules' settings."""
 
     warmup: NonNegativeInt | Fraction = 0.05
     """Warm-up: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""

@@ -26,7 +26,7 @@ def _check_pattern(name: str, pattern: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule(Checked):
-    """What the optimizers have in common."""
+    """Base of the optimizers' settings."""
 
     pattern: str = ""
     """In the groups of ``mixed``: regular expression, searched in parameter names."""

@@ -1,4 +1,4 @@
-"""Tensors side by side in memory, and how their numbers are rounded."""
+"""Round to bfloat16 at random, alike on every mesh; align gradients with their parameters in memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,5 @@
-"""Checkpoints of sharded state: ``plan`` decides which rank writes what, ``writer`` writes, ``reader`` opens them on any number of processes."""
+"""Checkpoints of sharded state. In: DTensors on every rank; out: one folder, which opens on any number of ranks.
+
+Open ``plan`` first: which rank writes which part. ``writer`` writes parts and manifest, ``reader`` opens a checkpoint so that each rank
+reads what it keeps.
+"""

@@ -1,4 +1,4 @@
-"""Who writes what of a state that is spread over processes.
+"""Plan which rank writes which part of a sharded state.
 
 Every process takes its own state apart: values become JSON, tensors stay where they are and are described by the boxes
 of them that this process holds. The descriptions go round once, and every process works out the same plan: each box is
@@ -30,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorShards:
-    """What one process has of a tensor."""
+    """Boxes of one tensor that a rank holds."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -111,13 +111,13 @@ class EncodedShards(tree.Encoder):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Where every tensor of the state goes."""
+    """Files and writers of every tensor of a state."""
 
     shares: dict[Path, tuple[ShardFile, ...]]
     places: dict[Path, TensorShards] = field(repr=False)
 
     def own(self, rank: int) -> dict[Path, list[ShardFile]]:
-        """What process ``rank`` writes."""
+        """Select the boxes that process ``rank`` writes."""
         mine = {path: [share for share in shares if share.writer == rank] for path, shares in self.shares.items()}
         return {path: shares for path, shares in mine.items() if shares and self.places[path].same_as is None}
 
@@ -227,7 +227,7 @@ def merge_entries(first: Any, other: Any) -> Any:
 
 
 def _outline(node: Any) -> Any:
-    """What of a JSON value says which entries there are: keys, lengths of lists, and names in them."""
+    """Outline a JSON value: keys, lengths of lists, and names in them."""
     if isinstance(node, dict):
         if node.get("$") == "dict":
             return [[key, _outline(value)] for key, value in node["items"]]

@@ -1,4 +1,4 @@
-"""Opening a checkpoint so that each process reads of it what it keeps."""
+"""Open a checkpoint so that each rank reads what it keeps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def open_state(
 def _opened(
     path: Path, only: Iterable[str] | None, exclude: Iterable[str] | None, stored: Iterable[str] | None
 ) -> tuple[str, dict[str, Any]]:
-    """When the checkpoint was written, and its state."""
+    """Open a checkpoint: the time it was written, and its state."""
 
     def read(manifest: Manifest) -> dict[str, Any]:
         entries = read_entries(path, manifest)

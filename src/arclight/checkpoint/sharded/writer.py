@@ -1,4 +1,4 @@
-"""Saving a state that is spread over processes: each writes its parts, rank 0 what names them.
+"""Save a sharded state: each rank writes its parts, rank 0 the manifest that names them.
 
 The outcome is a checkpoint as any other, which opens on any number of processes: `arclight.checkpoint.load` puts the
 shares together, `load_shares` reads of each tensor only what a process keeps. All processes must see the same folder.
@@ -175,7 +175,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
 
 
 def capture_error(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `function` gives, or why it could not: others wait for the answer, so nothing may be raised yet."""
+    """Call `function`; return its result and None, or None and its error: other ranks wait, so nothing is raised."""
     try:
         return function(), None
     except (OSError, CheckpointError) as error:

@@ -320,7 +320,7 @@ class LightningCLI:
     def configure_optimizers(
         lightning_module: Module, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
-        """What the module's ``configure_optimizers`` gives where the command line names an optimizer; override to change it."""
+        """Return what ``configure_optimizers`` gives if the command line names an optimizer."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):

@@ -70,12 +70,12 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def is_available(cls) -> bool:
-        """Whether such groups exist on this platform."""
+        """Return True if such groups exist on this platform."""
 
     @classmethod
     @abstractmethod
     def is_initialized(cls) -> bool:
-        """Whether the processes have joined."""
+        """Return True if the processes have joined."""
 
     @classmethod
     @abstractmethod

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """How often something was made ready, started, processed and completed; ours counts completions."""
+    """Counts of what was made ready, started, processed and completed; ours counts completions."""
 
     ready: int
     started: int

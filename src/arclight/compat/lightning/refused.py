@@ -70,7 +70,7 @@ class Refused:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether such a device can be used: asked of every accelerator by code that chooses one."""
+        """Return True if such a device can be used: asked of every accelerator by code that chooses one."""
         return False
 
     def __init_subclass__(cls) -> None:

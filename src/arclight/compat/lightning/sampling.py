@@ -28,7 +28,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[int]):
 
 
 class _Indices(Dataset[int]):
-    """What a sampler draws, as a data set: drawn when it is first needed, again after :meth:`reset`."""
+    """Data set of a sampler's indices: drawn when first needed, again after :meth:`reset`."""
 
     def __init__(self, sampler: Sampler[Any] | BatchSampler) -> None:
         if not isinstance(sampler, Sized):

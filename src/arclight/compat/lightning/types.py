@@ -59,7 +59,7 @@ OptimizerLRScheduler = (
 
 @runtime_checkable
 class DistributedDataParallel(Protocol):
-    """What makes a wrapped module's gradients stay local for a while."""
+    """Wrapped module whose gradients can stay local for a while."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 

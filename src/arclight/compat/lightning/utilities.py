@@ -1,4 +1,4 @@
-"""Small functions of Lightning's that its users' code calls and ours has no use for."""
+"""Functions of Lightning's utilities that its users' code calls and ours has no use for."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _texts(member: StrEnum, source: str) -> list[str]:
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """How ``Trainer(gradient_clip_algorithm=...)`` limits gradients."""
+    """Algorithms of ``Trainer(gradient_clip_algorithm=...)``."""
 
     VALUE = "value"
     NORM = "norm"
@@ -79,7 +79,7 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Whether ``instance`` has a ``method_name`` of its own, other than that of ``parent`` (Module, DataModule, Callback).
+    """Return True if ``instance`` has a ``method_name`` of its own, other than that of ``parent`` (Module, DataModule, Callback).
 
     Raises ValueError where the parent cannot be told, or has no such method.
     """
@@ -98,7 +98,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def _code(method: Any) -> Any:
-    """What runs, below decorators and partial application."""
+    """Return the code that runs, below decorators and partial application."""
     while True:
         inner = method.func if isinstance(method, partial) else getattr(method, "__wrapped__", method)
         if inner is method:
@@ -109,7 +109,7 @@ def _code(method: Any) -> Any:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Whether a hook takes ``param`` by name, by ``*args`` unless ``explicit``, or has at least ``min_args`` arguments."""
+    """Return True if a hook takes ``param`` by name, by ``*args`` unless ``explicit``, or has at least ``min_args`` arguments."""
     spec = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = spec.args[1:]
     return (
@@ -222,7 +222,7 @@ def extract_batch_size(batch: Any) -> int:
 def has_len_all_ranks(
     dataloader: object, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Whether it knows its length; every rank must ask. Warns where there is nothing for any rank, or too little for this one.
+    """Return True if it knows its length; every rank must ask. Warns where there is nothing for any rank, or too little for this one.
 
     Raises RuntimeError where others have batches and this rank has none, unless that is allowed.
     """
@@ -246,7 +246,7 @@ def has_len_all_ranks(
 
 
 def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: float = 3) -> bool:
-    """Whether all processes see the same files below ``path`` (the working directory by default).
+    """Return True if all processes see the same files below ``path`` (the working directory by default).
 
     Rank 0 puts a file there for ``timeout`` seconds and the others look for it, so the place must be writable; every rank must
     call this. With one process, and for addresses such as ``s3://...``, the answer is yes.
@@ -278,7 +278,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, tim
 
 
 def reads_a_stream(loader: object) -> bool:
-    """Whether its dataset is an IterableDataset."""
+    """Return True if its dataset is an IterableDataset."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
@@ -291,7 +291,7 @@ def sized_len(loader: object) -> int | None:
 
 
 def has_len(loader: object) -> bool:
-    """Whether it knows its length; warns where that is 0, and where a stream's length may be wrong with workers."""
+    """Return True if it knows its length; warns where that is 0, and where a stream's length may be wrong with workers."""
     length = sized_len(loader)
     if length == 0:
         rank_zero_warn(f"`{type(loader).__name__}` returned 0 length. Please make sure this was your intention.")

@@ -1,4 +1,4 @@
-"""What a kind of device is to this package."""
+"""Define the interface of accelerators."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def is_available() -> bool:
-        """Whether this machine has such a device."""
+        """Return True if this machine has such a device."""
 
     @staticmethod
     @abstractmethod
     def auto_device_count() -> int:
-        """How many ``devices="auto"`` takes."""
+        """Return the number of devices that ``devices="auto"`` takes."""
 
     @staticmethod
     @abstractmethod
     def parse_devices(devices: Any) -> Any:
-        """What was given as ``devices=``, in the form that :meth:`get_parallel_devices` takes.
+        """Convert ``devices=`` to the form that :meth:`get_parallel_devices` takes.
 
         Raises TypeError or MisconfigurationError for what is not a choice of devices of this machine.
         """

@@ -49,12 +49,12 @@ class CUDAAccelerator(Accelerator):
 
 
 def num_cuda_devices() -> int:
-    """How many CUDA devices this process may see."""
+    """Return the number of CUDA devices visible to this process."""
     return torch.cuda.device_count()
 
 
 def is_cuda_available() -> bool:
-    """Whether this process can use CUDA."""
+    """Return True if this process can use CUDA."""
     return torch.cuda.is_available()
 
 

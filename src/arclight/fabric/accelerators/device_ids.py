@@ -1,4 +1,4 @@
-"""What may be given as ``devices=``: a count, which ones, or text for either."""
+"""Parse ``devices=``: a count, a list of ids, or text for either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over processes, seen from one of them. Imports nothing of torch.distributed."""
+"""Helpers for DTensors that import nothing of torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether ``tensor`` is one of which this process holds a part only (a DTensor)."""
+    """Return True if ``tensor`` is one of which this process holds a part only (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 

@@ -1,4 +1,4 @@
-"""What a process waits for, in words: the operation, the module and the line where its main thread is."""
+"""Describe what a process waits for: the operation, the module and the line of its main thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RankMissingError(RuntimeError):
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether ``error`` is what a collective raises when others do not come."""
+    """Return True if ``error`` is what a collective raises when others do not come."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (type(error) is RuntimeError and _FAILURE.search(str(error)) is not None)
 
 
 def main_thread_stack() -> str:
-    """Where this process's main thread is, as a traceback prints it."""
+    """Return the stack of this process's main thread, as a traceback prints it."""
     frame = _main_frame()
     return "".join(traceback.format_stack(frame)) if frame is not None else "  (it has ended)\n"
 

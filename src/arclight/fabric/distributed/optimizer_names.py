@@ -66,7 +66,7 @@ def key_by_name(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_optimizer_state(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
-    """What of a saved state belongs to ``optimizer``, counted as it counts; names in it are gone.
+    """Select the part of a saved state that belongs to ``optimizer``, keyed by its own numbers.
 
     Parameters are found by name where both sides know all names, else by count. Raises ValueError for a state that is kept
     by name and lacks a parameter of the optimizer.

@@ -1,4 +1,4 @@
-"""The meeting of all processes at a store, and a store that holds nothing of an attempt before.
+"""Open the store at which all processes meet, and one that holds nothing of an earlier attempt.
 
 An elastic launcher starts all processes anew when one is lost, and lets them meet at the store of before: what the lost
 ones left there (addresses, wishes, failures) would be taken for news. How often a node has restarted does not tell attempts
@@ -51,7 +51,7 @@ def open_rendezvous_store(address: str, port: int, rank: int, world_size: int, t
 
 
 def reuses_agent_store() -> bool:
-    """Whether the store of this process's launcher may be one of an attempt before."""
+    """Return True if the store of this process's launcher may be one of an attempt before."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

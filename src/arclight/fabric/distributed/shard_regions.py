@@ -1,4 +1,4 @@
-"""Which part of a tensor a process holds: boxes of it, exactly, for every way of spreading that a DTensor has.
+"""Compute the regions of a DTensor that this rank holds, for every placement.
 
 Along each dimension the indexes that a process holds are runs. ``Shard`` cuts them in chunks, as ``torch.chunk`` does.
 ``_StridedShard`` is how FSDP over tensor parallelism is written down: along one dimension the right dimension of the mesh

@@ -1,7 +1,7 @@
-"""Tensors of which every process holds a share: gather them, spread them, clip them, give them their first values.
+"""Gather, shard, clip and initialise sharded tensors.
 
-A shared tensor is a DTensor. Whole tensors are what checkpoints hold and users see, so that nothing but this module and
-the strategies that share models must know of shares.
+A sharded tensor is a DTensor. Full tensors are what checkpoints hold and users see, so that nothing but this module and
+the strategies that shard models must know of shards.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def from_local_tensor(part: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def accept_full_weights(module: nn.Module) -> None:
-    """From now on ``module.load_state_dict`` takes whole tensors."""
+    """Let ``module.load_state_dict`` take full tensors from now on."""
 
     def spread(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         own = dict(
@@ -106,7 +106,7 @@ def accept_full_weights(module: nn.Module) -> None:
 
 
 def accept_full_optimizer_state(optimizer: Optimizer) -> None:
-    """From now on ``optimizer.load_state_dict`` takes whole tensors, also those that are still in a file."""
+    """Let ``optimizer.load_state_dict`` take full tensors, also those still in a file."""
     if getattr(optimizer, "_takes_whole_moments", False):
         return
     optimizer._takes_whole_moments = True  # type: ignore[attr-defined]
@@ -284,7 +284,7 @@ def _draw(module: nn.Module, own: dict[str, torch.Tensor], reset: Any, device: t
 
 
 def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device, apart: bool) -> torch.Tensor:
-    """What of the whole ``value`` (rank 0's) this process keeps in ``place``."""
+    """Return the shard of the full ``value`` (rank 0's) that this rank keeps in ``place``."""
     whole = value.detach()
     if not apart and dist.is_available() and dist.is_initialized():
         dist.broadcast(whole, 0)

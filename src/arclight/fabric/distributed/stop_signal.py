@@ -1,4 +1,4 @@
-"""Stopping together: several processes agree on the step before which all of them stop, without a collective."""
+"""Agree on the step before which all ranks stop, without a collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Store(Protocol):
-    """What is needed of torch.distributed's key-value stores."""
+    """Part of torch.distributed's key-value store that a stop signal needs."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -81,7 +81,7 @@ class StopSignal:
             self.asked = True
 
     def due(self, position: int) -> bool:
-        """Whether to stop before whatever follows ``position``: the same answer on every rank.
+        """Return True if all ranks stop before whatever follows ``position``.
 
         Raises TimeoutError, naming them, where ranks leave this one without an answer.
         """
@@ -134,7 +134,7 @@ class StopSignal:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, interval: float = 0.02) -> bool:
-    """Whether ``condition`` came true within ``seconds``."""
+    """Return True if ``condition`` came true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Values from all processes to rank 0 without a collective: over the group's store, from any thread."""
+"""Gather values on rank 0 without a collective: over the group's store, from any thread."""
 
 from __future__ import annotations
 

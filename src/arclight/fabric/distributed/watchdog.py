@@ -1,4 +1,4 @@
-"""A thread beside each of several processes: it carries wishes to stop, and says who holds the others up or failed first."""
+"""Watch each process from a thread: carry stop signals, name the rank that hangs and the one that failed first."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else "unknown"
 
     def explain(self, error: BaseException) -> str:
-        """Why a collective failed: whom this rank waited for, or who has ended. Empty where that is not known."""
+        """Explain a failed collective: who was waited for, or who has ended; empty if unknown."""
         if self.verdict or self.store.check([FAILED_KEY]):
             return self.verdict
         answers = self._question()
@@ -191,7 +191,7 @@ class Watchdog:
 
 
 def collective_counts() -> dict[str, int]:
-    """How many collectives this process has entered, in each of its process groups."""
+    """Count the collectives that this process has entered, per process group."""
     from torch.distributed import distributed_c10d as c10d
 
     groups: list[tuple[Any, str]] = list(c10d._world.pg_names.items())

@@ -1,4 +1,4 @@
-"""What a cluster environment is: who started these processes, and which of them is this one?"""
+"""Define the interface of cluster environments: who started the processes, and ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ClusterEnvironment:
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process was started by such an environment."""
+        """Return True if this process was started by such an environment."""
         return False
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether something outside this program starts every process; otherwise the program starts them itself."""
+        """Return True if something outside this program starts every process; otherwise the program starts them itself."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Which environment started this process?"""
+"""Detect the cluster environment that started this process."""
 
 from __future__ import annotations
 

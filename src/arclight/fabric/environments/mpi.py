@@ -27,7 +27,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether mpi4py is there, with an MPI, and MPI counts more than one process."""
+        """Return True if mpi4py is there, with an MPI, and MPI counts more than one process."""
         if not _MPI4PY_AVAILABLE:
             return False
         try:

@@ -34,7 +34,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether ``srun`` started this process, and not as an interactive job."""
+        """Return True if ``srun`` started this process, and not as an interactive job."""
         _warn_unless_srun()
         return _started_by_srun()
 

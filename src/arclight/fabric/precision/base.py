@@ -1,4 +1,4 @@
-"""What a precision is: a handful of functions that a loop composes once; full precision adds nothing to a step."""
+"""Define the interface of precisions; full precision adds nothing to a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Precision:
         return nullcontext()
 
     def convert_output(self, data: Any) -> Any:
-        """What forward gave, with its floating tensors in the type that losses are computed in."""
+        """Convert the floating tensors of a forward's output to the dtype of losses."""
         return data
 
     def wrap(self, step: Step) -> Step:
@@ -93,7 +93,7 @@ class Precision:
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of this precision."""
+        """Return the state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which precision a user means; ``auto`` measures."""
+"""Resolve names of precisions; ``auto`` measures."""
 
 from __future__ import annotations
 

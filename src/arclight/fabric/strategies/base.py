@@ -1,4 +1,4 @@
-"""What a strategy is: how one model's training is shared between processes. One process is a strategy too."""
+"""Define the interface of strategies, and the strategy of one process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Strategy(Checkpointing):
 
     @property
     def launcher(self) -> Launcher:
-        """What starts the other processes, once for a program."""
+        """Launcher of the other processes, one for a program."""
         return Launcher()
 
     def setup_environment(self) -> None:
@@ -146,7 +146,7 @@ class Strategy(Checkpointing):
         self.stop.request(reason)
 
     def should_stop(self, position: int) -> bool:
-        """Whether all ranks stop before whatever follows ``position``; every rank asks at the same positions, in order."""
+        """Return True if all ranks stop before what follows ``position``; all ask at the same ones."""
         return self.stop.due(position)
 
     @property
@@ -336,11 +336,11 @@ class Strategy(Checkpointing):
         """
 
     def exchange(self, name: str, timeout: float) -> StoreGather | None:
-        """How a thread beside the loop tells rank 0 something; None where there is one process."""
+        """Make a channel by which threads beside the loop send values to rank 0; None for one process."""
         return None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether ``all`` (or any) ranks decided so."""
+        """Return True if ``all`` (or any) ranks decided so."""
         return decision
 
 

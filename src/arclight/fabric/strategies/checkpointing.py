@@ -13,13 +13,13 @@ from arclight.fabric.distributed.optimizer_names import add_parameter_names, nam
 
 
 class Checkpointing:
-    """What every strategy can do; those that share models out override parts of it."""
+    """Save and load state trees; strategies that shard models override parts of it."""
 
     checkpoint_io: Any
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes what all have alike."""
+        """Return True if this process writes what all have alike."""
         raise NotImplementedError
 
     def save_checkpoint(
@@ -73,7 +73,7 @@ class Checkpointing:
         return rest
 
     def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
-        """What ``io`` finds at ``path``; every rank calls this."""
+        """Read the checkpoint at ``path`` by ``io``; every rank calls this."""
         found: dict[str, Any] = io.load_checkpoint(path, **options)
         return found
 
@@ -82,7 +82,7 @@ class Checkpointing:
         return tree
 
     def state_of(self, value: Any, names: Mapping[torch.Tensor, str] | None = None) -> Any:
-        """What of an object goes into a checkpoint; an optimizer's parameters with their ``names``."""
+        """Return the state of an object for a checkpoint; an optimizer's with parameter ``names``."""
         if isinstance(value, nn.Module):
             return self.get_module_state_dict(value)
         if isinstance(value, Optimizer):
@@ -114,7 +114,7 @@ class Checkpointing:
         self.bare(module).load_state_dict(state_dict, strict=strict)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-        """What of ``weights`` is for this process's ``module`` to take or to refuse."""
+        """Select the ``weights`` that this process's ``module`` has to take or to refuse."""
         return weights
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Checkpointing:
         return add_parameter_names(optimizer, state, names)
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What of a ``whole`` tensor this process keeps beside ``like``."""
+        """Return the shard of a full tensor that this process keeps, sharded as ``like`` is."""
         return whole
 
     def portable(self, tree: Any) -> Any:

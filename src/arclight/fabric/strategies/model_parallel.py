@@ -79,7 +79,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def evaluates_together(self) -> bool:  # type: ignore[override]
-        """Where the user shared weights out over ``data_parallel``."""
+        """Return True if the user sharded weights over ``data_parallel``."""
         from torch.distributed.fsdp import FSDPModule
 
         return self.lightning_module is not None and any(
@@ -152,7 +152,7 @@ class ModelParallelStrategy(ShardedStrategy):
         """The user's FSDP units have done so in backward."""
 
     def _finish(self, module: nn.Module) -> None:
-        """What every model needs once it is spread."""
+        """Finish the set-up of a sharded model."""
         from torch.distributed.fsdp import FSDPModule
 
         from arclight.fabric.distributed import sharding

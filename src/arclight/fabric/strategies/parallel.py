@@ -99,7 +99,7 @@ class ParallelStrategy(Strategy):
         self.setup_distributed()
 
     def set_world_ranks(self) -> None:
-        """Where the program works out who is who, tell its environment; a cluster's own environment knows better."""
+        """Set ranks in the program's own environment; a cluster's environment knows better."""
         environment = self.cluster_environment
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + environment.local_rank())

@@ -1,4 +1,4 @@
-"""What of a module is called as a whole when its parts are gathered one by one."""
+"""Wrap a module whose parts FSDP gathers one by one, so that any step can be its forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies have in common that give every process a share of each tensor."""
+"""Share the code of strategies that shard tensors over processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Callbacks that come with the trainer, one class per file. A user's own is a subclass of ``Callback``."""
+"""Callbacks that come with the trainer. A user's own is a subclass of ``Callback``.
+
+In: hook calls; out: checkpoints, stops, changed weights, displays. ``checkpoint`` saves, ``progress`` displays, ``monitoring`` observes,
+``weights`` changes weights; each other file is one callback, and ``monitored`` are the checks of those that watch a logged value.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class EarlyStoppingReason(Enum):
-    """Why training was stopped."""
+    """Reasons for which training is stopped."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -165,7 +165,7 @@ class EarlyStopping(Callback):
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason(value), message
 
     def _evaluate_stopping_criteria(self, current: torch.Tensor) -> tuple[bool, str | None]:
-        """Whether to stop, and what to say about the value."""
+        """Decide whether to stop, and return the message about the value."""
         name, value, best, order = self.monitor, float(current), float(self.best_score), self.order_dict[self.mode]
         if self.check_finite and not math.isfinite(value):
             self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC

@@ -37,7 +37,7 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge = False
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any epoch accumulates."""
+        """Return True if any epoch accumulates."""
         return any(count > 1 for count in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""What happens to batches whose loss or gradient is no number, or whose loss jumps."""
+"""Skip, or roll back from, batches whose loss or gradient is NaN or infinite, or whose loss spikes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _History:
         """Good updates so far."""
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Whether the update of ``loss`` with gradients of ``norm`` is bad; the loss of a good one joins the history."""
+        """Return True if the update of ``loss`` with gradients of ``norm`` is bad; the loss of a good one joins the history."""
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         window = len(self.losses)
         if self.sigma is not None:

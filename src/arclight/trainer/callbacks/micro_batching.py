@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatching(Callback):
-    """When a training step runs out of memory, do it again in parts, and go on so for the rest of the run.
+    """Repeat a training step that runs out of memory in micro-batches, for the rest of the run too.
 
     The batch is cut along the first dimension of its tensors, or by the module's ``slice_batch(batch, start, stop)``, into
     parts of at most ``micro_batch_size`` samples, a number that is halved, with a notice, until the step succeeds;
@@ -78,7 +78,7 @@ class MicroBatching(Callback):
         return step
 
     def _smaller(self, trainer: Trainer, size: int, error: RuntimeError) -> bool:
-        """Whether to try again in smaller parts, whose size is then set."""
+        """Halve the micro-batch if that is possible; return True to try again."""
         tried = min(size, self.micro_batch_size or size)
         if not is_out_of_memory(error) or tried <= 1:
             return False

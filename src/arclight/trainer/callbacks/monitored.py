@@ -38,7 +38,7 @@ def check_mode(mode: str) -> None:
 
 
 def validates_once_per_epoch(trainer: Trainer) -> bool:
-    """Whether every training epoch ends with exactly one validation run, or there is none at all."""
+    """Return True if every training epoch ends with exactly one validation run, or there is none at all."""
     if not trainer.enable_validation:
         return True
     interval = trainer.val_check_interval

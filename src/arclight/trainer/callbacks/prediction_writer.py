@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(StrEnum):
-    """When a writer writes."""
+    """Intervals of a prediction writer."""
 
     BATCH = "batch"
     EPOCH = "epoch"

@@ -1,4 +1,4 @@
-"""Finding losses that jump: the run ends, and a file says which batches to leave out of the next one."""
+"""Stop at loss spikes, in a Fabric's loop and as a callback; a file says which batches to leave out of the next run."""
 
 from __future__ import annotations
 

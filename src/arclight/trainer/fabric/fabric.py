@@ -1,4 +1,4 @@
-"""Where Fabric's choices come from: arguments, or the command line that started the script."""
+"""Fabric: devices, precision and processes for people who write their own loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_
 
 
 def started_by_command_line() -> bool:
-    """Whether ``arclight run`` (or a launcher that sets the same variables) started this script's processes."""
+    """Return True if ``arclight run`` (or a launcher that sets the same variables) started this script's processes."""
     return os.environ.get("LT_CLI_USED") == "1"
 
 
@@ -90,7 +90,7 @@ def _devices(text: str) -> Any:
 
 
 def _nothing(*_: Any) -> None:
-    """What a launch without a function runs."""
+    """Do nothing: a launch without a function."""
 
 
 class FabricProcesses:

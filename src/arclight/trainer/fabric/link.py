@@ -1,4 +1,4 @@
-"""A Module in a loop of the user's own: what it logs, gathers and asks for goes to the Fabric that set it up."""
+"""Link a Module to the Fabric that set it up: what it logs and gathers goes there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FabricLink:
 
 
 class TrainerOfFabric:
-    """What a Module in a Fabric's loop sees as ``self.trainer``: the Fabric, under the names that both have."""
+    """Stand in for ``self.trainer`` in a Fabric's loop: the Fabric, under the names that both have."""
 
     def __init__(self, fabric: Any) -> None:
         self._fabric = fabric

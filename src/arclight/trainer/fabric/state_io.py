@@ -1,4 +1,4 @@
-"""How a Fabric's state becomes a checkpoint and a checkpoint a state."""
+"""Write and read the checkpoints of a Fabric."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StateIO:
         checkpoints.save_shares(path, checkpoint, processes)
 
     def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
-        """What :meth:`load_checkpoint` gives, with tensors that are still in their files."""
+        """Load as :meth:`load_checkpoint` does, with tensors that are still in their files."""
         return checkpoints.load_shares(path, processes)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What Fabric gives back for a module, an optimizer and a loader: the same thing, aware of precision and processes."""
+"""Wrap a module, an optimizer and a loader so that they know of precision and processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step"
 
 
 class BackwardState:
-    """Whether a backward pass is one that Fabric runs."""
+    """Flag that is set while Fabric runs a backward pass."""
 
     by_fabric = False
 
@@ -282,12 +282,12 @@ class FabricDataLoader:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Whether Fabric has set up ``obj``: a module (compiled or not), an optimizer or a loader."""
+    """Return True if Fabric has set up ``obj``: a module (compiled or not), an optimizer or a loader."""
     return isinstance(uncompiled(obj)[0], (FabricModule, FabricOptimizer, FabricDataLoader))
 
 
 def unwrap(obj: Any) -> Any:
-    """What Fabric was given for ``obj``, through lists, tuples and dicts; other objects as they are.
+    """Return what Fabric was given for ``obj``, through lists, tuples and dicts.
 
     Of a module it is the one that runs: the processes' wrapper, where there is one.
     """
@@ -319,7 +319,7 @@ def compiled_again(module: nn.Module, how: Any) -> nn.Module:
 
 
 def _needs_fabric_backward(strategy: Strategy) -> bool:
-    """Whether ``loss.backward()`` alone would give wrong gradients: a scale or the strategy's own part would be missing."""
+    """Return True if ``loss.backward()`` alone would give wrong gradients: a scale or the strategy's own part would be missing."""
     precision = strategy.precision
     if precision.scaler is not None or getattr(type(strategy), "backward", None) is not Strategy.backward:
         return True

@@ -1,4 +1,8 @@
-"""Loggers: where metrics and hyper-parameters are written. A user's own is a subclass of ``Logger``."""
+"""Loggers of metrics and hyper-parameters. A user's own is a subclass of ``Logger``.
+
+In: rows of numbers; out: files (``folder_logger``: CSV, TensorBoard) or a service's experiment (``hosted_logger``: MLflow, Weights & Biases,
+Comet, ClearML). Open ``logger`` first, their base; ``params`` converts hyper-parameters.
+"""
 
 from typing import TYPE_CHECKING
 

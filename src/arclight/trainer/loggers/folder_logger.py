@@ -1,4 +1,4 @@
-"""Where loggers that write files put them."""
+"""Base of loggers that write files: the folder of each version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every logger offers."""
+"""Base of loggers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Logger:
 
     @property
     def needs_folder(self) -> bool:
-        """Whether this logger was not told where to write, and wants the run folder."""
+        """Return True if this logger was not told where to write, and wants the run folder."""
         return False
 
     def use_folder(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """Where this version's files lie."""
+        """Folder of this version's files."""
         return self.root_dir
 
     @property

@@ -73,7 +73,7 @@ def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON cannot hold, as text."""
+    """Convert values that JSON cannot hold to text."""
     return {name: value if _fits_json(value) else str(value) for name, value in params.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which functions each action spent its time in."""
+"""Profile the functions of each action with cProfile."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was recorded stays in this process."""
+        """Leave the records in this process."""
         return {**self.__dict__, "profiled_actions": defaultdict(cProfile.Profile), "_running": []}

@@ -1,4 +1,4 @@
-"""What every profiler offers, and how it comes to see the functions of a run."""
+"""Base of profilers, and wrappers that record functions and iterators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Profiler:
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """What runs inside is one action."""
+        """Record the block as one action."""
         self.start(action_name)
         try:
             yield action_name

@@ -1,4 +1,4 @@
-"""How a trainer's profiler comes to see the functions of a run: they are wrapped when they are resolved, or not at all.
+"""Wrap the functions of a run for the trainer's profiler when they are resolved, or not at all.
 
 The names of actions are the ones that reports of Lightning have.
 """
@@ -57,7 +57,7 @@ def profile_strategy(trainer: Trainer, action: str, function: Function) -> Funct
 
 
 def profile_transfer(trainer: Trainer, move: Function | None) -> Function | None:
-    """What brings a batch to the device, where there is anything to do."""
+    """Profile the move of a batch to the device, if there is one."""
     return None if move is None else profile_strategy(trainer, "batch_to_device", move)
 
 

@@ -1,4 +1,4 @@
-"""Which operators each action spent its time in."""
+"""Profile the operators of each action with torch.profiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StageSchedule:
         return self.steps[self.stage] if self.stage is not None else 0
 
     def __call__(self, _: int) -> ProfilerAction:
-        """What the profiler is to do from here on; its own count is of all kinds together, and means nothing here."""
+        """Return the profiler's next action; its own step count, of all kinds together, is ignored."""
         action = ProfilerAction.NONE
         if self.stage is not None and self.stage not in self.finished:
             if not (self._fitting and self.stage == "validation_step" and not self.steps["training_step"]):
@@ -288,7 +288,7 @@ class PyTorchProfiler(Profiler):
         super().teardown(stage)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is being recorded stays in this process."""
+        """Leave the recording in this process."""
         return {**self.__dict__, "profiler": None, "_register": None, "_cuda_profiler": None, "_recording_map": {}, "_lightning_module": None}  # fmt: skip
 
 

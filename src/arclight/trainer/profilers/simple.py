@@ -1,4 +1,4 @@
-"""How long each action took."""
+"""Measure the time of each action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the largest batch that fits in memory."""
+"""Find the largest batch size that fits in memory, and the callback that does it before a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What to look for; the fields are the arguments of :class:`arclight.trainer.callbacks.BatchSizeFinder`."""
+    """Settings of a search: the arguments of :class:`arclight.trainer.callbacks.BatchSizeFinder`."""
 
     mode: str
     steps_per_trial: int
@@ -140,7 +140,7 @@ class _Finder:
         return max(lengths, default=None)
 
     def _fits(self, size: int) -> bool:
-        """Whether a few steps with batches of ``size`` run without an error about memory."""
+        """Return True if a few steps with batches of ``size`` run without an error about memory."""
         set_setting(self.module, self.search.batch_arg_name, size)
         steps, trainer = self.search.steps_per_trial, self.trainer
         if self.stages[0] == "train":

@@ -1,4 +1,4 @@
-"""The search for a learning rate: a short fit whose rate grows at every step, and the loss that it had at each."""
+"""Find a learning rate: a short fit whose rate grows at every step, and the callback that runs it before a fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEMORY = 0.98  # share of the running mean of losses kept at each step
 
 
 class LRFinder:
-    """What a search found: ``results["lr"]`` and, for each of these rates, the smoothed ``results["loss"]``.
+    """Result of a search: ``results["lr"]`` and, for each rate, the smoothed ``results["loss"]``.
 
     mode: ``exponential`` (rates evenly spaced in their logarithm) or ``linear``. lr_min, lr_max: first and last rate.
     num_training: number of rates. Raises ValueError for another mode, and MisconfigurationError for rates that are not positive
@@ -130,7 +130,7 @@ def lr_find(
 
 
 def _attribute(module: Module, name: str) -> str:
-    """Where the module keeps its learning rate."""
+    """Return the attribute in which the module keeps its learning rate."""
     if name:
         if not has_setting(module, name):
             raise AttributeError(

@@ -36,7 +36,7 @@ Run = Callable[..., None]
 
 @contextmanager
 def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
-    """What the trainer is about to run (its entry point's stage), any number of times, on trial.
+    """Run the trainer's current stage any number of times on trial, without a trace.
 
     A trial has none of the trainer's callbacks, loggers, limits on its length or learning-rate schedules, but the module's own
     hooks. Afterwards, whatever happened, weights, buffers, gradients, optimizers, schedules, random generators and all
@@ -156,7 +156,7 @@ def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
 
 
 def _kept_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
-    """Where each parameter and buffer is held, its name there, itself and a copy of what it holds."""
+    """List the holder, name, tensor and a copy of each parameter and buffer."""
     return [
         (table, name, tensor, local_tensor(tensor.detach()).to("cpu", copy=True))
         for part in module.modules()

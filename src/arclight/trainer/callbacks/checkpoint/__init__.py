@@ -1,1 +1,5 @@
-"""Callbacks that save checkpoints. Open ``model_checkpoint`` first: when to save; ``history`` plans what to write and what to delete, ``file_ops`` does it."""
+"""Callbacks that save checkpoints. In: the end of a step, epoch or validation; out: files, and the history of what is kept.
+
+Open ``model_checkpoint`` first: when to save. ``history`` ranks, plans what to write and what to delete, and carries it out;
+``file_ops`` names, copies and links checkpoints; ``on_exception_checkpoint`` saves when a fit fails.
+"""

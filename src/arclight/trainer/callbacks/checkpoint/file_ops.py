@@ -60,20 +60,20 @@ def full_path(path: str | Path) -> str:
 
 
 def is_within(path: str | Path, folder: str) -> bool:
-    """Whether ``path`` is below ``folder``."""
+    """Return True if ``path`` is below ``folder``."""
     if "://" in folder or "://" in str(path):
         return str(path).startswith(f"{folder}/")
     return Path(path).is_relative_to(folder)
 
 
 def is_taken(path: str) -> bool:
-    """Whether a new checkpoint of that name would replace something; at an address, what killed saves left is nothing."""
+    """Return True if a new checkpoint of that name would replace something; at an address, what killed saves left is nothing."""
     found = to_path(path)
     return files.is_there(found) and not (is_remote(found) and files.is_empty(found))
 
 
 def written_at(path: str | Path, follow: bool = True) -> int:
-    """When a checkpoint was written, in nanoseconds; one at an address says so itself (0 where that is unreadable)."""
+    """Return the time a checkpoint was written, in nanoseconds; 0 if a remote one does not say."""
     found = to_path(path)
     if not is_remote(found):
         return (found.stat() if follow else found.lstat()).st_mtime_ns
@@ -114,7 +114,7 @@ def _check_address(trainer: Trainer, folder: str, save_last: Any) -> None:
 
 
 def find_checkpoints(folder: str | None, name: str, extension: str) -> set[str]:
-    """What is in ``folder`` under ``name``, in any of its versions."""
+    """Find the checkpoints in ``folder`` under ``name``, in any of its versions."""
     if folder is None or not to_path(folder).is_dir():
         return set()
     pattern = re.compile(re.escape(name) + r"(-v\d+)?" + re.escape(extension))

@@ -1,4 +1,4 @@
-"""What has been saved, and which of it is best."""
+"""Rank checkpoints, plan a save, write it and delete what it replaces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TopK:
         return self.worst(scores) if self.keep == -1 or len(scores) >= self.keep > 0 else ""
 
     def qualifies(self, scores: dict[str, float], score: float) -> bool:
-        """Whether a checkpoint with ``score`` would be kept beside or instead of one of ``scores``."""
+        """Return True if a checkpoint with ``score`` would be kept beside or instead of one of ``scores``."""
         if self.keep == -1 or len(scores) < self.keep:
             return True
         if self.keep == 0:
@@ -86,7 +86,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class CheckpointHistory:
-    """What has been saved. A checkpoint holds the record that is true once it is complete, so it counts itself."""
+    """Checkpoints that are kept. A checkpoint's own history counts itself."""
 
     scores: dict[str, float] = field(default_factory=dict)
     """The kept checkpoints that were judged, and the monitored value of each."""
@@ -240,7 +240,7 @@ class CheckpointWriter:
         self.plan = plan
 
     def is_complete(self, trainer: Trainer) -> bool:
-        """Whether every rank knows without asking that nothing is being written any more."""
+        """Return True if every rank knows without asking that no save is in flight."""
         if not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
             return True
         return trainer.world_size == 1 and (self._future is None or self._future.done())

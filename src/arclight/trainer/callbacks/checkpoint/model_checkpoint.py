@@ -1,4 +1,4 @@
-"""Save checkpoints while training, and keep the best."""
+"""Save checkpoints on a schedule while training, and keep the best."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SaveSchedule:
 
     @property
     def within_epochs(self) -> bool:
-        """Whether a save may be due between the ends of epochs."""
+        """Return True if a save may be due between the ends of epochs."""
         return bool(self.steps) or self.interval is not None or self.count is not None
 
     def resolved(self, trainer: Trainer) -> SaveSchedule:
@@ -98,14 +98,14 @@ class SaveSchedule:
 
 
 class SaveTrigger:
-    """Where a fit stands in a rhythm between the ends of epochs."""
+    """Position of a fit in a schedule between the ends of epochs."""
 
     def __init__(self, rhythm: SaveSchedule, trainer: Trainer, clock: Callable[[], float]) -> None:
         self.rhythm, self._clock = rhythm.resolved(trainer), clock
         self._time, self._counted = clock(), self._count(trainer)
 
     def due(self, trainer: Trainer) -> bool:
-        """Whether a save is due after this batch."""
+        """Return True if a save is due after this batch."""
         rhythm = self.rhythm
         if rhythm.interval is not None:
             return self._time_is_over(trainer, rhythm.interval.total_seconds())
@@ -125,7 +125,7 @@ class SaveTrigger:
         return over
 
     def _count(self, trainer: Trainer) -> int:
-        """How many times the rhythm's count fits into what has been trained so far."""
+        """Count how often the schedule's unit fits into what has been trained so far."""
         count = self.rhythm.count
         if count is None:
             return 0
@@ -231,12 +231,12 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def _ranks(self) -> bool:
-        """Whether checkpoints are ranked by a logged value."""
+        """Return True if checkpoints are ranked by a logged value."""
         return self.monitor is not None and self.save_top_k != 0
 
     @property
     def _record(self) -> CheckpointHistory:
-        """What the public attributes say; they are a person's to change."""
+        """Return the history that the public attributes hold, which a user may change."""
         return replace(
             self._published,
             scores={path: float(score) for path, score in self.best_k_models.items()},
@@ -390,7 +390,7 @@ class ModelCheckpoint(Checkpoint):
         return self.dirpath
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
-        """What a checkpoint can be ranked and named by; a logged ``epoch`` or ``step`` goes before the trainer's."""
+        """Return the values that checkpoints are ranked and named by; logged ``epoch`` and ``step`` come first."""
         values: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
@@ -497,7 +497,7 @@ class ModelCheckpoint(Checkpoint):
         return {path for other in siblings for path in other._record.paths() | other._latest.paths()}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
-        """Whether a checkpoint with the value ``current`` would be kept."""
+        """Return True if a checkpoint with the value ``current`` would be kept."""
         return current is not None and self._ranking.qualifies(self._record.scores, self._ranking.score(current))
 
     # -- names -------------------------------------------------------------------------------------------------
@@ -516,11 +516,11 @@ class ModelCheckpoint(Checkpoint):
         return os.path.join(self.dirpath or "", self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Whether rank 0 sees ``filepath``; the same answer on every rank."""
+        """Return True if rank 0 sees ``filepath``; the same answer on every rank."""
         return bool(trainer.strategy.broadcast(to_path(filepath).exists()))
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """What is kept as ``last`` in the folder, whichever run it is from."""
+        """List what is kept as ``last`` in the folder, whichever run it is from."""
         known = {self.last_model_path} - {""}
         return known | file_ops.find_checkpoints(self.dirpath, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
 

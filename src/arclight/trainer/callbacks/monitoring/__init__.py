@@ -1,1 +1,5 @@
-"""Callbacks that observe a run and change nothing: devices, learning rates, throughput, timelines, the model's summary, the run's report."""
+"""Callbacks that observe a run and change nothing. In: the trainer's state; out: logged values, a printed summary, a report.
+
+``device_stats_monitor``, ``lr_monitor`` and ``throughput_monitor`` log; ``model_summary`` prints; ``pipeline_timeline`` and
+``run_report`` write files into the run folder.
+"""

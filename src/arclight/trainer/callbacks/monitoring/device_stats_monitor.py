@@ -1,4 +1,4 @@
-"""What the device holds and does, logged beside the metrics."""
+"""Log memory and load of the device."""
 
 from __future__ import annotations
 

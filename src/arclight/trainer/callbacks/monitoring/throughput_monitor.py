@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Count:
-    """Where one stage stands."""
+    """Counts of one stage."""
 
     started: float = 0.0
     """When its clock would have begun, had it run without a break."""

@@ -1,1 +1,5 @@
-"""Progress bars: ``progress_bar`` is their base, ``rich_progress`` the default, ``tqdm_progress`` the other; ``timing`` estimates speed and time left."""
+"""Progress bars. In: the trainer's counters; out: lines in a terminal.
+
+Open ``progress_bar`` first, their base: totals and metrics. ``rich_progress`` is the default, ``tqdm_progress`` the other; ``timing``
+estimates speed and time left.
+"""

@@ -1,4 +1,4 @@
-"""What every progress bar knows: totals, descriptions, metrics."""
+"""Base of progress bars: totals, descriptions, metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown."""
+        """Return True if anything is shown."""
         return True
 
     @property
@@ -113,7 +113,7 @@ class ProgressBar(Callback):
         return self.trainer.num_eval_batches[self._current_eval_dataloader_idx]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Whether this is the first batch of loader ``dataloader_idx``, which becomes the current one."""
+        """Return True if this is the first batch of loader ``dataloader_idx``, which becomes the current one."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 

@@ -1,4 +1,4 @@
-"""Speed and time left, from a counter that is looked at now and then."""
+"""Estimate speed and time left from a counter that is read now and then."""
 
 from __future__ import annotations
 

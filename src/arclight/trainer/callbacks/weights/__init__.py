@@ -1,1 +1,5 @@
-"""Callbacks that change weights between steps: averages, DiLoCo, gradual unfreezing, pruning."""
+"""Callbacks that change weights between steps. In: the weights after a step; out: their average, or weights that replace them.
+
+Open ``weight_averaging`` first: averages (EMA), which ``stochastic_weight_averaging`` specialises. ``diloco`` synchronises replicas,
+``finetuning`` unfreezes layers, ``pruning`` sets weights to zero.
+"""

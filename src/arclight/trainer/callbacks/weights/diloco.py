@@ -190,7 +190,7 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _differing(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What may differ between replicas, under the names of checkpoints: trained weights, and buffers that are saved."""
+    """List what may differ between replicas by name: trained weights and saved buffers."""
     saved = module.state_dict()
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     return {name: value for name, value in saved.items() if isinstance(value, torch.Tensor) and name not in frozen}

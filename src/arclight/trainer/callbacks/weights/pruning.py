@@ -311,7 +311,7 @@ def _zeros(module: nn.Module, name: str) -> int:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
-    """Whether it is one, or was before an earlier fit pruned it."""
+    """Return True if it is one, or was before an earlier fit pruned it."""
     return isinstance(getattr(module, name, None), nn.Parameter) or f"{name}_orig" in module._parameters
 
 

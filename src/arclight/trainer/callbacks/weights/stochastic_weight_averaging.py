@@ -139,7 +139,7 @@ class StochasticWeightAveraging(WeightAveraging):
             self._take_over(trainer)
 
     def _take_over(self, trainer: Trainer) -> None:
-        """From here on the rate is this callback's."""
+        """Take the learning rate over from the schedule."""
         optimizer, self._resting = trainer.optimizers[0], list(trainer.lr_scheduler_configs)
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(optimizer.param_groups)
         for rate, group in zip(rates, optimizer.param_groups, strict=True):

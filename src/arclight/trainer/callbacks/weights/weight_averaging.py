@@ -70,7 +70,7 @@ class WeightAveraging(Callback):
         self._fitting, self._leads = False, True
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update after step ``step_idx``, or at the end of epoch ``epoch_idx`` (both from 0)."""
+        """Return True to update after step ``step_idx``, or at the end of epoch ``epoch_idx`` (both from 0)."""
         return step_idx is not None
 
     def share(self, update: int) -> float:
@@ -224,7 +224,7 @@ class WeightAveraging(Callback):
         self._fitting = False
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """From here on the model is the average; checkpoints of this fit that are still to come have the trained weights."""
+        """Replace the weights by their average; later checkpoints of this fit keep the trained weights."""
         self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
