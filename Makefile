@@ -23,8 +23,9 @@ $(READY): pyproject.toml
 demo: setup
 	$(BIN)/arclight demo
 
+# On two cores: a third of the tests wait for other processes, so three workers keep them busy.
 test: setup
-	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
+	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal --durations 10
 
 test-all: setup
 	$(BIN)/pytest

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 PRELOADED = [
-    "pytest", "numpy", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
+    "pytest", "numpy", "pydantic", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
     "arclight", "arclight.cli", "arclight.cli.commands.run", "arclight.cli.run_setup", "arclight.trainer.trainer", "arclight.trainer.loop.session",
     "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary", "arclight.trainer.defaults",
     "arclight.federated.server.server", "arclight.federated.clients.node", "arclight.federated.clients.trainer_learner",
     "arclight.federated.transports.http_client", "arclight.federated.transports.http_server", "uvicorn", "httptools", "urllib3",
-    "arclight.parallel", "arclight.parallel.model.parallelize", "arclight.text", "arclight.fabric.strategies", "safetensors.torch",
+    "arclight.parallel", "arclight.parallel.strategy", "arclight.parallel.model.parallelize", "arclight.text", "arclight.fabric.strategies",
+    "arclight.trainer.callbacks", "starlette.applications", "cryptography.x509", "safetensors.torch",
 ]  # fmt: skip
 """The optimizers of torch import its compiler, and its summary of sharded tensors their algebra: two thirds of a short run's time."""
 
@@ -59,6 +60,7 @@ class Program:
         self._err: IO[bytes] = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
         streams = [mp.reduction.DupFd(stream.fileno()) for stream in (self._out, self._err)]
         given = (self.args, os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), *streams)
+        self._passed = 0
         self._process: BaseProcess = context().Process(target=_run, args=given)
         self._process.start()
         self.pid = self._process.pid
@@ -87,6 +89,28 @@ class Program:
         """Output and errors so far."""
         return _text(self._out), "" if self._err is self._out else _text(self._err)
 
+    def until(self, words: str, timeout: float) -> str:
+        """The next line that has ``words``; lines before it are passed over."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.returncode is not None
+            text = self.said()[0]
+            line_end = text.find("\n", self._passed)
+            while line_end >= 0:
+                line, self._passed = text[self._passed : line_end], line_end + 1
+                if words in line:
+                    return line
+                line_end = text.find("\n", self._passed)
+            assert not ended, f"{self.args} has ended without {words!r}: {text}"
+            assert time.monotonic() < deadline, f"{self.args} has not said {words!r} within {timeout:g} s: {text}"
+            time.sleep(0.02)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Output behind the lines that `until` has passed, and errors, at the program's end."""
+        self.wait(timeout)
+        out, err = self.said()
+        return out[self._passed :], err
+
     def __enter__(self) -> Program:
         return self
 
@@ -109,10 +133,10 @@ def run(
     return done
 
 
-def run_ranks(
-    count: int, *words: str | Path, timeout: float, env: Mapping[str, str] | None = None
-) -> list[subprocess.CompletedProcess[str]]:
-    """A program in ``count`` processes that meet as under torchrun, to its end in all of them; by rank."""
+def start_ranks(
+    stack: ExitStack, count: int, *words: str | Path, env: Mapping[str, str] | None = None
+) -> list[Program]:
+    """A program in ``count`` processes that meet as under torchrun, until ``stack`` is closed; by rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = dict(os.environ if env is None else env)
@@ -122,10 +146,17 @@ def run_ranks(
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
     }
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [stack.enter_context(Program(*words, env=given | rank)) for rank in ranks]
+
+
+def run_ranks(
+    count: int, *words: str | Path, timeout: float, env: Mapping[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """A program in ``count`` processes that meet as under torchrun, to its end in all of them; by rank."""
     until = time.monotonic() + timeout
     with ExitStack() as stack:
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        programs = [stack.enter_context(Program(*words, env=given | rank)) for rank in ranks]
+        programs = start_ranks(stack, count, *words, env=env)
         while any(program.returncode is None for program in programs) and time.monotonic() < until:
             if any(program.returncode for program in programs):  # the others may wait for it
                 until = min(until, time.monotonic() + GRACE)
@@ -147,6 +178,8 @@ def _run(words: list[str], cwd: str, env: dict[str, str], out: Any, err: Any) ->
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if env.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     sys.path[:0] = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     try:
         _interpret(*words)

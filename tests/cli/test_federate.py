@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import fsspec
 import psutil
 import pytest
+from tests import warm
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
@@ -122,36 +122,29 @@ def digest(run: Path, number: int) -> str:
     return hashlib.sha256((run / "rounds" / f"{number:06d}" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def command(*words: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "arclight.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
-    )  # fmt: skip
+def command(*words: str, **environment: str) -> warm.Program:
+    return warm.Program(
+        "-m", "arclight.cli", *words, env={**os.environ, "PYTHONUNBUFFERED": "1", **environment}, merged=True
+    )
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def ended(process: warm.Program) -> str:
     """What a process has said until its end, which must be a good one."""
     out, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out
     return out
 
 
-def address_of(server: subprocess.Popen[str]) -> str:
+def address_of(server: warm.Program) -> str:
     """Where a server listens, as its first line says."""
-    assert server.stdout is not None
-    for line in server.stdout:
-        if found := re.search(r"served at (https?://\S+),", line):
-            return found[1]
-    raise AssertionError("the server has not said where it listens")
+    found = re.search(r"served at (https?://\S+),", server.until("served at ", DEADLINE))
+    assert found is not None, server.said()[0]
+    return found[1]
 
 
-def until(process: subprocess.Popen[str], words: str) -> str:
+def until(process: warm.Program, words: str) -> str:
     """The line in which a process says ``words``."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if words in line:
-            return line
-    raise AssertionError(f"the process has ended without {words!r}")
+    return process.until(words, DEADLINE)
 
 
 # -- in this process -----------------------------------------------------------------------------------------------
@@ -257,7 +250,7 @@ def test_rounds_are_kept_at_addresses_and_runs_are_not(
     before = set(folder.iterdir())
     try:
         out = typed("checkpoint fork runs/lines/1 memory://kept/lines")[1]
-        assert "fork it from there into one" in out
+        assert "fork from the address into one" in out
         assert "1 round of memory://kept/lines is sound" in typed("checkpoint validate memory://kept/lines")[1]
         for line, words in (
             ("lines.toml --resume memory://kept/lines", "checkpoint fork memory://kept/lines FOLDER"),
@@ -428,9 +421,9 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("join http://127.0.0.1:1 --name a --trainer.devices 0", "say how many train a client together"),
         ("join http://127.0.0.1:1 --name a --trainer.devices auto", "say how many train a client together"),
         ("join 127.0.0.1:8470 --name a", "write https://host:port"),
-        ("join http://127.0.0.1:1 --name a --fingerprint 00", "write https:// or leave --fingerprint out"),
+        ("join http://127.0.0.1:1 --name a --fingerprint 00", "write https://, or leave it out"),
         ("join https://127.0.0.1:1 --name a --fingerprint 00", "64 hexadecimal digits"),
-        ("join https://127.0.0.1:1 --name a --fingerprint 00 --ca {keys}.pem", "leave the other out"),
+        ("join https://127.0.0.1:1 --name a --fingerprint 00 --ca {keys}.pem", "give only one of them"),
         ("join https://127.0.0.1:1 --name a --ca none.pem", "there is no file none.pem"),
         ("join http://127.0.0.1:1 --name a --nodes none.txt", "the file of nodes none.txt cannot be read"),
         ("join https://127.0.0.1:1 --name a --ca a.key", "a.key has no PEM certificate"),
@@ -466,7 +459,6 @@ def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, f
 
 def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder: Path) -> None:
     run = command("federate", "lines.toml", FED_PAUSE="0.3")
-    assert run.stdout is not None
     until(run, "round 1/3")
     run.send_signal(signal.SIGINT)
     out, _ = run.communicate(timeout=DEADLINE)
@@ -556,7 +548,7 @@ def test_a_run_that_fails_while_it_prepares_its_data_leaves_no_folder(texts: Pat
 # -- as processes --------------------------------------------------------------------------------------------------
 
 
-def joined(address: str, *clients: str, name: str, **environment: str) -> subprocess.Popen[str]:
+def joined(address: str, *clients: str, name: str, **environment: str) -> warm.Program:
     flags = [word for client in clients for word in ("--client", client)]
     return command("federate", "join", address, "--name", name, "--folder", f"nodes/{name}", *flags, **environment)
 

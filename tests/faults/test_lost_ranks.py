@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.waiting import patiently
 
 SCRIPT = Path(__file__).with_name("training_script.py")
@@ -61,8 +63,9 @@ def first_steps(root: Path) -> list[int]:
 
 
 def test_a_killed_rank_changes_nothing_under_elastic_launch(tmp_path: Path) -> None:
-    undisturbed = run(tmp_path / "a", "none")
-    assert undisturbed.returncode == 0, undisturbed.stderr
+    (tmp_path / "a").mkdir()
+    for undisturbed in warm.run_ranks(2, SCRIPT, tmp_path / "a", "none", "2", "300", timeout=300):
+        assert undisturbed.returncode == 0, undisturbed.stderr
     disturbed = run(tmp_path / "b", "kill", restarts=2)
     assert disturbed.returncode == 0, disturbed.stderr
     wanted, once = samples(tmp_path / "a")
@@ -80,26 +83,40 @@ def left_over(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"process (\d+)", output) if Path(f"/proc/{number}").exists()]
 
 
-@pytest.mark.parametrize(
-    ("fault", "where"), [("sleep", "oversleep"), pytest.param("stop", "does not answer", marks=pytest.mark.slow)]
-)
-def test_a_rank_that_does_not_come_is_named_with_what_the_others_wait_in(
+def names_rank_1(errors: str, where: str, root: Path) -> None:
+    sentence = re.search(
+        r"RankMissingError: rank (\d) has waited \d+ s at (.*) for rank 1 \((.*), process \d+\), which (.*)", errors
+    )
+    assert sentence is not None, errors
+    assert sentence[1] in "02"
+    assert "blocks.1" in sentence[2] or "Block" in sentence[2]
+    assert re.search("all_gather|reduce_scatter|unshard", sentence[2]), sentence[2]
+    assert where in sentence[4]
+    assert "step=6.ckpt" in [path.name for path in (root / "c").iterdir()]
+
+
+def test_a_rank_that_does_not_come_is_named_with_what_the_others_wait_in(tmp_path: Path) -> None:
+    def check(seconds: float) -> None:
+        root = tmp_path / f"{seconds}"
+        root.mkdir()
+        with ExitStack() as stack:
+            ranks = warm.start_ranks(stack, 3, SCRIPT, root, "sleep", "3", str(seconds))
+            assert all(ranks[rank].wait(300) != 0 for rank in (0, 2))  # long before the sleep ends
+            names_rank_1(ranks[0].said()[1] + ranks[2].said()[1], "oversleep", root)
+
+    patiently(check, 5, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "where"), [("sleep", "oversleep"), ("stop", "does not answer")])
+def test_a_run_that_starts_its_ranks_ends_where_one_of_them_does_not_come(
     tmp_path: Path, fault: str, where: str
 ) -> None:
     def check(seconds: float) -> None:
-        done = run(tmp_path / f"{seconds}", fault, 3, seconds=seconds)  # ends long before the sleep does
+        done = run(tmp_path / f"{seconds}", fault, 3, seconds=seconds)
         for number in left_over(done.stdout):  # a stopped process cannot end by itself
             os.kill(number, signal.SIGKILL)
         assert done.returncode not in (0, None)
-        sentence = re.search(
-            r"RankMissingError: rank (\d) has waited \d+ s at (.*) for rank 1 \((.*), process \d+\), which (.*)",
-            done.stderr,
-        )
-        assert sentence is not None, done.stderr
-        assert sentence[1] in "02"
-        assert "blocks.1" in sentence[2] or "Block" in sentence[2]
-        assert re.search("all_gather|reduce_scatter|unshard", sentence[2]), sentence[2]
-        assert where in sentence[4]
-        assert "step=6.ckpt" in [path.name for path in (tmp_path / f"{seconds}/c").iterdir()]
+        names_rank_1(done.stderr, where, tmp_path / f"{seconds}")
 
     patiently(check, 12, 90)

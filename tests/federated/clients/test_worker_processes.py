@@ -7,16 +7,19 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.federated.clients.nodes import begin, end
 from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, build, steps_in, weights_of
 from tests.waiting import wait_until
 
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.clients import worker_processes
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.worker_processes import ProcessExecutor
@@ -36,6 +39,14 @@ def beginning() -> dict[str, torch.Tensor]:
 def client_of(name: str, folder: Path, pause: float = 0.0, **trainer: Any) -> Client:
     made = partial(build, str(folder / f"{name}.steps"), pause, seed=len(name))
     return Client(name, build=made, trainer={**CPU, **trainer}, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def quick_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers come from a fork server that has imported torch; of tests that are marked they are spawned, as sites have them."""
+    if request.node.get_closest_marker("spawned") is None:
+        context = SimpleNamespace(get_context=lambda method: warm.context())
+        monkeypatch.setattr(worker_processes, "multiprocessing", context)
 
 
 @pytest.fixture
@@ -158,6 +169,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.spawned
 def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
     """Two ranks share a client's model (FSDP), and its moments travel; one of them is killed in the second round."""
     keep = TransferMask(moments=("exp_avg", "exp_avg_sq")).to_table()
@@ -193,6 +205,7 @@ def test_crews_say_what_they_cannot_do() -> None:
         ProcessExecutor([], count=0)
 
 
+@pytest.mark.spawned
 def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
     names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
     (tmp_path / "unseen").mkdir()

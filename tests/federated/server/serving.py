@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import warm
 from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.client import Client
@@ -58,15 +59,6 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def context() -> Any:
-    """Processes that are forked from one without threads, in which all is imported already."""
-    found = mp.get_context("forkserver")
-    found.set_forkserver_preload(
-        ["tests.federated.server.serving", "arclight.federated.transports.http_server", "uvicorn"]
-    )
-    return found
-
-
 @dataclass
 class Servers:
     """One server process after another for the same run."""
@@ -79,7 +71,7 @@ class Servers:
 
     def start(self, used: list[tuple[int, str]] | None) -> tuple[BaseProcess, Any]:
         ours, theirs = mp.Pipe(duplex=False)
-        process = context().Process(
+        process = warm.context().Process(
             target=serve, args=(self.settings, self.folder, self.port, used, theirs), daemon=True
         )
         process.start()
