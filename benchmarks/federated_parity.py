@@ -143,7 +143,7 @@ def federated(
     """The weights that a federation of four clients comes to, each on its own batches."""
     federation = Federation(
         clients=CLIENTS, rounds=steps // LOCAL_STEPS, local_steps=LOCAL_STEPS, strategy=OUTER, up=codec, down=codec,
-        evaluate_every=0, journal_every=10**6, waiting=Waiting(lease=600.0),
+        evaluate_every=0, checkpoint_every_steps=10**6, waiting=Waiting(lease_s=600.0),
     )  # fmt: skip
 
     def client(number: int) -> Client:
@@ -170,7 +170,7 @@ def run_here(server: Server, clients: list[Client], folder: Path, seconds: float
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        while not run.driver.wait(0.05):
+        while not run.runtime.wait(0.05):
             seconds -= 0.05
             if failed or seconds < 0:
                 raise RuntimeError(f"the run in {folder} did not end") from (failed[0] if failed else None)

@@ -72,7 +72,7 @@ def federation(config: Mapping[str, Any]) -> Federation:
     clients, (up, down) = int(config["clients"]), CODECS[str(config.get("codec", "fp32"))]
     return Federation(
         clients=clients, rounds=int(config["rounds"]), local_steps=1, strategy=FedAvg(lr=1.0), evaluate_every=0, up=up, down=down,
-        waiting=Waiting(nodes=int(config.get("nodes", clients)), lease=120.0),
+        waiting=Waiting(nodes=int(config.get("nodes", clients)), lease_s=120.0),
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,40 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+T = TypeVar("T")
+
+
+def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass take fields under their former names too, with a warning: former name to the one of today."""
+
+    def accept(cls: type[T]) -> type[T]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def taking(self: T, *args: Any, **given: Any) -> None:
+            for former in renamed.keys() & given.keys():
+                warnings.warn(said(cls, former), FutureWarning, stacklevel=2)
+                if renamed[former] in given:
+                    raise TypeError(f"{cls.__name__} got both {former} and {renamed[former]}, which are one field")
+                given[renamed[former]] = given.pop(former)
+            init(self, *args, **given)
+
+        cls.__init__ = taking  # type: ignore[method-assign, assignment]
+        cls._former_names = renamed  # type: ignore[attr-defined]
+        return cls
+
+    def said(cls: type[T], former: str) -> str:
+        return f"{cls.__name__}.{former} is called {renamed[former]} now; the former name is read for one more release"
+
+    return accept
+
+
+def todays_name(cls: type, name: str) -> str:
+    """Return what a field that may be given under its former name is called today."""
+    renamed: dict[str, str] = getattr(cls, "_former_names", {})
+    return renamed.get(name, name)
 
 
 def check_fields(settings: Any) -> None:

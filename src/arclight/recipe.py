@@ -22,13 +22,14 @@ import textwrap
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
-from arclight._intervals import describe
+from arclight._intervals import describe, todays_name
 from arclight._stored_names import current
 
 T = TypeVar("T")
@@ -195,7 +196,14 @@ class _Said(NamedTuple):
 def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
     """An instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
     fields, given, values, known = _fields(cls), said.fields(), {}, len(said.problems)
-    for name, field in given.items():
+    for said_name, field in given.items():
+        name = todays_name(cls, said_name)
+        if name != said_name:
+            warnings.warn(
+                f"{field.place} is called {name} now; the former name is read for one more release", FutureWarning, 2
+            )
+            if name in given:
+                field.wrong(f" and {name} are one field; give one of them")
         if name in fields:
             hint, default = fields[name]
             values[name] = _convert(hint, field, default if base is None else getattr(base, name))
@@ -203,7 +211,7 @@ def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
             near = _nearest(str(name), fields, field.place.removesuffix(str(name)))
             field.wrong(f" is not a field of {cls.__name__}; {near}")
     for name, (hint, default) in fields.items():
-        if default is MISSING and base is None and name not in given:
+        if default is MISSING and base is None and name not in given and name not in values:
             said.at(f".{name}", MISSING).wrong(f" is missing; {cls.__name__} needs it: {describe(hint)}")
     if len(said.problems) > known:
         return None

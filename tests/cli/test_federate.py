@@ -110,9 +110,9 @@ def lines(folder: Path) -> Iterator[Path]:
     recipe = folder / "lines.toml"
     recipe.write_text(
         'name = "lines"\nseed = 3\ntask = "fed_task:Fit"\n'
-        "[federation]\nclients = 3\nrounds = 3\nlocal_steps = 4\njournal_every = 2\n"
+        "[federation]\nclients = 3\nrounds = 3\nlocal_steps = 4\ncheckpoint_every_steps = 2\n"
         '[federation.strategy]\nkind = "fedavg"\n'
-        '[federation.waiting]\nbeat_every = 0.2\njoin = 60.0\n[trainer]\naccelerator = "cpu"\nlog_every_n_steps = 1\n'
+        '[federation.waiting]\nheartbeat_interval_s = 0.2\njoin_timeout_s = 60.0\n[trainer]\naccelerator = "cpu"\nlog_every_n_steps = 1\n'
     )
     yield recipe
     sys.modules.pop("fed_task", None)
@@ -478,7 +478,7 @@ def test_the_help_is_short_and_lists_every_field_where_it_is_asked_to(typed: Typ
     assert status == 0
     for words in ("[federation]", "local_steps", "[federation.strategy]", "[partition]", "arclight federate serve"):
         assert words in short
-    assert "beat_every" not in short
+    assert "heartbeat_interval_s" not in short
     assert len(short.splitlines()) < 150
     for line in ("federate --help all", "federate serve --help all"):
         status, everything, _ = typed(line)
@@ -487,7 +487,7 @@ def test_the_help_is_short_and_lists_every_field_where_it_is_asked_to(typed: Typ
         assert fields - {"kind"} <= set(re.findall(r"\w+", everything))
     _, table, _ = typed("federate lines.toml --help federation.waiting")
     assert table.startswith("[federation.waiting]")
-    assert "beat_every" in table
+    assert "heartbeat_interval_s" in table
     assert "local_steps" not in table
     _, table, _ = typed("train --help trainer")
     assert table.startswith("[trainer]")
@@ -516,7 +516,7 @@ def texts(folder: Path) -> Path:
     (folder / "texts.toml").write_text(
         'name = "texts"\n[task]\nkind = "language"\nmodel = "llama3-debug"\n'
         '[task.data]\ndata = "texts"\ntokenizer = "bytes"\nheld_out = 0.3\n'
-        '[partition]\nkind = "source"\n[federation]\nclients = 3\n[federation.waiting]\njoin = 100.0\nbeat_every = 0.2\n'
+        '[partition]\nkind = "source"\n[federation]\nclients = 3\n[federation.waiting]\njoin_timeout_s = 100.0\nheartbeat_interval_s = 0.2\n'
     )
     return folder / "texts.toml"
 
@@ -679,7 +679,7 @@ def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path
 @pytest.mark.slow
 def test_clients_whose_data_all_nodes_have_go_where_there_is_room(lines: Path, typed: Typed, folder: Path) -> None:
     assert typed("federate lines.toml")[0] == 0
-    flags = ["--federation.waiting.nodes", "2", "--federation.waiting.lease", "0.5"]
+    flags = ["--federation.waiting.nodes", "2", "--federation.waiting.lease_s", "0.5"]
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *flags)
     address = address_of(server)
     killed, node = joined(address, name="a", FED_PAUSE="0.2"), joined(address, name="b", FED_PAUSE="0.2")

@@ -1,4 +1,4 @@
-"""What goes wrong in a federation, by who has to act on it."""
+"""Errors of a federation, by who has to act on them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class ProtocolError(FederatedError):
 
 
 class SessionError(ProtocolError):
-    """The server does not know a node's session (any more): the node joins again, and what it holds is good."""
+    """The session is unknown: the node joins again, and what it holds is good."""
 
 
 class BlobError(FederatedError):
-    """Bytes that are missing, cut short, or not those that their digest names."""
+    """A blob is missing, incomplete, or has another digest."""
 
 
 class RefusedError(FederatedError):
-    """An update that the server does not take; ``reason`` tells programs what the message tells people.
+    """An update is refused; ``reason`` tells programs what the message tells people.
 
     clients: whose updates these are, if the error is raised where several are together, as in a fold.
     """
@@ -38,19 +38,19 @@ class RefusedError(FederatedError):
 
 
 class UnopenedError(FederatedError):
-    """A secure sum of which too much is missing to take its masks away; another one may be opened."""
+    """A secure sum lacks too many shares to be unmasked; another one may be started."""
 
 
 class LinkError(FederatedError):
-    """The other side could not be reached before the deadline; what was to be sent is kept."""
+    """The peer was not reached before the deadline; what was to be sent is kept."""
 
 
 class UntrustedError(LinkError):
-    """Who answers did not prove to be the server; trying again soon would not help."""
+    """The peer did not prove to be the server; a retry would not help."""
 
 
 class CancelledError(FederatedError):
-    """Work that is no longer wanted, or that has run out of time, was ended before it was done."""
+    """Work was cancelled: it is no longer wanted, or out of time."""
 
 
 class ClientError(FederatedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arclight._intervals import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from arclight._intervals import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, former_names
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
@@ -15,7 +15,7 @@ from arclight.federated.strategies import FedAvg, Strategies
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(Checked):
-    """When an update is refused although it is well-formed. A refused client is named, with the reason, in the round's history."""
+    """Refuse updates that are well-formed but implausible. The round's history names the client and the reason."""
 
     norm_times: NonNegativeFloat = 100.0
     """Changes whose norm is so many times the median of those accepted before are refused; before any was, so many times that of
@@ -26,6 +26,7 @@ class Checks(Checked):
     """Updates larger than this share of the weights that they change are refused, beside 1 MB for names."""
 
 
+@former_names(journal_every="checkpoint_every_steps")
 @dataclass(frozen=True, kw_only=True)
 class Federation(Checked):
     """Many sites train one model: rounds of local training, and what the server does with them."""
@@ -66,7 +67,7 @@ class Federation(Checked):
     """Asynchronous aggregation (FedBuff)."""
     streaming: Streaming | None = None
     """Exchange in fragments, overlapped with training."""
-    journal_every: PositiveInt = 50
+    checkpoint_every_steps: PositiveInt = 50
     """Steps between two saves of a client's progress: a killed client repeats at most this many."""
     evaluate_every: NonNegativeInt = 1
     """Rounds between evaluations; 0 never evaluates."""
@@ -111,21 +112,21 @@ class Federation(Checked):
 
     @property
     def least_folded(self) -> int:
-        """Updates below which a round cannot be folded, whatever its quorum."""
+        """Return the updates below which a round cannot be aggregated, whatever its quorum."""
         krum = self.robust if isinstance(self.robust, Krum) else None
         return 1 if krum is None else max(2 * krum.byzantine + 3, krum.keep + krum.byzantine)
 
     @property
     def overlap(self) -> int:
-        """Rounds of a client whose updates may be under way while its next one is trained."""
+        """Return the rounds of a client whose updates may be under way while its next one is trained."""
         return self.streaming.overlap if self.streaming is not None else 0
 
     def lane(self, round: int) -> int:
-        """Rounds that may be under way at the same time have lanes of their own; those of one fragment follow each other in one."""
+        """Return the residual slot of a round: rounds under way at the same time have slots of their own."""
         return round % max(self.streaming.fragments, self.overlap + 1) if self.streaming is not None else 0
 
     def _check_robust(self) -> None:
-        """Every round that may close must be one that can be folded."""
+        """Check that every round that may close can be aggregated."""
         wanted = self.buffered.size if self.buffered is not None else self.sampling.per_round or self.clients
         if (closes := self.waiting.need(wanted)) < self.least_folded:
             raise ValueError(
@@ -135,7 +136,7 @@ class Federation(Checked):
             )
 
     def _check_noise(self, noise: Noise) -> None:
-        """What is counted as private must be: every client moves the sum by at most the clip, once a round."""
+        """Check that noise is accounted for: every client moves the sum by at most the clip, once a round."""
         if self.send != "delta" or self.weigh_by != "equal" or self.moments:
             raise ValueError('with noise set send = "delta" and weigh_by = "equal", and leave moments empty')
         if self.robust is not None or self.buffered is not None or self.streaming is not None:
@@ -149,7 +150,7 @@ class Federation(Checked):
             raise ValueError('noise by clients needs up = "raw": what a codec leaves for later was not clipped')
 
     def _check_secure(self, secure: SecureSum) -> None:
-        """What can be summed without being seen: whole rounds of all clients' same tensors."""
+        """Check that sums can be secure: whole rounds of the same tensors of all clients."""
         if self.send != "delta" or not isinstance(self.up, Raw) or self.moments or self.masks != Masks():
             raise ValueError(
                 'secure sums are of changes as they are: set send = "delta" and up = "raw", leave moments and masks'

@@ -208,8 +208,8 @@ from arclight.checkpoint.files import create
 from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated import strategies
 from arclight.federated.aggregation.fixed_point import Contribution
-from arclight.federated.aggregation.strategy_step import Step
-from arclight.federated.server.malloc import give_back_freed_memory
+from arclight.federated.aggregation.strategy_step import StrategyStep
+from arclight.federated.server.malloc import tune_malloc
 from tests.federated.aggregation.test_step import stored
 
 folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strategies, sys.argv[3])()
@@ -218,7 +218,7 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
 def take(anchor, contributions, path):
-    step = Step(strategy, anchor, contributions)
+    step = StrategyStep(strategy, anchor, contributions)
     with create(path) as file:
         for one in step:
             file.write(memory_of(as_bytes(one.value)))
@@ -227,7 +227,7 @@ def take(anchor, contributions, path):
 opened = lambda name: stored(folder / name / "model.safetensors")
 anchor = opened("anchor")
 small = {key: torch.ones(10, 10) for key in anchor}
-give_back_freed_memory()  # as a server does
+tune_malloc()  # as a server does
 take(small, [Contribution(client="c", weight=1.0, tensors=small)], folder / f"small{clients}{sys.argv[3]}")  # code is no memory of a step
 open("/proc/self/clear_refs", "w").write("5")
 base = peak()

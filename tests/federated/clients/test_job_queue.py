@@ -6,24 +6,24 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.federated.clients.sites import MANIFEST
-from tests.federated.coordination.worlds import World
+from tests.federated.coordination.worlds import Plan, World
 
 from arclight.federated.clients.job_queue import Job, JobQueue
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.cluster import Assignment
 from arclight.federated.coordination.events import FitPlan
 from arclight.federated.coordination.settings import Streaming, Waiting
-from arclight.federated.protocol import Failed, Fit, Held, Receipt, Update
+from arclight.federated.protocol import Ask, Beat, Failed, Fit, Held, Join, Receipt, Update
 from arclight.federated.settings import Federation
 
-PATIENT = Waiting(lease=1e6, join=1e6, stall=1e6, attempts=1000, retries=1000)
+PATIENT = Waiting(lease_s=1e6, join_timeout_s=1e6, no_progress_timeout_s=1e6, attempts=1000, retries=1000)
 ROUNDS = 5
 
 
@@ -84,9 +84,9 @@ class Site:
 
     # -- talking -------------------------------------------------------------------------------------------------------
 
-    def say(self, make: type[ev.Said], **fields: object) -> Receipt | None:
+    def say(self, send: Callable[[], Plan]) -> Receipt | None:
         """None where the session was lost, and is there again."""
-        plan = self.world.said(make, session=self.session, **fields) if self.session else None
+        plan = send() if self.session else None
         if isinstance(plan, Receipt) and plan.reason != "session":
             return plan
         self.join()
@@ -96,9 +96,9 @@ class Site:
         held = [Held(client=client, round=round, finished=True) for client, round in self.disk]
         held += [Held(client=client, round=round, finished=False) for client, round in self.begun]
         session = next(self.world._sessions)
-        plan = self.world.said(
-            ev.Joined, node=self.name, session=session, process=f"{self.name} {self.lives}", clients=self.clients, held=tuple(held)
-        )  # fmt: skip
+        process = f"{self.name} {self.lives}"
+        join = Join(node=self.name, process=process, clients=self.clients, held=tuple(held))
+        plan = self.world.said(join, session)
         self.session = session if isinstance(plan, ev.SessionGranted) else ""
 
     def next_request(self) -> None:
@@ -107,7 +107,8 @@ class Site:
         number = self.jobs.next_request(self.overlap, self.clients, 8) if self.session else None
         if number is not None:
             doing = self.jobs.doing_for_request()
-            self.ask = (number, self.world.ask(ev.Asked, session=self.session, wait=20.0, doing=doing))
+            ask = Ask(node=self.name, session=self.session, wait=20.0, doing=doing)
+            self.ask = (number, self.world.ask(ask, self.session))
 
     def answered(self) -> None:
         (number, request), self.ask = self.ask, None
@@ -131,7 +132,7 @@ class Site:
     def refused(self, plan: FitPlan) -> None:
         """The server does not wait in vain for what was not taken: it is here, or follows a failure that may come again."""
         work = Assignment("fit", plan.round, plan.client)
-        node = self.world.coordinator.present.where.get(work)
+        node = self.world.coordinator.cluster.assignments.get(work)
         waits = node is not None and node.session == self.session and work in node.tasks
         mine = [job for job in self.all() if job.client == plan.client]
         assert not waits or plan.client in self.failed or any(job.round == plan.round for job in mine), work
@@ -140,7 +141,8 @@ class Site:
         self.ask = None
 
     def beat(self) -> None:
-        receipt = self.say(ev.Beaten, doing=self.jobs.doing())
+        beat = Beat(node=self.name, session=self.session, doing=self.jobs.doing())
+        receipt = self.say(lambda: self.world.said(beat, self.session))
         if receipt is not None:
             self.jobs.cancel(receipt.cancel)
 
@@ -183,14 +185,12 @@ class Site:
 
     def send(self, job: Job) -> None:
         """Maybe once more, where the receipt has not come yet."""
-        common = {"client": job.client, "round": job.round}
         if isinstance(job.outcome, Failed):
-            receipt = self.say(ev.WorkFailed, **common, error="no room", again=True)
+            failed = replace(job.outcome, node=self.name, session=self.session)
+            receipt = self.say(lambda: self.world.said(failed, self.session))
         else:
-            receipt = self.say(
-                ev.UpdateValidated, **common, digest=f"{job.client} {job.round}", samples=1, tokens=1, steps=1, seconds=1.0, bytes=1,
-                norm=1.0,
-            )  # fmt: skip
+            sent = replace(update(job.client, job.round), session=self.session)
+            receipt = self.say(lambda: self.world.validated(sent, f"{job.client} {job.round}"))
         if receipt is not None:
             self.receipts[job] = receipt
 
@@ -238,7 +238,7 @@ def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str
     for number in itertools.count():
         if world.ended is not None:
             break
-        assert number < 20_000, world.coordinator.about(world.now)
+        assert number < 20_000, world.coordinator.status(world.now)
         site = chance.choice(sites)
         acts = [*site.acts(), lambda: world.pass_(0.4)]
         if number < disturbances and chance.random() < 0.2:

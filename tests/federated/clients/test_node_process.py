@@ -100,8 +100,8 @@ def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weigh
 ) -> None:
     """A streamed run through a slow line, killed again and again: before, while and after the update of a round goes up."""
     federation = Federation(
-        clients=1, rounds=5, local_steps=16, evaluate_every=0, journal_every=3, up=Int8(),
-        streaming=Streaming(fragments=2, overlap=1), waiting=Waiting(beat_every=0.3, lease=60.0),
+        clients=1, rounds=5, local_steps=16, evaluate_every=0, checkpoint_every_steps=3, up=Int8(),
+        streaming=Streaming(fragments=2, overlap=1), waiting=Waiting(heartbeat_interval_s=0.3, lease_s=60.0),
     )  # fmt: skip
     ends, kills, overlapped = [], (9, 20), 0
     for killed in (False, True):
@@ -114,7 +114,7 @@ def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weigh
                 line.rate = 15_000
                 with node(line.address, folder, workers, "a") as process:
                     wait_until(partial(reached, folder / "a.steps", at), f"the client is at step {at}")
-                    before = run.driver.coordinator.state.open.get(at // 8)
+                    before = run.runtime.coordinator.state.open.get(at // 8)
                     overlapped += before is not None and not before.accepted
                     process.send_signal(signal.SIGKILL)
                     process.wait(20)

@@ -28,7 +28,7 @@ from arclight.federated.transports.link import InProcessLink
 VALUES = 40_000
 PER_BYTE = 0.15 / (4 * VALUES)
 """A tensor takes 0.15 s either way."""
-CALM = Waiting(beat_every=0.2, lease=60.0)
+CALM = Waiting(heartbeat_interval_s=0.2, lease_s=60.0)
 
 
 def begin(tensors: int) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ def lived(
             thread.start()
         for thread in threads:
             thread.join(4 * LIMIT)
-            assert not thread.is_alive(), run.driver.coordinator.about(run.driver.now())
+            assert not thread.is_alive(), run.runtime.coordinator.status(run.runtime.now())
         assert not failed, failed
     return server.weights(), committed, lines
 
@@ -202,7 +202,7 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
         rounds=4,
         local_steps=2,
         evaluate_every=0,
-        waiting=Waiting(quorum=0.5, grace=0.0, beat_every=0.05, lease=60.0),
+        waiting=Waiting(quorum=0.5, grace_s=0.0, heartbeat_interval_s=0.05, lease_s=60.0),
     )
     last, blobs = threading.Event(), list[str]()
 

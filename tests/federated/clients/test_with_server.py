@@ -63,7 +63,7 @@ def test_what_is_committed_goes_also_of_clients_that_are_not_drawn_again(tmp_pat
     clients = [Client(str(number), learner=lambda _: Quadratic(1.0)) for number in range(6)]
     with server.opened() as run:
         Node(InProcessLink(run.service), clients, tmp_path / "node", "n").run()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert len({name for here in server.history for name in here.contributors}) > 2
     left = [path.name for path in (tmp_path / "node").rglob("finished/0*")]
     assert set(left) <= {"000008"}, "of the last round alone it may not have been said that it is committed"

@@ -64,7 +64,7 @@ def run(folder: Path, rounds: int = 4, **given: Any) -> Server:
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
         for thread in threads:
             thread.start()
-        assert opened.driver.wait(90), "the run has not ended within 90 s"
+        assert opened.runtime.wait(90), "the run has not ended within 90 s"
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
@@ -169,7 +169,7 @@ def test_experts_of_clients_come_together(tmp_path: Path, form: str, held: int) 
             target=Node(InProcessLink(opened.service), clients, tmp_path / "node", "n", ask=0.5).run, daemon=True
         )
         node.start()
-        assert opened.driver.wait(60)
+        assert opened.runtime.wait(60)
         node.join(30)
         assert not node.is_alive()
     after = server.weights()["experts.w"]

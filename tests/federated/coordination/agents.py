@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from tests.federated.coordination.worlds import Plan, World, kind_of
+from tests.federated.coordination.worlds import NodeSends, Plan, World, kind_of, update_of
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
-from arclight.federated.protocol import Close, Doing, Held, Receipt
+from arclight.federated.protocol import Ask, Beat, Close, Doing, Evaluated, Held, Join, Receipt
 
 
 class Killed(BaseException):
@@ -38,7 +39,7 @@ class Agent:
             self._deliver()
             doing = [] if self.work is None else [self.work]
             self._say(
-                ev.Beaten,
+                Beat,
                 doing=tuple(
                     Doing(
                         client=x.client,
@@ -64,17 +65,18 @@ class Agent:
         if isinstance(self.work, FitPlan):
             held.append(Held(client=self.work.client, round=self.work.round, finished=False))
         session = next(self.world._sessions)
-        plan = self.world.said(
-            ev.Joined, node=self.name, session=session, process=f"{self.name} {self.joined}", clients=self.clients, held=tuple(held)
-        )  # fmt: skip
+        process = f"{self.name} {self.joined}"
+        plan = self.world.said(Join(node=self.name, process=process, clients=self.clients, held=tuple(held)), session)
         self.closed = isinstance(plan, Close)
         if isinstance(plan, ev.SessionGranted):
             self.session = session
             self.kept = dict.fromkeys(self.kept, False)
         return bool(self.session)
 
-    def _say(self, make: type[ev.Said], **fields: object) -> Plan:
-        plan = self.world.said(make, session=self.session, **fields)
+    def _say(self, make: type[NodeSends], **fields: Any) -> Plan:
+        return self._heard(self.world.said(make(node=self.name, session=self.session, **fields), self.session))
+
+    def _heard(self, plan: Plan) -> Plan:
         if isinstance(plan, Receipt):
             if plan.reason == "session":
                 self.session = ""
@@ -88,7 +90,7 @@ class Agent:
     def _take(self) -> None:
         if not self.session:
             return
-        plan = self._say(ev.Asked, wait=0.0)
+        plan = self._say(Ask, wait=0.0)
         self.closed = isinstance(plan, Close)
         if isinstance(plan, FitPlan | EvaluatePlan):
             if isinstance(plan, FitPlan) and (plan.client, plan.round) in self.kept:
@@ -108,15 +110,13 @@ class Agent:
             self._deliver()
         elif self.session:
             work, self.work = self.work, None
-            self._say(ev.EvaluatedBy, client=work.client, round=work.round, samples=1, metrics={"loss": 1.0})
+            self._say(Evaluated, client=work.client, round=work.round, samples=1, metrics={"loss": 1.0})
 
     def _deliver(self) -> None:
         for (client, round), told in list(self.kept.items()):
             if self.session and not told and (client, round) in self.kept:
-                plan = self._say(
-                    ev.UpdateValidated, client=client, round=round, digest=f"{client} {round}", samples=1, tokens=1, steps=1,
-                    seconds=1.0, bytes=1, norm=1.0,
-                )  # fmt: skip
+                update = update_of(self.session, client, round)
+                plan = self._heard(self.world.validated(update, f"{client} {round}"))
                 assert isinstance(plan, Receipt)
                 if plan.accepted and (client, round) in self.kept:
                     self.kept[client, round] = True

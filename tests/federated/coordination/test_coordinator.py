@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.federated.coordination.worlds import World
+from tests.federated.coordination.worlds import World, update_of
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
@@ -15,7 +15,7 @@ from arclight.federated.coordination.records import ClientFailed, RoundEvaluated
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
+from arclight.federated.protocol import Ask, Beat, Close, Doing, Evaluated, Failed, Held, Join, Leave, Receipt, Wait
 from arclight.federated.settings import Federation
 
 
@@ -37,7 +37,7 @@ def test_a_run_of_four_clients_on_two_nodes() -> None:
 
 
 def test_a_plan_says_what_to_fit() -> None:
-    run = world(waiting=Waiting(deadline=60.0))
+    run = world(waiting=Waiting(deadline_s=60.0))
     node = run.node("n")
     run.pass_(1.0)
     plan = node.take()
@@ -71,7 +71,7 @@ def test_an_ask_is_held_until_there_is_work() -> None:
 
 
 def test_a_held_ask_ends_with_who_is_waited_for() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(beat_every=10.0))
+    run = world(clients=["a", "b"], waiting=Waiting(heartbeat_interval_s=10.0))
     first, second = run.node("first", "a"), run.node("second", "b")
     first.run()
     second.take()
@@ -83,7 +83,7 @@ def test_a_held_ask_ends_with_who_is_waited_for() -> None:
 
 
 def test_a_quorum_closes_a_round_after_its_grace() -> None:
-    run = world(waiting=Waiting(quorum=0.5, grace=3.0, beat_every=100.0))
+    run = world(waiting=Waiting(quorum=0.5, grace_s=3.0, heartbeat_interval_s=100.0))
     node = run.node("n", "abcd")
     for _ in "abcd":
         node.take()
@@ -101,7 +101,7 @@ def test_a_quorum_closes_a_round_after_its_grace() -> None:
 
 
 def test_a_straggler_is_told_to_stop() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5, grace=0.0))
+    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5, grace_s=0.0))
     slow, quick = run.node("slow", "a"), run.node("quick", "b")
     slow.take(), quick.take()
     quick.deliver("b")
@@ -114,7 +114,7 @@ def test_a_straggler_is_told_to_stop() -> None:
 
 
 def test_a_deadline_closes_with_a_quorum_and_asks_again_without_one() -> None:
-    waiting = Waiting(quorum=0.75, grace=1000.0, deadline=10.0, beat_every=1000.0, retries=1)
+    waiting = Waiting(quorum=0.75, grace_s=1000.0, deadline_s=10.0, heartbeat_interval_s=1000.0, retries=1)
     run = world(waiting=waiting)
     node = run.node("n", "abcd")
     for _ in "abcd":
@@ -216,7 +216,8 @@ def test_updates_that_nobody_asked_for_are_refused(client: str, round: int, reas
     before = len(run.journal)
     receipt = node.deliver(client, round)
     assert (receipt.accepted, receipt.reason) == (False, reason)
-    assert run.coordinator.refusal(node.session, client, round) == (reason, receipt.message)
+    update = update_of(node.session, client, round)
+    assert run.coordinator.refusal(node.session, update, "another") == (reason, receipt.message)
     assert len(run.journal) == before
 
 
@@ -225,9 +226,7 @@ def test_unsound_updates_put_a_client_out_and_damaged_ones_may_come_again() -> N
     node = run.node("n", "ab")
     node.take(), node.take()
     for reason in ("damaged", "not_finite"):
-        receipt = run.said(
-            ev.UpdateRejected, session=node.session, client="a", round=1, reason=reason, message=f"it is {reason}"
-        )
+        receipt = run.rejected(update_of(node.session, "a", 1), reason, f"it is {reason}")
         assert isinstance(receipt, Receipt)
         assert receipt.reason == reason
         assert ("a" in run.coordinator.state.open[1].failed) == (reason == "not_finite")
@@ -255,7 +254,7 @@ def test_a_silent_node_is_noticed_within_two_seconds() -> None:
 
 
 def test_a_restarted_node_goes_on_with_what_it_held() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(lease=10.0))
+    run = world(clients=["a", "b"], waiting=Waiting(lease_s=10.0))
     node, other = run.node("n"), run.node("other")
     plan = node.take()
     assert isinstance(plan, FitPlan)
@@ -272,7 +271,7 @@ def test_a_restarted_node_goes_on_with_what_it_held() -> None:
 
 
 def test_begun_work_of_a_lost_node_moves_after_its_lease() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(lease=10.0), rounds=1)
+    run = world(clients=["a", "b"], waiting=Waiting(lease_s=10.0), rounds=1)
     node, other = run.node("n"), run.node("other")
     plan = node.take()
     assert isinstance(plan, FitPlan)
@@ -290,7 +289,7 @@ def test_begun_work_of_a_lost_node_moves_after_its_lease() -> None:
 
 
 def test_a_client_whose_only_node_is_lost_counts_as_lost_after_its_lease() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(lease=5.0, quorum=0.5, grace=1000.0), rounds=1)
+    run = world(clients=["a", "b"], waiting=Waiting(lease_s=5.0, quorum=0.5, grace_s=1000.0), rounds=1)
     owner, other = run.node("owner", "a"), run.node("other", "b")
     owner.take()
     other.run()
@@ -304,14 +303,14 @@ def test_a_client_whose_only_node_is_lost_counts_as_lost_after_its_lease() -> No
 
 
 def test_the_owner_of_a_client_that_was_given_up_may_still_deliver_while_the_round_is_open() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(lease=1.0, quorum=0.5, grace=1000.0), rounds=1)
+    run = world(clients=["a", "b"], waiting=Waiting(lease_s=1.0, quorum=0.5, grace_s=1000.0), rounds=1)
     owner, other = run.node("owner", "a"), run.node("other", "b")
     owner.take()
     other.take()
     for second in range(20):
         run.until(second / 4)
         other.beat()
-    assert "a (no node that could do it is here)" in run.coordinator.about(run.now)
+    assert "a (no node that could do it is here)" in run.coordinator.status(run.now)
     back = run.node("owner", "a", held=[Held(client="a", round=1, finished=True)])
     assert back.deliver("a", 1).accepted
     assert other.deliver("b").accepted
@@ -337,8 +336,8 @@ def test_thirty_two_clients_on_two_nodes_are_balanced_and_stay() -> None:
 def test_speeds_share_the_clients() -> None:
     run = world(clients=30, rounds=1)
     for name, speed in (("slow", 1.0), ("quick", 2.0)):
-        run.said(ev.Joined, node=name, session=name, process=name, steps_per_second=speed)
-    loads = {name: len(node.queue) for name, node in run.coordinator.present.nodes.items()}
+        run.said(Join(node=name, process=name, clients=(), steps_per_second=speed), name)
+    loads = {name: len(node.queue) for name, node in run.coordinator.cluster.nodes.items()}
     assert loads == {"slow": 10, "quick": 20}
 
 
@@ -346,7 +345,7 @@ def test_a_node_that_leaves_gives_its_clients_to_the_others() -> None:
     run = world(clients=32, rounds=1)
     first, second = run.node("first"), run.node("second")
     first.take(), first.take()
-    assert isinstance(run.said(ev.Left, session=first.session), Receipt)
+    assert isinstance(run.said(Leave(node="first", session=first.session), first.session), Receipt)
     assert second.run() == 32
     assert len(run.closed()[1]) == 32
 
@@ -359,16 +358,16 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     b.beat()
     run.pass_(1.0)
     b.beat()
-    assert run.coordinator.present.nodes["a"].lost is not None
-    told = run.said(ev.Left, session=a.session, why="the data cannot be divided")
+    assert run.coordinator.cluster.nodes["a"].lost is not None
+    told = run.said(Leave(node="a", session=a.session, why="the data cannot be divided"), a.session)
     assert told.accepted  # type: ignore[union-attr]
     assert [one.why for one in run.commands if isinstance(one, ev.NodeLost)][1:] == [
         "it has left: the data cannot be divided"
     ]
-    assert "a" not in run.coordinator.present.nodes
+    assert "a" not in run.coordinator.cluster.nodes
     assert b.run() == 8
     assert kept in run.closed()[1], "its lease is not waited for"
-    again = run.said(ev.Left, session=a.session, why="once more")
+    again = run.said(Leave(node="a", session=a.session, why="once more"), a.session)
     assert (again.accepted, again.reason) == (False, "session")  # type: ignore[union-attr]
 
 
@@ -403,7 +402,7 @@ def test_messages_of_unknown_sessions_say_join_again() -> None:
     for plan in (node.take(), node.beat(), node.deliver("a", 1)):
         assert isinstance(plan, Receipt)
         assert (plan.accepted, plan.reason) == (False, "session")
-    assert isinstance(run.said(ev.Joined, node="m", session="s", clients=("zz",)), Close)
+    assert isinstance(run.said(Join(node="m", clients=("zz",)), "s"), Close)
 
 
 def test_a_restarted_server_lets_nodes_go_on_and_gives_begun_work_to_nobody_else() -> None:
@@ -452,7 +451,7 @@ def test_an_order_whose_answer_was_lost_is_given_again() -> None:
 
 
 def test_nobody_comes() -> None:
-    run = world(waiting=Waiting(join=60.0, nodes=2))
+    run = world(waiting=Waiting(join_timeout_s=60.0, nodes=2))
     run.node("n", "abcd")
     run.pass_(59.0)
     assert run.ended is None
@@ -462,7 +461,7 @@ def test_nobody_comes() -> None:
 
 
 def test_everybody_goes() -> None:
-    run = world(waiting=Waiting(join=60.0))
+    run = world(waiting=Waiting(join_timeout_s=60.0))
     run.node("n").take()
     run.pass_(55.0)
     assert run.ended is None
@@ -473,7 +472,7 @@ def test_everybody_goes() -> None:
 
 
 def test_a_node_that_lives_but_does_nothing_is_lost_in_the_end() -> None:
-    run = world(clients=["a"], waiting=Waiting(stall=100.0, beat_every=10.0))
+    run = world(clients=["a"], waiting=Waiting(no_progress_timeout_s=100.0, heartbeat_interval_s=10.0))
     node = run.node("n")
     node.take()
     while run.now < 90:
@@ -492,7 +491,8 @@ def test_clients_measure_the_weights_and_the_mean_goes_by_samples() -> None:
     plan = node.take()
     assert isinstance(plan, EvaluatePlan)
     assert (plan.round, plan.base) == (0, "weights 0")
-    run.said(ev.EvaluatedBy, session=node.session, client=plan.client, round=0, samples=12, metrics={"loss": 2.0})
+    who = {"node": "n", "session": node.session, "client": plan.client}
+    run.said(Evaluated(**who, round=0, samples=12, metrics={"loss": 2.0}), node.session)  # type: ignore[arg-type]
     node.work.clear()
     node.run()
     assert run.ended is not None
@@ -599,7 +599,7 @@ def test_other_settings_do_not_go_on_with_a_journal() -> None:
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_a_node_that_was_away_for_rounds_hears_that_its_update_counted(rounds: int) -> None:
     """Its receipt was lost. Told that it came too late, its client would keep residuals that the update has said already."""
-    waiting = Waiting(quorum=0.5, lease=1.0, join=2.0)
+    waiting = Waiting(quorum=0.5, lease_s=1.0, join_timeout_s=2.0)
     run = world(clients=["a", "b"], rounds=30, evaluate_every=0, waiting=waiting)
     away, other = run.node("away", "a"), run.node("other", "b")
     away.take()
@@ -698,21 +698,11 @@ def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
     assert (open.discarded, list(open.failed), open.accepted) == (1, [first[1]], {})
     assert set(open.drawn) >= {first[0], first[2]}
     assert first[1] not in open.drawn
-    late = {"session": node.session, "client": first[2], "round": 1, "error": "the sum goes on without it"}
-    told = run.said(ev.WorkFailed, **late, attempt=0)
+    why = "the sum goes on without it"
+    late = Failed(node="n", session=node.session, client=first[2], round=1, error=why, attempt=0)
+    told = run.said(late, node.session)
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
-    masked = {
-        "samples": 1,
-        "tokens": 1,
-        "steps": 1,
-        "seconds": 1.0,
-        "bytes": 1,
-        "norm": 0.0,
-        "digest": "of the old sum",
-    }
-    told = run.said(
-        ev.UpdateValidated, session=node.session, client=first[2], round=1, attempt=0, **masked
-    )  # it was being checked
+    told = run.validated(update_of(node.session, first[2], 1, attempt=0), "of the old sum")  # it was being checked
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
     assert open.accepted == {}
     node.work.clear()
@@ -806,7 +796,7 @@ def test_a_client_that_is_away_for_longer_than_its_lease_does_not_end_a_run_with
 
 
 def test_a_client_that_was_away_takes_part_again_in_the_round_that_is_under_way() -> None:
-    run = world(waiting=Waiting(lease=5.0))
+    run = world(waiting=Waiting(lease_s=5.0))
     owner, others = run.node("owner", "a"), run.node("others", "bcd")
     owner.take()
     for _ in "bcd":
@@ -823,7 +813,7 @@ def test_a_client_that_was_away_takes_part_again_in_the_round_that_is_under_way(
 
 
 def test_a_client_without_which_there_is_no_quorum_is_waited_for_longer_than_its_lease() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(lease=5.0, join=200.0))
+    run = world(clients=["a", "b"], waiting=Waiting(lease_s=5.0, join_timeout_s=200.0))
     owner, other = run.node("owner", "a"), run.node("other", "b")
     owner.take()
     other.run()
@@ -837,7 +827,7 @@ def test_a_client_without_which_there_is_no_quorum_is_waited_for_longer_than_its
 
 
 def test_a_client_for_which_no_node_has_ever_come_is_waited_for_once() -> None:
-    run = world(rounds=3, waiting=Waiting(join=20.0))
+    run = world(rounds=3, waiting=Waiting(join_timeout_s=20.0))
     node = run.node("n", "abc")
     for _ in "abc":
         node.deliver(node.take().client)  # type: ignore[union-attr]
@@ -860,10 +850,8 @@ def test_the_first_updates_of_a_run_cannot_outweigh_the_others(first: int) -> No
     order = ["b", "c"]
     order.insert(first, "a")
     for client in order:
-        run.said(
-            ev.UpdateValidated, session=node.session, client=client, round=1, digest=client, steps=5, seconds=1.0, bytes=1,
-            samples=1 << 50 if client == "a" else 40, tokens=0, norm=1.0,
-        )  # fmt: skip
+        samples = 1 << 50 if client == "a" else 40
+        run.validated(update_of(node.session, client, 1, steps=5, samples=samples, tokens=0), client)
     assert run.closed() == {1: ("b", "c")}
     (out,) = [r for r in run.journal if isinstance(r, ClientFailed)]
     assert (out.client, out.lost) == ("a", False)
@@ -890,7 +878,7 @@ def test_less_than_no_steps_say_nothing_of_an_order() -> None:
     node = run.node("n", "a")
     node.take()
     node.beat({"a": -1})
-    (task,) = run.coordinator.present.nodes["n"].tasks.values()
+    (task,) = run.coordinator.cluster.nodes["n"].tasks.values()
     assert task.steps == 0
 
 
@@ -904,7 +892,7 @@ def test_what_a_node_still_says_of_a_discarded_attempt_is_not_the_new_one() -> N
     late = Doing(client="a", round=1, steps=5, attempt=plan.discarded)
     node.deliver("a")
     failed_fold(run)
-    run.said(ev.Beaten, session=node.session, doing=(late,))
-    again = run.said(ev.Asked, session=node.session, wait=0.0, doing=(late,))
+    run.said(Beat(node="n", session=node.session, doing=(late,)), node.session)
+    again = run.said(Ask(node="n", session=node.session, wait=0.0, doing=(late,)), node.session)
     assert isinstance(again, FitPlan)
     assert again.discarded == 1

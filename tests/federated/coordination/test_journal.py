@@ -8,11 +8,12 @@ import logging
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
-from arclight.federated.coordination.journal import Journal, JournalError, read
+from arclight.federated.coordination.journal import Journal, JournalError, _encode, read
 from arclight.federated.coordination.records import (
     Record,
     RoundClosed,
@@ -37,11 +38,21 @@ RECORDS: list[Record] = [
 STATE = StateSaved(
     state=RunState(
         run="a", committed=3, bases={2: "x", 3: "y"}, open={4: RoundState(4, accepted={"x": RECORDS[2]}, closed=("x",))},  # type: ignore[dict-item]
-        outstanding={4: {"ü": None}}, folded={"x": {3: "ab"}}, recent=[(1 / 3, 1e300, 0.0)],
+        assigned={4: {"ü": None}}, recently_aggregated={"x": {3: "ab"}}, recent=[(1 / 3, 1e300, 0.0)],
         measuring={3: RoundEvaluation("y", {"x": None}, 2, {"loss": 0.1})},
     ),
     told=({"round": 4, "norm": None},),
 )  # fmt: skip
+
+
+def test_a_state_that_a_former_version_has_saved_comes_back(tmp_path: Path) -> None:
+    """Its fields had other names."""
+    line = _encode(0, STATE)
+    former = line[9:-1].replace(b'"assigned"', b'"outstanding"').replace(b'"recently_aggregated"', b'"folded"')
+    former = former.replace(b'"started_rounds"', b'"begun"').replace(b'"failed_aggregations"', b'"folds_failed"')
+    assert former != line[9:-1]
+    (tmp_path / "journal").write_bytes(b"%08x %s\n" % (zlib.crc32(former), former))
+    assert list(read(tmp_path / "journal")) == [STATE]
 
 
 def filled(path: Path) -> bytes:
@@ -238,13 +249,13 @@ def test_a_process_killed_while_it_begins_anew_leaves_the_one_or_the_other(tmp_p
 import os, signal, sys
 from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.records import RunEnded
-from arclight.federated.coordination.run_state import Lasting, StateSaved
+from arclight.federated.coordination.run_state import RunState, StateSaved
 def inject(at, line):
     if at == {point!r} and line == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 with Journal.open(sys.argv[1], inject=inject) as journal:
     journal.append([RunEnded(why=str(number)) for number in range(3)])
-    journal.begin_with(StateSaved(state=Lasting(run="a")))
+    journal.begin_with(StateSaved(state=RunState(run="a")))
 """
     with Journal.open(killed(program, tmp_path)) as journal:
         before = [RunEnded(why=str(number)) for number in range(3)]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.federated.coordination.agents import Agent, Killed
-from tests.federated.coordination.worlds import NodeHere, World, as_read
+from tests.federated.coordination.worlds import NodeHere, World, as_read, update_of
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
@@ -28,24 +28,25 @@ from arclight.federated.coordination.records import (
 )
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Close, Receipt
+from arclight.federated.protocol import Close, Evaluated, Failed, Leave, Receipt
 from arclight.federated.settings import Federation
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "all": {"clients": 4, "waiting": Waiting(quorum=1.0, lease=15.0, join=30.0)},
-    "skip": {"clients": 4, "waiting": Waiting(lease=3.0, join=30.0, on_failed_round="skip")},
-    "quorum": {"clients": 5, "waiting": Waiting(quorum=0.6, grace=2.0, lease=3.0, join=30.0, retries=2)},
-    "deadline": {"clients": 4, "waiting": Waiting(quorum=0.5, grace=50.0, deadline=9.0, join=30.0, retries=3)},
+    "all": {"clients": 4, "waiting": Waiting(quorum=1.0, lease_s=15.0, join_timeout_s=30.0)},
+    "skip": {"clients": 4, "waiting": Waiting(lease_s=3.0, join_timeout_s=30.0, on_failed_round="skip")},
+    "quorum": {"clients": 5, "waiting": Waiting(quorum=0.6, grace_s=2.0, lease_s=3.0, join_timeout_s=30.0, retries=2)},
+    "deadline": {"clients": 4, "waiting": Waiting(quorum=0.5, grace_s=50.0, deadline_s=9.0, join_timeout_s=30.0, retries=3)},
     "sampled": {
-        "clients": 9, "evaluate_on": "clients", "waiting": Waiting(quorum=0.75, lease=2.0, join=20.0),
+        "clients": 9, "evaluate_on": "clients", "waiting": Waiting(quorum=0.75, lease_s=2.0, join_timeout_s=20.0),
         "sampling": Sampling(per_round=4, over_provision=0.5, dropout=0.2),
     },
     "secure": {
         "clients": 7, "secure": SecureSum(), "sampling": Sampling(per_round=4),
-        "waiting": Waiting(quorum=1.0, lease=3.0, join=30.0, retries=3),
+        "waiting": Waiting(quorum=1.0, lease_s=3.0, join_timeout_s=30.0, retries=3),
     },
-    "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease=3.0, join=30.0)},
-    "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2), "waiting": Waiting(quorum=1.0, lease=2.0, join=30.0)},
+    "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease_s=3.0, join_timeout_s=30.0)},
+    "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2),
+        "waiting": Waiting(quorum=1.0, lease_s=2.0, join_timeout_s=30.0)},
 }  # fmt: skip
 
 
@@ -94,17 +95,16 @@ class Anything(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(sorted(node.work)))
         plan = node.work[client]
         node.forget(client, plan.round)
-        common = {"session": node.session, "client": client, "round": plan.round}
+        common = {"node": node.name, "session": node.session, "client": client, "round": plan.round}
         if isinstance(plan, EvaluatePlan) and what == "deliver":
-            self.world.said(ev.EvaluatedBy, **common, samples=2, metrics={"loss": 1.0})
+            self.world.said(Evaluated(**common, samples=2, metrics={"loss": 1.0}), node.session)  # type: ignore[arg-type]
         elif what == "deliver":
             node.deliver(client, plan.round)
         elif what in ("fail", "again"):
-            self.world.said(ev.WorkFailed, **common, error="x", again=what == "again")
+            self.world.said(Failed(**common, error="x", again=what == "again"), node.session)  # type: ignore[arg-type]
         else:
-            self.world.said(
-                ev.UpdateRejected, **common, reason="damaged" if what == "damaged" else "not_finite", message="x"
-            )
+            update = update_of(node.session, client, plan.round)
+            self.world.rejected(update, "damaged" if what == "damaged" else "not_finite", "x")
 
     @precondition(lambda self: self.nodes)
     @rule(
@@ -125,7 +125,7 @@ class Anything(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def leave(self, which: int) -> None:
         node = self.nodes.pop(which % len(self.nodes))
-        assert isinstance(self.world.said(ev.Left, session=node.session), Receipt)
+        assert isinstance(self.world.said(Leave(node=node.name, session=node.session), node.session), Receipt)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 40.0]))
     def time(self, seconds: float) -> None:
@@ -187,9 +187,9 @@ class Anything(RuleBasedStateMachine):
     def nothing_grows(self) -> None:
         state, clients = self.world.coordinator.state, self.world.settings.clients
         assert len(state.open) <= 4
-        assert sum(map(len, state.outstanding.values())) <= clients * 4
-        assert len(state.folded) <= clients
-        assert len(self.world.coordinator.present.where) <= clients * 8
+        assert sum(map(len, state.assigned.values())) <= clients * 4
+        assert len(state.recently_aggregated) <= clients
+        assert len(self.world.coordinator.cluster.assignments) <= clients * 8
 
     def teardown(self) -> None:
         """From wherever it is, a run with well-behaved nodes comes to an end."""
@@ -199,7 +199,7 @@ class Anything(RuleBasedStateMachine):
         world.eager = True
         self.fold()
         finish(world, [Agent(world, f"good {n}") for n in range(2)])
-        assert world.coordinator.state.ended is not None, world.coordinator.about(world.now)
+        assert world.coordinator.state.ended is not None, world.coordinator.status(world.now)
 
 
 def check(settings: Federation, journal: Sequence[Record]) -> None:
@@ -264,7 +264,7 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
     options = (
         {"rounds": 3, "local_steps": 6, "evaluate_every": 2}
         | SETTINGS[which]
-        | {"waiting": Waiting(beat_every=0.4, lease=15.0)}
+        | {"waiting": Waiting(heartbeat_interval_s=0.4, lease_s=15.0)}
     )
     if which == "sampled":
         options["sampling"] = Sampling(per_round=4, dropout=0.2)
@@ -308,7 +308,7 @@ def lived(
     world.journal = Mortal()
     survived(world, world.begin, lost)
     while world.coordinator.state.ended is None:
-        assert world.now < 500, world.coordinator.about(world.now)
+        assert world.now < 500, world.coordinator.status(world.now)
         survived(world, lambda: world.pass_(0.2), lost)
         for agent in agents:
             survived(world, agent.step, lost)
@@ -333,7 +333,7 @@ def survived(world: World, act: Any, lost: tuple[str, ...]) -> None:
 
 
 def test_a_killed_node_goes_on_where_it_was_and_the_contributors_are_the_same() -> None:
-    federation = Federation(clients=4, rounds=2, local_steps=6, waiting=Waiting(beat_every=0.4, lease=10.0))
+    federation = Federation(clients=4, rounds=2, local_steps=6, waiting=Waiting(heartbeat_interval_s=0.4, lease_s=10.0))
     for at in range(30):
         for away in (1, 8):
             world = World(federation, 4).begin()
@@ -352,7 +352,9 @@ def test_a_killed_node_goes_on_where_it_was_and_the_contributors_are_the_same() 
 
 @pytest.mark.parametrize("at", [0, 3, 9, 20])
 def test_of_thirty_two_clients_on_two_nodes_none_is_missing_when_one_node_dies(at: int) -> None:
-    world = World(Federation(clients=32, rounds=2, local_steps=6, waiting=Waiting(lease=5.0, join=60.0)), 32).begin()
+    world = World(
+        Federation(clients=32, rounds=2, local_steps=6, waiting=Waiting(lease_s=5.0, join_timeout_s=60.0)), 32
+    ).begin()
     agents = [Agent(world, "first"), Agent(world, "second")]
     for beat in range(400):
         if world.coordinator.state.ended is not None:
@@ -387,6 +389,6 @@ def test_what_a_journal_begins_with_does_not_grow_with_the_rounds(which: str) ->
         world.pass_(0.4)
         for agent in agents:
             agent.step()
-        assert world.now < 5000, world.coordinator.about(world.now)
+        assert world.now < 5000, world.coordinator.status(world.now)
         sizes[world.coordinator.state.committed] = len(_encode(0, world.coordinator.saved()))
     assert max(sizes.values()) < 1.05 * max(size for round, size in sizes.items() if round < 220)

@@ -15,7 +15,7 @@ from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
 
-CALM = Waiting(beat_every=20.0)
+CALM = Waiting(heartbeat_interval_s=20.0)
 
 
 def test_a_buffered_run_weighs_stale_updates_less(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_names_of_clients() -> None:
     [
         lambda: Sampling(per_round=0), lambda: Sampling(dropout=1.0), lambda: Sampling(over_provision=-0.1),
         lambda: Hours(length=0.0), lambda: Hours(outside=2.0), lambda: Waiting(quorum=0.0), lambda: Waiting(quorum=1.1),
-        lambda: Waiting(beat_every=0.0), lambda: Waiting(deadline=0.0), lambda: Waiting(attempts=0), lambda: Waiting(grace=-1.0),
+        lambda: Waiting(heartbeat_interval_s=0.0), lambda: Waiting(deadline_s=0.0), lambda: Waiting(attempts=0), lambda: Waiting(grace_s=-1.0),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(make: object) -> None:

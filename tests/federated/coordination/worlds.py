@@ -6,16 +6,32 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator, run_to_quiescence
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
 from arclight.federated.coordination.journal import _decode, _encode
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
-from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
+from arclight.federated.errors import Reason
+from arclight.federated.protocol import (
+    Ask,
+    Beat,
+    Close,
+    Doing,
+    Evaluated,
+    Failed,
+    Held,
+    Join,
+    Leave,
+    Manifest,
+    Receipt,
+    Update,
+    Wait,
+)
 from arclight.federated.settings import Federation
 
+NodeSends = Join | Ask | Beat | Evaluated | Failed | Leave
 Plan = ev.SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
 
 
@@ -93,14 +109,29 @@ class World:
         """The journal begins with the state from here on."""
         self.saved, self.shortened = [as_read(len(self.journal), self.coordinator.saved())], len(self.journal)
 
-    def ask(self, make: type[ev.Said], **fields: object) -> str:
+    def ask(self, message: NodeSends, session: str) -> str:
+        return self._request(ev.NodeMessage, message=message, session=session)
+
+    def said(self, message: NodeSends, session: str) -> Plan:
+        """The answer to a message that is answered at once."""
+        return self.answers[self.ask(message, session)]
+
+    def validated(self, update: Update, digest: str) -> Plan:
+        """The answer to an update that was found sound."""
+        return self.answers[
+            self._request(ev.UpdateValidated, message=update, session=update.session, digest=digest, norm=1.0)
+        ]
+
+    def rejected(self, update: Update, reason: Reason, why: str) -> Plan:
+        """The answer to an update that was found unsound."""
+        return self.answers[
+            self._request(ev.UpdateRejected, message=update, session=update.session, reason=reason, why=why)
+        ]
+
+    def _request(self, make: type[ev.NodeMessage], **fields: object) -> str:
         to = next(self._requests)
         self.tell(make(to=to, **fields))  # type: ignore[arg-type]
         return to
-
-    def said(self, make: type[ev.Said], **fields: object) -> Plan:
-        """The answer to a message that is answered at once."""
-        return self.answers[self.ask(make, **fields)]
 
     def until(self, time: float) -> None:
         """Let the time go on, with a tick at every deadline on the way."""
@@ -141,9 +172,8 @@ class NodeHere:
 
     def join(self, held: Sequence[Held] = ()) -> Plan:
         session = next(self.world._sessions)
-        plan = self.world.said(
-            ev.Joined, node=self.name, session=session, process=self.process, clients=self.clients, held=tuple(held)
-        )
+        join = Join(node=self.name, process=self.process, clients=self.clients, held=tuple(held))
+        plan = self.world.said(join, session)
         if isinstance(plan, ev.SessionGranted):
             self.session = session
         return plan
@@ -163,7 +193,7 @@ class NodeHere:
         )
 
     def beat(self, steps: dict[str, int] | None = None) -> Receipt:
-        plan = self.world.said(ev.Beaten, session=self.session, doing=self.doing(steps))
+        plan = self.world.said(Beat(node=self.name, session=self.session, doing=self.doing(steps)), self.session)
         assert isinstance(plan, Receipt)
         for one in plan.cancel:
             self.forget(one.client, one.round)
@@ -175,7 +205,7 @@ class NodeHere:
             del self.work[client]
 
     def hold(self, wait: float = 20.0) -> str:
-        return self.world.ask(ev.Asked, session=self.session, wait=wait, doing=self.doing())
+        return self.world.ask(Ask(node=self.name, session=self.session, wait=wait, doing=self.doing()), self.session)
 
     def take(self, wait: float = 0.0) -> Plan:
         """What there is to do now."""
@@ -186,23 +216,32 @@ class NodeHere:
         return plan
 
     def deliver(self, client: str, round: int | None = None, digest: str | None = None) -> Receipt:
+        plan = self.work.get(client)
         if round is None:
             round = self.work[client].round
-        plan = self.world.said(
-            ev.UpdateValidated, session=self.session, client=client, round=round, digest=digest or f"{client} {round}",
-            samples=10, tokens=20, steps=5, seconds=1.0, bytes=100, norm=1.0, metrics={"train/loss": 2.0},
-        )  # fmt: skip
-        assert isinstance(plan, Receipt)
-        if plan.accepted:
+        attempt = plan.discarded if isinstance(plan, FitPlan) and plan.round == round else 0
+        update = update_of(
+            self.session,
+            client,
+            round,
+            samples=10,
+            tokens=20,
+            steps=5,
+            metrics={"train/loss": 2.0},
+            size_bytes=100,
+            attempt=attempt,
+        )
+        receipt = self.world.validated(update, digest or f"{client} {round}")
+        assert isinstance(receipt, Receipt)
+        if receipt.accepted:
             self.forget(client, round)
-        return plan
+        return receipt
 
     def fail(self, client: str, *, again: bool = False, error: str = "out of memory") -> Receipt:
         round = self.work[client].round
         self.forget(client, round)
-        plan = self.world.said(
-            ev.WorkFailed, session=self.session, client=client, round=round, error=error, again=again
-        )  # fmt: skip
+        who = {"node": self.name, "session": self.session, "client": client}
+        plan = self.world.said(Failed(**who, round=round, error=error, again=again), self.session)  # type: ignore[arg-type]
         assert isinstance(plan, Receipt)
         return plan
 
@@ -214,10 +253,17 @@ class NodeHere:
                 done += self.deliver(plan.client).accepted
             else:
                 self.forget(plan.client, plan.round)
-                self.world.said(
-                    ev.EvaluatedBy, session=self.session, client=plan.client, round=plan.round, samples=4, metrics={"loss": 0.5}
-                )  # fmt: skip
+                who = {"node": self.name, "session": self.session, "client": plan.client}
+                measured = Evaluated(**who, round=plan.round, samples=4, metrics={"loss": 0.5})  # type: ignore[arg-type]
+                self.world.said(measured, self.session)
         return done
+
+
+def update_of(session: str, client: str, round: int, *, size_bytes: int = 1, **fields: Any) -> Update:
+    """An update of one sample and one step, unless ``fields`` say otherwise."""
+    manifest = Manifest(kind="update", tensors={}, blobs={"": size_bytes})
+    said = {"samples": 1, "tokens": 1, "steps": 1, "seconds": 1.0} | fields
+    return Update(node="", session=session, client=client, round=round, manifest=manifest, **said)
 
 
 def as_read(number: int, record: Record) -> Record:

@@ -60,7 +60,7 @@ def run(folder: Path, learners: dict[str, Quadratic], moments: tuple[str, ...] =
     with server.opened() as opened:
         script = Masked(InProcessLink(opened.service), learners, moments=moments)
         script.work()
-        assert opened.driver.wait(60)
+        assert opened.runtime.wait(60)
     return server, script
 
 
@@ -171,7 +171,7 @@ def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
     server = Server(Federation(clients=3, rounds=1, local_steps=4, waiting=CALM), start, folder=tmp_path / "run")
     with server.opened() as opened:
         Mixed(InProcessLink(opened.service), learners).work()
-        assert opened.driver.wait(60)
+        assert opened.runtime.wait(60)
     after = [moved(start["w"], float(number), 1) for number in range(3)]
     said = [
         decode("w", encode("w", start["w"] - w, codec)[0])

@@ -47,7 +47,7 @@ class Sum:
 
     def hear(self, client: str, **said: Any) -> Secured:
         began = time.thread_time()
-        told = self.exchange.hear(Secure(node="n", session="s", client=client, round=1, **self.changed(client, said)))
+        told = self.exchange.handle(Secure(node="n", session="s", client=client, round=1, **self.changed(client, said)))
         self.seconds, self.messages = self.seconds + time.thread_time() - began, self.messages + 1
         if told.over:
             self.over.add(client)
@@ -204,7 +204,7 @@ def test_a_round_goes_on_with_or_without_a_client_that_was_started_again(tmp_pat
     def restarted(client: str, said: Said) -> Said:
         if when == "keys" and client == "c001" and "keys" in said:
             round_.people["c000"] = again
-            assert not round_.exchange.hear(Secure(node="n", session="s", client="c000", round=1, keys=fresh)).over
+            assert not round_.exchange.handle(Secure(node="n", session="s", client="c000", round=1, keys=fresh)).over
         if when == "letters" and client == "c000" and "letters" in said:
             return {"keys": fresh}
         return said
@@ -335,7 +335,7 @@ def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
         with server.opened() as run:
             node = Node(InProcessLink(Watched(run.service)), sites, folder / "node", "n", ask=10.0)
             node.run()
-            assert run.driver.wait(60)
+            assert run.runtime.wait(60)
         return server
 
     cost = {"seconds": 0.0, "messages": 0}

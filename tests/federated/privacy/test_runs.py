@@ -46,7 +46,7 @@ def trained(server: Server, goals: list[float]) -> Server:
         thread.start()
         thread.join(60)
         assert not thread.is_alive(), "the node has not ended within 60 s"
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     return server
 
 

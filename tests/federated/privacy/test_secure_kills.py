@@ -26,7 +26,7 @@ from arclight.federated.transports.http_server import HttpServer
 SCRIPT = Path(__file__).parent / "secure_site.py"
 GOALS = {"0": 1.0, "1": -3.0, "2": 0.5}
 SOME: dict[str, Any] = {
-    "waiting": Waiting(quorum=0.6, grace=60.0, lease=5.0, nodes=3),
+    "waiting": Waiting(quorum=0.6, grace_s=60.0, lease_s=5.0, nodes=3),
     "secure": SecureSum(threshold=0.6, patience=20.0),
 }
 
@@ -90,7 +90,7 @@ def site(address: str, folder: Path, name: str) -> Iterator[subprocess.Popen[byt
 def test_a_site_that_is_killed_leaves_the_sum_of_the_others(tmp_path: Path, when: str) -> None:
     kind = AfterOne if when == "masking" else AfterTwo
     sites = [Site("0", GOALS["0"]), Site("1", GOALS["1"]), Site("2", GOALS["2"], kind)]
-    quick = {**SOME, "waiting": Waiting(quorum=0.6, grace=60.0)}
+    quick = {**SOME, "waiting": Waiting(quorum=0.6, grace_s=60.0)}
     survivors = Server(settings(**quick), START, folder=tmp_path / "survivors")
     trained(survivors, [sites])
     plain = Server(settings(**{**quick, "secure": None}), START, folder=tmp_path / "plain")
@@ -102,7 +102,7 @@ def test_a_site_that_is_killed_leaves_the_sum_of_the_others(tmp_path: Path, when
         http = stack.enter_context(HttpServer(killing))
         processes = {name: stack.enter_context(site(http.address, tmp_path / name, name)) for name in GOALS}
         killing.victim = processes["2"]
-        assert run.driver.wait(150), run.coordinator.about(run.driver.now())
+        assert run.runtime.wait(150), run.coordinator.status(run.runtime.now())
         for name in ("0", "1"):
             assert processes[name].wait(60) == 0, (tmp_path / name / "log.txt").read_text()
     assert processes["2"].returncode == -signal.SIGKILL

@@ -45,7 +45,7 @@ from arclight.federated.protocol import (
 from arclight.federated.server.published_weights import manifest_of
 from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
 from arclight.federated.server.server import Server
-from arclight.federated.server.validation import Baseline, Expected, check
+from arclight.federated.server.validation import Baseline, Expected, validate_update
 from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports import flower
 from arclight.federated.transports.authentication import Authenticator
@@ -118,7 +118,7 @@ def trained(
             node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", ask=1.0)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
-        run.driver.wait(60)
+        run.runtime.wait(60)
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive(), "a node has not ended within 60 s"
@@ -162,7 +162,7 @@ def test_a_node_cannot_speak_for_another_ones_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: bool) -> None:
     """In round 2 the third client breaks down, before it has given keys, or once the others have masked for it."""
-    some = {"waiting": Waiting(quorum=0.6, grace=20.0), "secure": SecureSum(threshold=0.6, patience=5.0)}
+    some = {"waiting": Waiting(quorum=0.6, grace_s=20.0), "secure": SecureSum(threshold=0.6, patience=5.0)}
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5, Fails if early else Quadratic)]
     plain = Server(settings(**{**some, "secure": None}), START, folder=tmp_path / "plain")
     trained(plain, [[*sites[:2], Site("2", 0.5, Fails)]])
@@ -256,7 +256,7 @@ def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: 
     with server.opened() as run:
         node = Node(Late(run.service, silent=late), list[Any](sites), tmp_path / "node", "n", ask=1.0)
         node.run()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert isinstance(refused[0], Receipt)
     assert (refused[0].accepted, refused[0].reason) == (False, "stale")
     assert "masked it for a sum of round 1 that was discarded" in refused[0].message
@@ -356,12 +356,12 @@ def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
         for thread in threads:
             thread.start()
-        assert run.driver.until(lambda: len(run.driver.spooled()) == 2 and run.coordinator.state.committed == 1, 60)
+        assert run.runtime.until(lambda: len(run.runtime.spooled()) == 2 and run.coordinator.state.committed == 1, 60)
         for node in nodes:
             node.stop()
         for thread in threads:
             thread.join(60)
-        gone = sorted(run.driver.spooled())[0]
+        gone = sorted(run.runtime.spooled())[0]
         blob = next(iter(manifest_of(run.service.blobs, gone).blobs))
         run.service.blobs.file(blob).unlink()
     again = Server(settings(rounds=2), folder=tmp_path / "run")
@@ -392,7 +392,7 @@ def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
 
 def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None:
     with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
-        base = run.shelf.all()[-1].manifest
+        base = run.weights.all()[-1].manifest
         asked = Expected(
             base=base, weights={}, travel=TransferMask(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
             most_weight=10,
@@ -403,7 +403,7 @@ def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None
             secure=True,
         )  # fmt: skip
         with pytest.raises(RefusedError, match=r"samples = 11, and a secure sum weighs up to 10") as raised:
-            check(update, asked, Baseline(), Checks(), run.blobs)
+            validate_update(update, asked, Baseline(), Checks(), run.blobs)
         assert raised.value.reason == "weight"
 
 
@@ -510,7 +510,7 @@ def test_nodes_that_know_each_other_sum_over_http(tmp_path: Path) -> None:
             node = Node(link, list[Any](crew), tmp_path / name, name, ask=1.0, identity=identity)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
-        assert run.driver.wait(60), run.coordinator.about(run.driver.now())
+        assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())
         for thread in threads:
             thread.join(60)
     assert [here.contributors for here in server.history] == [[], ["0", "1", "2"], ["0", "1", "2"]]

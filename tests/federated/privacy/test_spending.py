@@ -161,7 +161,7 @@ def test_a_round_does_not_close_below_what_its_noise_was_divided_by(tmp_path: Pa
     with Server(lower, folder=tmp_path / "run").opened() as again:
         gathered = again.coordinator.state.open[1]
         assert gathered.least == 4
-        assert again.coordinator.rules.need(gathered) == 4
+        assert again.coordinator.need(gathered) == 4
     with pytest.raises(
         FederatedError, match="4 clients share its noise: fork the run from round 0 to have fewer do so"
     ):

@@ -50,7 +50,7 @@ def served(
     with server.opened() as run:
         Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
         if run.coordinator.state.ended is not None:
-            assert run.driver.wait(60)
+            assert run.runtime.wait(60)
     return server
 
 
@@ -79,7 +79,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
     server = Server(settings, START, folder=folder, told=told)
     with server.opened() as run:
         Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     for early, late in zip(sizes[10], sizes[60], strict=True):
         assert late < 1.1 * early + 50, sizes
     assert sum(1 for _ in read(folder / "journal.jsonl")) < 60, "the journal is as long as the run"

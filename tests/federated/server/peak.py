@@ -37,7 +37,7 @@ def main(megabytes: int, clients: int, strategy: str) -> None:
         rounds=2,
         local_steps=1,
         strategy=getattr(strategies, strategy)(),
-        waiting=Waiting(beat_every=60.0),  # it does not beat while it makes updates
+        waiting=Waiting(heartbeat_interval_s=60.0),  # it does not beat while it makes updates
     )
     imported = peak()
     start = Path(folder.name) / "start"
@@ -60,7 +60,7 @@ def main(megabytes: int, clients: int, strategy: str) -> None:
                 assert receipt.accepted, receipt
             else:
                 assert not isinstance(order, Evaluate)
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     print(json.dumps({"imported": imported, "peak": peak()}))
 
 

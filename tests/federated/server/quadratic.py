@@ -32,7 +32,7 @@ from arclight.federated.protocol import (
 )
 from arclight.federated.transports.link import Link
 
-CALM = Waiting(beat_every=20.0)
+CALM = Waiting(heartbeat_interval_s=20.0)
 """For a `Script`, which says nothing while it works: no machine that stands still for a second makes it a lost node."""
 
 

@@ -82,8 +82,8 @@ def goes_on(folder: Path) -> bool:
     server = Server(SETTINGS, folder=folder)
     with server.opened() as run:
         Script(InProcessLink(run.service), learners()).work()
-        assert run.driver.wait(60)
-        if run.driver.ended is not None and run.driver.ended.failed:
-            raise FederatedError(run.driver.ended.why)
+        assert run.runtime.wait(60)
+        if run.runtime.ended is not None and run.runtime.ended.failed:
+            raise FederatedError(run.runtime.ended.why)
     assert [here.round for here in server.history][-1] == 3
     return True

@@ -44,7 +44,7 @@ def learners(count: int) -> dict[str, Quadratic]:
 def trained(server: Server, count: int = 2) -> Server:
     with server.opened() as run:
         Script(InProcessLink(run.service), learners(count)).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     return server
 
 
@@ -92,7 +92,7 @@ def test_a_round_whose_weights_cannot_be_served_at_first_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int
 ) -> None:
     """Its checkpoint is written by then; the disk is broken for a moment, or full."""
-    left, real = [1], PublishedWeights.put
+    left, real = [1], PublishedWeights.publish
 
     def put(shelf: PublishedWeights, number: int, *rest: Any, **more: Any) -> Weights:
         if number == 1 and left:
@@ -101,7 +101,7 @@ def test_a_round_whose_weights_cannot_be_served_at_first_counts_once(
 
     asked = {"send": "delta", "weigh_by": "equal", "noise": Noise(multiplier=1.0, clip=1.0)}
     expected = trained(Server(settings(**asked), START, folder=tmp_path / "undisturbed"))
-    monkeypatch.setattr(PublishedWeights, "put", put)
+    monkeypatch.setattr(PublishedWeights, "publish", put)
     server = trained(Server(settings(**asked), START, folder=tmp_path / "run"))
     assert not left
     assert len(server.history[1].discarded) == (why == errno.EIO)
@@ -132,7 +132,7 @@ def test_a_round_that_can_never_be_folded_ends_the_run_which_goes_on_when_it_can
 
 def test_a_round_that_can_never_be_folded_may_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, 2, RuntimeError("no kernel"))
-    waiting = Waiting(beat_every=20.0, on_failed_round="skip")
+    waiting = Waiting(heartbeat_interval_s=20.0, on_failed_round="skip")
     server = trained(Server(settings(waiting=waiting, keep_rounds=0, rounds=3), START, folder=tmp_path / "run"))
     assert [bool(here.skipped) for here in server.history] == [False, True, False, False]
     assert "no kernel" in server.history[1].skipped
@@ -148,12 +148,12 @@ def test_a_run_that_is_killed_before_a_skipped_round_is_written_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = Failing(monkeypatch, 2, RuntimeError("no kernel"))
-    waiting = Waiting(beat_every=20.0, on_failed_round="skip")
+    waiting = Waiting(heartbeat_interval_s=20.0, on_failed_round="skip")
 
     def carry_on(*args: Any) -> None:
         raise SystemExit
 
-    monkeypatch.setattr("arclight.federated.server.server_run.carry_on", carry_on)
+    monkeypatch.setattr("arclight.federated.server.server_run.repeat_round", carry_on)
     with pytest.raises(SystemExit), Server(settings(waiting=waiting), START, folder=tmp_path / "run").opened() as run:
         script = Script(InProcessLink(run.service), learners(2))
         script.join()
@@ -187,7 +187,7 @@ def test_a_blob_that_the_servers_disk_has_lost_is_asked_for_again(
         assert isinstance(first, Fit)
         assert isinstance(second, Fit)
         assert script.send(script.trained(first)).accepted
-        (digest,) = run.driver.spooled()
+        (digest,) = run.runtime.spooled()
         (blob,) = manifest_of(run.blobs, digest).blobs
         path = run.blobs.file(blob)
         whole = path.read_bytes()
@@ -195,7 +195,7 @@ def test_a_blob_that_the_servers_disk_has_lost_is_asked_for_again(
         path.write_bytes(whole[: len(whole) // 2])
         assert script.send(script.trained(second)).accepted
         script.work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
     assert len(server.history[1].discarded) == 1
 
@@ -271,7 +271,7 @@ def test_a_round_of_changes_most_of_which_are_zero_is_folded_as_none(
     still = {"0": Quadratic(0.0, lr=0.0), "1": Quadratic(0.0, lr=0.0), "2": Quadratic(5.0)}
     with caplog.at_level(logging.WARNING), server.opened() as run:
         Script(InProcessLink(run.service), still).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert torch.equal(server.weights()["w"], START["w"])
     assert "2 count for nothing" in caplog.text
 
@@ -281,13 +281,13 @@ def test_runs_of_an_earlier_version_go_on(tmp_path: Path, name: str) -> None:
     """One was stopped in its third round; the other's closed round, of two, can never be folded by Krum, and ended it."""
     shutil.copytree(OLDER / name, tmp_path / "run")
     of = {"clients": 2, "rounds": 4} if name == "stopped" else {"clients": 5, "robust": Krum(byzantine=1)}
-    asked = settings(**of, keep_rounds=1, waiting=Waiting(beat_every=20.0, quorum=1.0))
+    asked = settings(**of, keep_rounds=1, waiting=Waiting(heartbeat_interval_s=20.0, quorum=1.0))
     goals = {"0": 1.0, "1": -3.0} if name == "stopped" else {str(n): float(n) for n in range(5)}
 
     def run_of(server: Server) -> Server:
         with server.opened() as run:
             Script(InProcessLink(run.service), {client: Quadratic(goal) for client, goal in goals.items()}).work()
-            assert run.driver.wait(60)
+            assert run.runtime.wait(60)
         return server
 
     server = run_of(Server(asked, folder=tmp_path / "run", run="older"))

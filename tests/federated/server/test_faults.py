@@ -42,7 +42,7 @@ def undisturbed(folder: Path) -> list[str]:
     server = Server(settings(), START, folder=folder / "undisturbed")
     with server.opened() as run:
         Script(InProcessLink(run.service), both()).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     return [here.base for here in server.history]
 
 
@@ -70,7 +70,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         Script(InProcessLink(run.service), learners).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert disk.left == 0
     assert "continues when there is space" in caplog.text
     assert "there is space again" in caplog.text
@@ -101,7 +101,7 @@ def test_rounds_and_blobs_without_room_wait_for_it(
             if isinstance(order, Fit):
                 update = _patiently(lambda order=order: script.trained(order))
                 assert _patiently(lambda update=update: script.send(update)).accepted
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert left == [0]
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -127,7 +127,7 @@ def test_what_a_run_begins_with_waits_for_room(
         assert left == [0]
         assert "the beginning of run run waits, and continues when there is space" in caplog.text
         Script(InProcessLink(run.service), both()).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -
                 updates = {name: script.trained(_fit(script)) for name, script in nodes.items()}
                 for name in order:
                     assert nodes[name].send(updates[name]).accepted
-            assert run.driver.wait(60)
+            assert run.runtime.wait(60)
         found.add(server.history[-1].base)
     assert len(found) == 1
 
@@ -176,7 +176,7 @@ def _fit(script: Script) -> Fit:
 
 
 def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path) -> None:
-    server = Server(settings(waiting=Waiting(beat_every=0.1)), START, folder=tmp_path / "run")
+    server = Server(settings(waiting=Waiting(heartbeat_interval_s=0.1)), START, folder=tmp_path / "run")
     with server.opened() as run:
         link = InProcessLink(run.service)
         first, second = Script(link, both()), Script(link, both())
@@ -191,7 +191,7 @@ def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path
         assert told.reason == "session"
         assert first.send(first.trained(order)).accepted
         first.work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
         assert script.send(script.trained(order)).accepted
         folded.set()
         script.work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
 
 
 def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
@@ -235,15 +235,15 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
         held = threading.Thread(target=lambda: answers.append(script.ask(having=orders)))
         held.start()
         until = real() + 20
-        while not run.coordinator.present.asks:
+        while not run.coordinator.cluster.asks:
             assert real() < until
-        with run.driver._lock:
+        with run.runtime._lock:
             passed[0] = 55.0  # longer than an ask is held, and answers are waited for
-            run.driver._lock.notify_all()
+            run.runtime._lock.notify_all()
         for order in orders:
             assert script.send(script.trained(order)).accepted
         held.join(20)
-        assert run.driver.wait(20)
+        assert run.runtime.wait(20)
     assert [type(answer) for answer in answers] == [Close]
 
 
@@ -262,7 +262,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
     with Server(settings(), START, folder=tmp_path / "run").opened() as run:
         script = Script(InProcessLink(run.service), both())
         with pytest.raises(
-            BrokenError, match=r"UpdateChecked is in the journal .*ZeroDivisionError: a speed of nothing"
+            BrokenError, match=r"UpdateValidated is in the journal .*ZeroDivisionError: a speed of nothing"
         ):
             script.work()
         with pytest.raises(BrokenError):
@@ -272,7 +272,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
     server = Server(settings(), folder=tmp_path / "run")
     with server.opened() as run:
         Script(InProcessLink(run.service), both()).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
@@ -282,8 +282,8 @@ def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have
     with Server(settings(), folder=tmp_path / "run").opened() as run:
         script = Script(InProcessLink(run.service), both())
         script.work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
         script.send(Leave(node=script.name, session=script.session))
         began = time.monotonic()
-        run.let_nodes_hear(30.0)
+        run.tell_nodes(30.0)
         assert time.monotonic() - began < 5.0

@@ -62,7 +62,7 @@ class Target:
     def honest(self, kind: type[Message]) -> Message:
         """A message of that kind that the server would take now, or a little earlier."""
         script = self.script
-        if script.session not in self.run.coordinator.present.sessions:
+        if script.session not in self.run.coordinator.cluster.sessions:
             assert isinstance(script.join(), Welcome)
         at = self.order()
         here = {"node": script.name, "session": script.session}
@@ -99,22 +99,24 @@ class Target:
             open = self.run.coordinator.state.open.get(self.orders[-1].round) if self.orders else None
             if open is not None and open.closed is None:
                 return self.orders[-1]
-            self.run.driver.until(lambda: self.run.coordinator.present.folding is None, 10.0)
-            if self.script.session not in self.run.coordinator.present.sessions:
+            self.run.runtime.until(lambda: self.run.coordinator.cluster.aggregating is None, 10.0)
+            if self.script.session not in self.run.coordinator.cluster.sessions:
                 assert isinstance(self.script.join(), Welcome)
-        raise AssertionError(self.run.coordinator.about(0.0))
+        raise AssertionError(self.run.coordinator.status(0.0))
 
     def say(self, table: dict[str, Any]) -> None:
         """As the network's edge does it; what is refused is refused in words."""
         with suppress(FederatedError):  # and nothing else
             assert isinstance(self.run.service.answer(read(json.dumps(table))), Message)
-        assert self.run.driver.error is None, table
+        assert self.run.runtime.error is None, table
 
 
 @contextmanager
 def target(folder: Path, **given: Any) -> Iterator[Target]:
     """The run; when the block ends, its journal says what the server had in memory, and an honest node is heard."""
-    waiting = Waiting(beat_every=0.2, quorum=0.5, retries=10**9, attempts=10**9, join=1e6, on_failed_round="skip")
+    waiting = Waiting(
+        heartbeat_interval_s=0.2, quorum=0.5, retries=10**9, attempts=10**9, join_timeout_s=1e6, on_failed_round="skip"
+    )
     federation = Federation(
         **{"clients": 2, "rounds": 10**6, "local_steps": 1, "evaluate_every": 0, "waiting": waiting, **given}
     )
@@ -149,7 +151,11 @@ def changed(message: Message, at: tuple[Any, ...], value: Any) -> dict[str, Any]
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message]) -> None:
     secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is Secure else {}
-    waiting = {"waiting": Waiting(beat_every=0.2, quorum=0.6, join=1e6, on_failed_round="skip")} if secure else {}
+    waiting = (
+        {"waiting": Waiting(heartbeat_interval_s=0.2, quorum=0.6, join_timeout_s=1e6, on_failed_round="skip")}
+        if secure
+        else {}
+    )
     said = 0
     with target(tmp_path / "run", **secure, **waiting) as aim:
         there = list(places(json.loads(aim.honest(kind).to_json())))

@@ -29,7 +29,7 @@ def settings(rounds: int, streaming: Streaming | None = None) -> Federation:
         local_steps=3 * (streaming.fragments if streaming is not None else 1),
         streaming=streaming,
         strategy=FedNesterov(),
-        waiting=Waiting(beat_every=0.2, lease=30.0),
+        waiting=Waiting(heartbeat_interval_s=0.2, lease_s=30.0),
         keep_rounds=2,
     )
 

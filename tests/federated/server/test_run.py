@@ -30,7 +30,7 @@ def settings(**given: object) -> Federation:
 def trained(server: Server, learners: dict[str, Quadratic]) -> None:
     with server.opened() as run:
         Script(InProcessLink(run.service), learners).work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
 
 
 def test_rounds_of_two_clients_are_what_the_closed_form_says(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_update_that_a_power_failure_has_damaged_is_asked_for_again(
         order = script.ask()
         assert isinstance(order, Fit)
         assert script.send(script.trained(order)).accepted
-        (spooled,) = run.driver.spooled()
+        (spooled,) = run.runtime.spooled()
         damaged = spooled if what == "manifest" else next(iter(manifest_of(run.service.blobs, spooled).blobs))
         path = run.service.blobs.file(damaged)
     path.write_bytes(

@@ -152,8 +152,8 @@ def test_the_first_blobs_of_a_slow_update_wait_for_the_last(served: Served, monk
     for name in names.values():  # all of it was here long ago
         path = served.folder / "run" / "blobs" / name
         os.utime(path, (0, 0))
-    monkeypatch.setattr(published_weights, "ORPHAN", 0.0)
-    monkeypatch.setattr("arclight.federated.server.server_run.ORPHAN", 1.0)
+    monkeypatch.setattr(published_weights, "ORPHAN_S", 0.0)
+    monkeypatch.setattr("arclight.federated.server.server_run.ORPHAN_S", 1.0)
     time.sleep(1.2)
     part = bytes(1000)
     line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)
@@ -162,7 +162,7 @@ def test_the_first_blobs_of_a_slow_update_wait_for_the_last(served: Served, monk
     assert line.getresponse().status == 202
     line.close()
     assert isinstance(node.work(), Close)
-    assert served.run.driver.wait(60)
+    assert served.run.runtime.wait(60)
     _until_tidy(served, names[gone])
     assert served.run.blobs.size(names[here]) == len(here)
 
@@ -213,14 +213,14 @@ def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Pat
         Federation(clients=1, rounds=2, local_steps=3, evaluate_every=0, waiting=CALM), START, folder=tmp_path / "run"
     )
     with server.opened() as run:
-        spooled = run.driver.spooled
+        spooled = run.runtime.spooled
 
         def slowly() -> set[str]:
             asked.append(spooled())
             assert accepted.wait(20)
             return asked[-1]
 
-        run.driver.spooled = slowly  # type: ignore[method-assign]
+        run.runtime.spooled = slowly  # type: ignore[method-assign]
         node = Script(InProcessLink(run.service), {"0": Quadratic(1.0)})
         node.join()
         for number in (1, 2):
@@ -230,7 +230,7 @@ def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Pat
                 time.sleep(0.01)
             assert node.send(node.packed(order, {"model/w": torch.zeros(300_000)}, outcome)).accepted
         accepted.set()
-        assert run.driver.wait(20)
+        assert run.runtime.wait(20)
     assert [here.contributors for here in server.history] == [[], ["0"], ["0"]]
 
 
@@ -240,7 +240,7 @@ def test_sessions_that_are_gone_are_forgotten(served: Served, monkeypatch: pytes
     for _ in range(6):
         node.join()
         order = _fit(node)
-    assert len(served.run.service._has) == 3
+    assert len(served.run.service._sent) == 3
     assert served.run.service.history.sent_down(1) == 6 * order.weights.size, "each session fetches all"
     assert node.send(node.trained(order)).accepted
 

@@ -23,7 +23,7 @@ from arclight.federated.protocol import Beat, Close, Evaluate, Evaluated, Failed
 from arclight.federated.server import service
 from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
-from arclight.federated.server.validation import Validated, check
+from arclight.federated.server.validation import Validated, validate_update
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
 
@@ -56,7 +56,7 @@ class Bench:
         """The run ends as one does in which nothing was refused."""
         assert self.script.send(self.update).accepted
         self.script.work()
-        assert self.run.driver.wait(60)
+        assert self.run.runtime.wait(60)
         decay, goal = (1 - 0.1) ** 8, (1.0 - 3.0) / 2
         for name, tensor in self.server.weights().items():
             torch.testing.assert_close(tensor, goal + decay * (START[name] - goal), rtol=1e-6, atol=1e-6)
@@ -220,7 +220,7 @@ def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Pa
         assert receipt.reason == ("weight" if samples > 100 else "not_finite")
         script.send(Beat(node="n", session=script.session))
         script.work()
-        assert run.driver.wait(60)
+        assert run.runtime.wait(60)
     assert [sorted(here.metrics_by_client) for here in server.history][-1] == ["0", "1"]
     assert all(math.isfinite(here.metrics["val/loss"]) for here in server.history)
 
@@ -243,8 +243,8 @@ def test_another_version_is_told_what_to_do(bench: Bench) -> None:
 
 def test_blobs_of_rounds_that_are_over_do_not_pile_up(bench: Bench) -> None:
     bench.goes_on()
-    bench.run.driver.close()
-    offered = {digest for weights in bench.run.shelf.all() for digest in weights.manifest.blobs}
+    bench.run.runtime.close()
+    offered = {digest for weights in bench.run.weights.all() for digest in weights.manifest.blobs}
     assert set(bench.run.blobs) == offered
 
 
@@ -260,13 +260,13 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
             under_way += 1
             seen.append(under_way)
         time.sleep(0.05)
-        found = check(*given)
+        found = validate_update(*given)
         with lock:
             under_way -= 1
         return found
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(service, "check", slowly)
+    monkeypatch.setattr(service, "validate_update", slowly)
     settings = Federation(clients=6, rounds=1, local_steps=4, evaluate_every=0, waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run, ThreadPoolExecutor(6) as pool:

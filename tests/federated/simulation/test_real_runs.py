@@ -30,7 +30,7 @@ RATE = 1_000_000
 """Bytes a second of each node's line."""
 STEPS = 40
 PLAIN = Federation(
-    clients=4, rounds=4, local_steps=STEPS, evaluate_every=0, waiting=Waiting(nodes=4, beat_every=1.0, join=60.0)
+    clients=4, rounds=4, local_steps=STEPS, evaluate_every=0, waiting=Waiting(nodes=4, heartbeat_interval_s=1.0, join_timeout_s=60.0)
 )  # fmt: skip
 STREAMED = replace(PLAIN, rounds=8, streaming=Streaming(fragments=4, overlap=1))
 

@@ -16,7 +16,7 @@ from arclight.federated.simulation.simulate import simulate
 from arclight.federated.simulation.sizes import Sizes
 
 MODEL = 10_000_000
-CALM = Waiting(beat_every=10.0)
+CALM = Waiting(heartbeat_interval_s=10.0)
 
 
 def federation(**options: Any) -> Federation:
@@ -63,7 +63,9 @@ def test_measured_speeds_decide_who_is_waited_for() -> None:
     result = simulate(federation(clients=30, rounds=2), 1000, fleet)
     assert [r.seconds for r in result.rounds] == pytest.approx([50 * 0.4 + 1.0] * 2, rel=1e-3)
     half = simulate(
-        federation(clients=30, rounds=2, waiting=Waiting(quorum=0.2, grace=0.0, beat_every=1.0)), 1000, fleet
+        federation(clients=30, rounds=2, waiting=Waiting(quorum=0.2, grace_s=0.0, heartbeat_interval_s=1.0)),
+        1000,
+        fleet,
     )
     assert half.rounds[0].seconds == pytest.approx(50 * 0.1 + 1.0, rel=1e-3)
     assert half.rounds[0].accepted < 30
@@ -75,11 +77,13 @@ def test_a_grace_and_a_deadline_bound_a_round() -> None:
     fleet = Fleet(
         links=Links(up=1e15, down=1e15, latency=0.0), speeds=Speeds(measured=(0.1, 10.0)), costs=Costs(round=0.0, check=0.0)
     )  # fmt: skip
-    waiting = Waiting(quorum=0.3, grace=7.0, beat_every=10.0)
+    waiting = Waiting(quorum=0.3, grace_s=7.0, heartbeat_interval_s=10.0)
     result = simulate(federation(clients=20, rounds=1, waiting=waiting), 1000, fleet)
     assert result.rounds[0].closed - result.rounds[0].opened == pytest.approx(5.0 + 7.0, rel=1e-3)
     none = simulate(
-        federation(clients=20, rounds=1, waiting=Waiting(quorum=1.0, deadline=60.0, beat_every=10.0, retries=1)),
+        federation(
+            clients=20, rounds=1, waiting=Waiting(quorum=1.0, deadline_s=60.0, heartbeat_interval_s=10.0, retries=1)
+        ),
         1000,
         fleet,
     )
@@ -89,7 +93,7 @@ def test_a_grace_and_a_deadline_bound_a_round() -> None:
 
 
 def test_nodes_that_fall_silent_are_missed() -> None:
-    waiting = Waiting(quorum=0.5, grace=1000.0, beat_every=0.5, lease=10.0)
+    waiting = Waiting(quorum=0.5, grace_s=1000.0, heartbeat_interval_s=0.5, lease_s=10.0)
     fleet = Fleet(links=Links(latency=0.01), vanish=0.2)
     result = simulate(federation(clients=20, rounds=1, waiting=waiting), 1000, fleet)
     only = result.rounds[0]
@@ -127,7 +131,7 @@ def test_buffered_rounds_do_not_wait_for_the_slow() -> None:
 
 def test_the_same_seed_gives_the_same_run() -> None:
     fleet = Fleet(links=Links(spread=0.5), speeds=Speeds(spread=0.5, jitter=0.2, stragglers=0.1), vanish=0.02)
-    wait = Waiting(quorum=0.7, grace=5.0, beat_every=1.0, lease=5.0)
+    wait = Waiting(quorum=0.7, grace_s=5.0, heartbeat_interval_s=1.0, lease_s=5.0)
     runs = [simulate(federation(clients=50, waiting=wait), 1_000_000, fleet, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     assert "50 clients, 3 rounds in" in str(runs[0])
@@ -146,7 +150,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 result = simulate(
     Federation(
         clients=1_000_000, rounds=2, local_steps=100, up=Int8(), down=Int8(), evaluate_every=0,
-        sampling=Sampling(per_round=1000, over_provision=0.3), waiting=Waiting(beat_every=30.0, quorum=0.8, grace=30.0, lease=60.0),
+        sampling=Sampling(per_round=1000, over_provision=0.3), waiting=Waiting(heartbeat_interval_s=30.0, quorum=0.8, grace_s=30.0, lease_s=60.0),
     ),
     100_000_000, Fleet(links=Links(spread=0.5), speeds=Speeds(step=0.5, spread=0.4, stragglers=0.05), vanish=0.05),
 )

@@ -46,7 +46,7 @@ def server(folder: Path, config: Mapping[str, Any]) -> Server:
     rounds = int(config.get("rounds", 3))
     federation = Federation(
         clients=2, rounds=rounds, local_steps=5, strategy=FedAvg(lr=1.0), evaluate_every=0,
-        waiting=Waiting(nodes=int(config.get("nodes", 1)), lease=120.0),
+        waiting=Waiting(nodes=int(config.get("nodes", 1)), lease_s=120.0),
     )  # fmt: skip
     return Server(federation, weights, folder=folder, clients=tuple(TARGETS))
 

@@ -57,7 +57,7 @@ def in_process(folder: Path, rounds: int = 3) -> Server:
         node = Node(InProcessLink(run.service), clients, folder / "node", "all")
         thread = threading.Thread(target=node.run, daemon=True)
         thread.start()
-        assert run.driver.wait(60), "the run in this process has not ended after 60 s"
+        assert run.runtime.wait(60), "the run in this process has not ended after 60 s"
         thread.join(30)
         assert not thread.is_alive()
     return server
@@ -197,7 +197,7 @@ local_steps = 2
 evaluate_every = 0
 [federation.waiting]
 nodes = {nodes}
-lease = 120.0
+lease_s = 120.0
 [trainer]
 accelerator = "cpu"
 """

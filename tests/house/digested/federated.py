@@ -66,7 +66,7 @@ class Rows(al.DataModule):
         return DataLoader(self.rows, 5)
 
 
-CALM = Waiting(beat_every=10.0)
+CALM = Waiting(heartbeat_interval_s=10.0)
 
 
 def run(folder: Path, clients: int = 3, rounds: int = 2, **given: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def values(folder: Path) -> dict[str, Any]:
         "sampled": {"sampling": Sampling(per_round=2), "rounds": 4}, "reset": {"reset_optimizer": True},
         "periods": {"masks": Masks(periods={"exp_avg": 2}), "moments": ("exp_avg",), "rounds": 3},
         "streaming": {"streaming": Streaming(fragments=3, overlap=1), "local_steps": 6, "rounds": 6},
-        "krum": {"robust": Krum(byzantine=1), "clients": 5, "waiting": Waiting(beat_every=10.0, quorum=1.0)},
+        "krum": {"robust": Krum(byzantine=1), "clients": 5, "waiting": Waiting(heartbeat_interval_s=10.0, quorum=1.0)},
         "one-client": {"clients": 1, "send": "weights", "rounds": 3},
     }  # fmt: skip
     found |= {name: run(folder / name, **options) for name, options in ways.items()}

@@ -108,9 +108,9 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
         worker = Worker(node.run)
         worker.start()
         try:
-            while not run.driver.wait(1.0):
+            while not run.runtime.wait(1.0):
                 worker.check()
-                if not worker.is_alive() and not run.driver.wait(ENDING):
+                if not worker.is_alive() and not run.runtime.wait(ENDING):
                     raise FederatedError(
                         f"the run continues, but its clients have ended: {node.closed or 'they were told to stop'}"
                     )

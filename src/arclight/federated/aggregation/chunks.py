@@ -1,4 +1,4 @@
-"""Tensors worked through in chunks that fit a core's cache, by several threads, with the same bits for any number of them."""
+"""Work through tensors in chunks that fit a core's cache, with the same bits for any number of threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Scratch:
-    """One thread's own memory: float64 and int64 of a chunk each, what is read from files, and a chunk of a mean."""
+    """Buffers of one thread, a chunk each: float64, int64, bytes read from files, and a mean."""
 
     wide: Array = field(default_factory=lambda: np.empty(CHUNK))
     other: Array = field(default_factory=lambda: np.empty(CHUNK))
@@ -43,21 +43,21 @@ class Scratch:
         self.bytes = memoryview(self.array)  # type: ignore[arg-type]
 
     def kept(self, number: int) -> Array:
-        """One more array of float64 for each number, made when it is first asked for."""
+        """Return float64 buffer ``number``, allocated when it is first asked for."""
         while len(self._kept) <= number:
             self._kept.append(np.empty(CHUNK))
         return self._kept[number]
 
 
 class Lanes:
-    """Threads that share a tensor's chunks; made by `lanes`."""
+    """Threads that share the chunks of a tensor; made by `lanes`."""
 
     def __init__(self, count: int, pool: ThreadPoolExecutor | None) -> None:
         self._pool = pool
         self._scratch = [Scratch() for _ in range(count)]
 
     def over(self, elements: int, work: Callable[[int, int, Scratch], T]) -> list[T]:
-        """``work(start, stop, scratch)`` for every chunk of ``elements``, each exactly once; results in the chunks' order."""
+        """Call ``work(start, stop, scratch)`` once for every chunk of ``elements``; results are in the chunks' order."""
         chunks = math.ceil(elements / CHUNK)
         results: list[Any] = [None] * chunks
         count = min(len(self._scratch), chunks)
@@ -79,7 +79,7 @@ class Lanes:
 
 @contextmanager
 def lanes(threads: int | None = None) -> Iterator[Lanes]:
-    """``threads`` lanes, one by default: numpy's calls on a chunk are so short that two mostly wait for each other."""
+    """Open ``threads`` lanes, one by default: two mostly wait for each other, as numpy's calls on a chunk are short."""
     count = 1 if threads is None else threads
     if count < 1:
         raise ValueError(f"at least one thread is needed, got {count}")
@@ -91,7 +91,7 @@ def lanes(threads: int | None = None) -> Iterator[Lanes]:
 
 
 class Chunked:
-    """A dense tensor as a row of elements. One that still lies in its file (`StoredTensor`) is read chunk by chunk."""
+    """A dense tensor as a row of elements, read chunk by chunk if it still lies in its file (`StoredTensor`)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self.elements = tensor.dtype, tuple(tensor.shape), tensor.numel()
@@ -103,11 +103,11 @@ class Chunked:
 
     @property
     def held(self) -> bool:
-        """Whether all of it is in memory."""
+        """Return True if the tensor is in memory as a whole."""
         return self._stored is None
 
     def part(self, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
-        """Elements as they are; not to be changed, and valid until the scratch, if one is given, is used for another part."""
+        """Return elements as they are: read only, and valid until the scratch, if given, is used again."""
         if self._stored is None:
             return self._flat[start:stop]
         if scratch is None:
@@ -115,7 +115,7 @@ class Chunked:
         return scratch.raw[: self._read(start, stop, scratch)].view(self.dtype)
 
     def wide(self, start: int, stop: int, into: Array, scratch: Scratch) -> Array:
-        """Elements as float64, in ``into``."""
+        """Return elements as float64, in ``into``."""
         part = into[: stop - start]
         if self._numpy is None:
             torch.from_numpy(part).copy_(self.part(start, stop, scratch))
@@ -126,7 +126,7 @@ class Chunked:
         return part
 
     def _read(self, start: int, stop: int, scratch: Scratch) -> int:
-        """Fill the scratch with elements from the file; how many bytes they are."""
+        """Read elements from the file into the scratch; return their bytes."""
         assert self._stored is not None
         size = (stop - start) * self.dtype.itemsize
         self._stored.read_elements(start, scratch.bytes[:size])
@@ -134,17 +134,17 @@ class Chunked:
 
 
 def squares(values: Array, scratch: Scratch) -> float:
-    """Sum of squares; its bits depend on the values alone."""
+    """Return the sum of squares; its bits depend on the values alone."""
     spare = scratch.spare[: len(values)]
     return float(np.add.reduce(np.multiply(values, values, out=spare)))
 
 
 def product(first: Array, second: Array, scratch: Scratch) -> float:
-    """Inner product; its bits depend on the values alone."""
+    """Return the inner product; its bits depend on the values alone."""
     spare = scratch.spare[: len(first)]
     return float(np.add.reduce(np.multiply(first, second, out=spare)))
 
 
 def total(parts: Sequence[float]) -> float:
-    """The sum, rounded once: the same for any order."""
+    """Return the sum, rounded once: the same for any order."""
     return math.fsum(parts)

@@ -1,4 +1,4 @@
-"""Fixed point: how far each tensor's terms are shifted so that their integers hold 62 bits and their sum never overflows.
+"""Sum exactly in fixed point: shift each tensor's terms to 62-bit integers whose sum never overflows.
 
 A term of the mean is ``round(x * weight * 2^shift)``, an int64; the product is taken in float64. The shift follows from the
 largest ``|x|`` of all contributors and the sum of their weights, both known before the first term and the same in any
@@ -33,7 +33,7 @@ LARGEST = 2.0 ** (BITS + 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one client gives to a mean."""
+    """One client's contribution to a mean."""
 
     client: str
     """Its name, or another text that is unique in the mean."""
@@ -44,10 +44,10 @@ class Contribution:
     largest: Mapping[str, float | None] | None = None
     """Largest size of a value by key, None for integers, as `measure` gave it; without it every tensor is read once more."""
     samples: float | None = None
-    """Samples that its change comes from, for the noise scale; the weight where it is not said."""
+    """Samples that its change comes from, for the noise scale; the weight if not given."""
 
     norm: float | None = None
-    """L2 norm of its change, over ``model/`` keys, where it is known already."""
+    """L2 norm of its change, over ``model/`` keys, if it is known already."""
     shrink: float = 1.0
     """What its ``model/`` tensors are multiplied by, in (0, 1]; the weight stays. For norm bounds and stale updates."""
 
@@ -58,7 +58,7 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a client's tensors are like, found while they are checked."""
+    """Sizes of a client's tensors, measured during validation."""
 
     largest: dict[str, float | None]
     """Largest size of a value by key; None for tensors of integers."""
@@ -66,13 +66,13 @@ class Measured:
     """L2 norm by key, of tensors of floating point."""
 
     def norm(self, prefix: str = PREFIX) -> float:
-        """L2 norm of all tensors whose keys begin so."""
+        """Return the L2 norm of all tensors whose keys have this prefix."""
         return math.hypot(*(norm for key, norm in self.norms.items() if key.startswith(prefix)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How one tensor is folded."""
+    """Rule, shift and total weight with which one tensor is averaged."""
 
     rule: Rule
     """Mean of several; the only contributor's values themselves; the largest or smallest of integers (see `fold`)."""
@@ -82,18 +82,18 @@ class Scale:
     """Sum of the contributors' weights, rounded once."""
 
     def factor_for(self, given: Contribution, key: str) -> float:
-        """What one contributor's values of a key are multiplied by."""
+        """Return the factor that turns one contributor's values of a key into terms."""
         return self.factor(given.weight * given.shrink if key.startswith(PREFIX) else given.weight)
 
     def factor(self, weight: float) -> float:
-        """What a contributor's values are multiplied by; its size is that of the weight, shifted."""
+        """Return the factor of a weight: the weight, shifted."""
         return math.ldexp(weight, self.shift)
 
 
 def scale_of(
     weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta", shrunk: bool = False
 ) -> Scale:
-    """The scale of one tensor, from all of its contributors' weights and largest values, in any order.
+    """Return the scale of one tensor from its contributors' weights and largest values, in any order.
 
     shrunk: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
     """
@@ -118,7 +118,7 @@ def plan(
     values: Iterable[str] = (),
     threads: int | None = None,
 ) -> dict[str, Scale]:
-    """The scale of every key, from what was measured of each contribution; tensors are only read where nothing was.
+    """Return the scale of every key; only tensors that were not measured before are read.
 
     values: keys that hold values themselves although ``form`` is "delta". Raises FederatedError for a contributor that is named
     twice, RefusedError for a weight that is not positive or a value that is not finite.
@@ -155,7 +155,7 @@ def plan(
 
 
 def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> Measured:
-    """Sizes of a client's tensors, each read once. Raises RefusedError naming client and key of a value that is not finite."""
+    """Measure a client's tensors, each read once. Raises RefusedError for NaN or infinite values."""
     largest, norms = dict[str, float | None](), dict[str, float]()
     with lanes(threads) as among:
         for key in tensors:
@@ -186,7 +186,7 @@ def _measure(client: str, key: str, tensor: Chunked, among: Lanes) -> tuple[floa
 
 
 def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
-    """Whether tensors of this type are averaged; integers are not. Raises RefusedError for types that cannot be folded."""
+    """Return True if tensors of this type are averaged; integers are not. Raises RefusedError for other types."""
     if dtype.is_complex or dtype is torch.uint64:
         why = f"{client} sent {key} as {dtype}: it cannot be averaged, send another type"
         raise RefusedError("wrong_shape", why, (client,))
@@ -198,9 +198,9 @@ def not_finite(client: str, key: str) -> RefusedError:
 
 
 class Terms:
-    """What is known of a key: how it is folded and, once contributors are admitted, its shape and type.
+    """The arithmetic of one key, chunk by chunk: values to terms, terms to a sum, the sum to a mean.
 
-    anchor: where values are weights, those before; changes from it are told then, not the values.
+    anchor: if values are weights, those before; changes from it are told then, not the values.
     """
 
     def __init__(self, key: str, scale: Scale, anchor: Chunked | None = None) -> None:
@@ -211,7 +211,7 @@ class Terms:
 
     @property
     def averaged(self) -> bool:
-        """Whether there is a mean, as there is of floating point; of integers one contributor's are taken."""
+        """Return True for floating point, which is averaged; of integers one contributor's are taken."""
         return self.scale.rule in ("mean", "alone")
 
     @property
@@ -219,7 +219,7 @@ class Terms:
         return torch.float32 if self.averaged and self.dtype is not torch.float64 else self.dtype
 
     def admit(self, given: Contribution, tensor: Chunked) -> None:
-        """Raises RefusedError or FederatedError for a contributor's tensor that does not go with the others."""
+        """Admit a contributor's tensor. Raises RefusedError or FederatedError if it does not fit the others."""
         if is_mean(given.client, self.key, tensor.dtype) != self.averaged:
             raise RefusedError(
                 "wrong_shape",
@@ -245,7 +245,7 @@ class Terms:
         return self.scale.factor_for(given, self.key)
 
     def check(self, given: Contribution, size: float, terms: Array, scratch: Scratch) -> None:
-        """No term may be larger than was planned for; ``size``, their sum of squares, tells at once that most are not."""
+        """Check that no term is larger than planned; ``size``, their sum of squares, usually shows it at once."""
         if size <= LARGEST**2:
             return
         peak = float(np.abs(terms, out=scratch.spare[: len(terms)]).max())
@@ -255,25 +255,25 @@ class Terms:
             raise FederatedError(f"{given.client} has larger values in {self.key} than were measured: measure it again")
 
     def to_change(self, scaled: Array, factor: float, start: int, scratch: Scratch) -> None:
-        """Values times ``factor`` become ``anchor * factor`` minus them, in place."""
+        """Turn values times ``factor`` into ``anchor * factor`` minus them, in place."""
         assert self.anchor is not None
         before = self.anchor.wide(start, start + len(scaled), scratch.other, scratch)
         before *= factor
         np.subtract(before, scaled, out=scaled)
 
     def mean(self, total: Array, scratch: Scratch) -> Array:
-        """The mean that a sum of all terms, as float64, stands for; in ``scratch.mean``."""
+        """Return the mean of a sum of all terms, given as float64; in ``scratch.mean``."""
         return self.narrowed(np.divide(total, self.divisor, out=scratch.spare[: len(total)]), scratch)
 
     def narrowed(self, values: Array, scratch: Scratch) -> Array:
-        """float64 values in the mean's own type; in ``scratch.mean``."""
+        """Convert float64 values to the mean's own type; in ``scratch.mean``."""
         kept = np.float64 if self.dtype is torch.float64 else np.float32
         mean: Array = scratch.mean.view(kept)[: len(values)]
         np.copyto(mean, values, casting="same_kind")
         return mean
 
     def widened(self, mean: Array, start: int, scratch: Scratch) -> Array:
-        """A chunk of the mean, or its change, times the divisor: what changes are compared with; in ``scratch.wide``."""
+        """Return a chunk of the mean, or its change, times the divisor, to compare changes with; in ``scratch.wide``."""
         wide = scratch.wide[: len(mean)]
         np.copyto(wide, mean)
         wide *= self.divisor
@@ -283,7 +283,7 @@ class Terms:
 
 
 def add(terms: Array, sums: Array, scratch: Scratch, *, first: bool) -> None:
-    """Add rounded terms to int64 sums, or begin these with them."""
+    """Add rounded terms to int64 sums, or start these with them."""
     rounded = np.rint(terms, out=scratch.spare[: len(terms)])
     if first:
         np.copyto(sums, rounded, casting="unsafe")
@@ -294,7 +294,7 @@ def add(terms: Array, sums: Array, scratch: Scratch, *, first: bool) -> None:
 
 
 def sum_of(terms: Sequence[Array], scratch: Scratch) -> Array:
-    """The exact sum of rounded terms, as float64, in ``scratch.wide``.
+    """Return the exact sum of rounded terms, as float64, in ``scratch.wide``.
 
     Of two, float64's own sum is the exact one rounded once: the same number that the sum of integers becomes.
     """

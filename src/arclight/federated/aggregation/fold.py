@@ -1,4 +1,4 @@
-"""Many clients' tensors become one: key by key, streaming, with the same bits for any order, thread count or split.
+"""Average many clients' tensors key by key, streaming, with the same bits for any order or thread count.
 
 Tensors of floating point are averaged in fixed point (see `scale`). Tensors of integers - counters such as a batch norm's
 ``num_batches_tracked`` - have no mean: of values the largest is taken, of changes (before minus after) the smallest, both of
@@ -40,7 +40,7 @@ _HELD = 2
 
 
 class Whole:
-    """Takes a mean as one tensor."""
+    """A sink that collects a mean as one tensor."""
 
     def __call__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
         self.tensor = torch.empty(shape, dtype=dtype)
@@ -54,7 +54,7 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyStatistics:
-    """What one key tells of its contributors, in order: squared norms of changes, scaled; the mean's; products with the mean."""
+    """Scaled statistics of one key: squared norms of changes and of the mean, products with the mean."""
 
     sizes: Sequence[float]
     mean: float
@@ -62,7 +62,7 @@ class _KeyStatistics:
 
 
 class Fold:
-    """The mean of several contributions, an iterator over ``(key, mean)``; `statistics` once it is through.
+    """Average contributions: an iterator over ``(key, mean)``; `statistics` are complete at its end.
 
     Means are float32, float64 for float64; integers keep their type. No more than one key's tensors are held.
     anchor: with ``form="weights"`` the weights before, by key, so that statistics are of changes.
@@ -70,7 +70,7 @@ class Fold:
     keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
     Contributors that are shrunk are averaged shrunk; their norms are told as they were.
     cosines: whether each contributor is compared with the mean.
-    Raises FederatedError without contributions, RefusedError naming client and key where they cannot be folded.
+    Raises FederatedError without contributions, RefusedError naming client and key if they cannot be aggregated.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Fold:
 
     @property
     def statistics(self) -> Statistics:
-        """Of the keys that have come so far."""
+        """Return statistics of the keys so far."""
         return self._gathered.statistics()
 
     def whole(self, key: str, among: Lanes) -> torch.Tensor:
-        """One key's mean."""
+        """Return one key's mean."""
         mean = Whole()
         self.each(key, among, mean)
         return mean.tensor
 
     def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
-        """Fold one key; its mean is given away part by part as it is made."""
+        """Average one key; its mean is passed on part by part as it is made."""
         scale, holders = self.scales[key], self._holders(key)
         anchor = None
         if key in self._of_values and key in self._anchor and scale.rule in ("mean", "alone"):
@@ -160,7 +160,7 @@ def _fold_at_once(
     among: Lanes,
     into: SinkFactory,
 ) -> _KeyStatistics:
-    """Fold a key of few contributors: every chunk through all steps at once."""
+    """Average a key of few contributors: every chunk goes through all steps at once."""
     for given, tensor in zip(holders, tensors, strict=True):
         terms.admit(given, tensor)
     alone, factors = terms.scale.rule == "alone", [terms.factor(given) for given in holders]
@@ -205,9 +205,9 @@ def _fold_in_turn(
     among: Lanes,
     into: SinkFactory,
 ) -> _KeyStatistics:
-    """Fold a key one contributor after the other, so that only one is held; twice, if they are compared with the mean.
+    """Average a key one contributor after the other, holding one at a time; twice, to compare with the mean.
 
-    tensors: those of the first contributors, where they are at hand; they are taken from the list.
+    tensors: those of the first contributors, if at hand; they are taken from the list.
     """
     summed = _Summed(terms, among)
     sizes = [summed.add(given, tensors.pop(0) if tensors else Chunked(given.tensors[terms.key])) for given in holders]
@@ -235,7 +235,7 @@ def _fold_in_turn(
 
 
 def _product(terms: Terms, factor: float, tensor: Chunked, mean: Array, among: Lanes) -> float:
-    """Of a contributor's change and the mean's, scaled."""
+    """Return the scaled inner product of a contributor's change and the mean's."""
 
     def work(start: int, stop: int, scratch: Scratch) -> float:
         one = tensor.wide(start, stop, scratch.kept(0), scratch)
@@ -248,7 +248,7 @@ def _product(terms: Terms, factor: float, tensor: Chunked, mean: Array, among: L
 
 
 class _Summed:
-    """One key's int64 sums as contributors come one after the other."""
+    """The int64 sums of one key, contributor by contributor."""
 
     def __init__(self, terms: Terms, among: Lanes) -> None:
         self._terms, self._among = terms, among
@@ -256,7 +256,7 @@ class _Summed:
         self._begun = False
 
     def add(self, given: Contribution, tensor: Chunked) -> float:
-        """Take a contributor in; returns its change's squared norm, scaled. A single one's values are kept as they are."""
+        """Add a contributor; return its change's squared norm, scaled. A single one's values are kept as they are."""
         terms, first = self._terms, not self._begun
         terms.admit(given, tensor)
         if first:
@@ -281,7 +281,7 @@ class _Summed:
 
 
 def _furthest(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
-    """Of integers: the contributor's that counted furthest, in each element."""
+    """Return the largest or smallest integer of each element: of the contributor that counted furthest."""
     found: torch.Tensor | None = None
     for given in holders:
         tensor = Chunked(given.tensors[terms.key])
@@ -297,13 +297,13 @@ def _further(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tens
 
 
 def emit(mean: torch.Tensor, among: Lanes, into: SinkFactory) -> None:
-    """Give away a mean that is there as a whole."""
+    """Pass a whole mean to a sink, chunk by chunk."""
     take, flat = into(mean.dtype, tuple(mean.shape)), mean.reshape(-1)
     among.over(flat.numel(), lambda start, stop, scratch: take(start, stop, flat[start:stop], scratch))
 
 
 def _columns(rows: Sequence[Sequence[float]], count: int) -> list[float]:
-    """The sum of each column, rounded once."""
+    """Return the sum of each column, rounded once."""
     return [total(column) for column in zip(*rows, strict=True)] if rows else [0.0] * count
 
 
@@ -333,7 +333,7 @@ def partial(
 def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
     """The sums of one key over parts of its contributors, from those of each part, in any order.
 
-    Raises FederatedError without parts, for parts of different sizes, or several where one contributor was planned for.
+    Raises FederatedError without parts, for parts of different sizes, or several if one contributor was planned for.
     """
     merged: torch.Tensor | None = None
     for part in parts:
@@ -353,7 +353,7 @@ def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def mean_of(
     scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], among: Lanes | None = None
 ) -> torch.Tensor:
-    """The mean, of `shape`, from the sums of all contributors. float64 for dtype float64, float32 for other floating types."""
+    """Return the mean of ``shape`` from the sums of all contributors: float64 for float64, else float32."""
     if among is None:
         with lanes(1) as one:
             return mean_of(scale, sums, dtype, shape, one)

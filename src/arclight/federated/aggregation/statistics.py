@@ -1,4 +1,4 @@
-"""What a fold tells about the clients: how far each went, how far apart they are, how noisy their mean is."""
+"""Measure a round's updates: norms, cosines with the mean (client drift) and the noise scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PREFIX = "model/"
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of one fold. Norms are L2; ``model/`` keys of floating point count, but for ``norm_by_key``."""
+    """Statistics of one round. Norms are L2; ``model/`` keys of floating point count, but for ``norm_by_key``."""
 
     norm: float
     """Of the mean change."""
@@ -27,11 +27,11 @@ class Statistics:
     norms_by_key: dict[str, dict[str, float]]
     """Key to contributor to norm."""
     noise_scale: float | None
-    """Simple noise scale in samples; None where it cannot be estimated. See `noise_scale`."""
+    """Simple noise scale in samples; None if it cannot be estimated. See `noise_scale`."""
 
 
 class Contributor(NamedTuple):
-    """A contributor."""
+    """A contributor, its weight, and its samples if known."""
 
     client: str
     weight: float
@@ -40,7 +40,7 @@ class Contributor(NamedTuple):
 
 @dataclass
 class StatisticsBuilder:
-    """Norms and cosines as they come, key by key."""
+    """Collect norms and cosines key by key."""
 
     contributors: Sequence[Contributor]
     by_key: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StatisticsBuilder:
         self.mean_by_key[key] = min(norm, sys.float_info.max)
 
     def product(self, key: str, client: str, cosine: float) -> None:
-        """The cosine of one contributor with the mean, of one key."""
+        """Note the cosine of one contributor with the mean, of one key."""
         self.cosine_by_key.setdefault(key, {})[client] = cosine
 
     def statistics(self) -> Statistics:
@@ -79,7 +79,7 @@ class StatisticsBuilder:
         )
 
     def _cosine(self, client: str, norms: dict[str, float]) -> float | None:
-        """Over the keys that the contributor has: the sum of inner products over both norms there."""
+        """Return the cosine over a contributor's keys: the sum of inner products over both norms there."""
         keys = [key for key, of in self.cosine_by_key.items() if client in of]
         common = math.hypot(*(self.mean_by_key[key] for key in keys))
         if not keys or not norms[client] or not common:
@@ -106,11 +106,11 @@ class StatisticsBuilder:
 def noise_scale(
     norms: Sequence[float], mean_norm: float, *, weights: Sequence[float], samples: Sequence[float]
 ) -> float | None:
-    """tr(S) / |G|^2, the simple noise scale of McCandlish et al. (2018, arXiv 1812.06162, appendix A.1), in samples.
+    """Return tr(S) / |G|^2, the simple noise scale of McCandlish et al. (2018, arXiv 1812.06162, A.1), in samples.
 
     Each client's change is one estimate of the gradient G with the variance of its ``samples``; with the shares p of the weights,
     E sum p |g|^2 = |G|^2 + tr(S) sum p/b and E |mean|^2 = |G|^2 + tr(S) sum p^2/b, whence unbiased estimates of both (the
-    paper's, where all weigh the same). None for fewer than two clients, or where the estimate of |G|^2 is not positive.
+    paper's, where all weigh the same). None for fewer than two clients, or if the estimate of |G|^2 is not positive.
     """
     if len(norms) < 2 or min(samples) <= 0 or mean_norm <= 0:
         return None

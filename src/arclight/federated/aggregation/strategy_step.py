@@ -1,4 +1,4 @@
-"""A server step over all tensors, streaming: anchors and states are read when their turn comes, new ones are given away."""
+"""Step all tensors with the server's strategy, streaming: read each when its turn comes, pass the new one on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SteppedTensor:
 
     key: str
     value: torch.Tensor
-    """The new weight or moment, of its type before; the old one where nobody sent this key."""
+    """The new weight or moment, of its type before; the old one if no client sent this key."""
     state: dict[str, torch.Tensor]
     """The strategy's tensors; empty for moments, integers, and weights that have never been stepped."""
     count: int
@@ -33,7 +33,7 @@ class SteppedTensor:
 
 
 class StrategyStep:
-    """What ``strategy`` makes of contributions, an iterator over `SteppedTensor`: every key of ``order``, one at a time.
+    """Step every key of ``order`` with ``strategy``: an iterator over `SteppedTensor`, one key at a time.
 
     Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``, which become the mean: no gradient moves them, and
     a step beyond the mean, or of a fixed size, could make a variance negative. All other keys are local moments: their mean
@@ -89,7 +89,7 @@ class StrategyStep:
         )
 
     def states_after(self) -> dict[str, dict[str, Described]]:
-        """Types and shapes of every key's state after the step, in order; known before it, for the header of a file."""
+        """Return types and shapes of every key's state after the step, in order, for the header of a file."""
         found: dict[str, dict[str, Described]] = {}
         for key in self.order:
             if key in self._fold.scales:
@@ -115,7 +115,7 @@ class StrategyStep:
 
     @property
     def statistics(self) -> Statistics:
-        """Of the keys that have come so far."""
+        """Return statistics of the keys so far."""
         return self._fold.statistics
 
     def _is_stepped(self, key: str) -> bool:
@@ -144,7 +144,7 @@ class StrategyStep:
         return into
 
     def _stepped(self, key: str, count: int, among: Lanes) -> SteppedTensor:
-        """By the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
+        """Step by the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
         anchor, strategy = Chunked(self._anchor[key]), self._strategy
         before = {name: Chunked(tensor) for name, tensor in self._states.get(key, {}).items()}
         value = self._empty(anchor.elements, anchor.dtype)
@@ -178,10 +178,10 @@ class StrategyStep:
 
 
 def state_dtype(weight: torch.dtype) -> torch.dtype:
-    """The type of a strategy's tensors for a weight of that type."""
+    """Return the type of a strategy's state tensors for a weight of this type."""
     return torch.float64 if weight == torch.float64 else torch.float32
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory."""
+    """Return the tensor in memory."""
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()

@@ -1,5 +1,7 @@
-"""Which client does what when, as a state machine without input or output, and the journal that it is brought back from.
+"""Decide which client does what when: a state machine without input or output, and the journal that restores it.
 
-`events` is the contract with whoever drives it, `driving` the right way to do so. `coordinator` puts together what nodes say
-(`deciding`), what time and state demand (`ticking`), what lasts (`lasting`, of `records`) and what does not (`present`).
+In: events (`events`): messages of nodes, the time, and what the driver has done. Out: records for the journal and commands to
+execute. Open `coordinator` first. The rules form a straight line: `situation` (all that a decision depends on), `answers`,
+`round_rules` (rounds and timers), `message_rules` (nodes and the driver), `coordinator`. State is of two kinds: `run_state` is
+durable and a function of the journal's `records`; `cluster` holds the nodes of this moment. `sampling` draws a round's clients.
 """

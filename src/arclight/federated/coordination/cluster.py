@@ -1,4 +1,4 @@
-"""Nodes, their work, and what changes about them without being kept."""
+"""Track the nodes that are here, their assignments and timers. Nothing of this is journaled or outlives the process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from arclight.federated.coordination.events import Joined, Note
 from arclight.federated.coordination.run_state import RunState
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Doing
+from arclight.federated.protocol import Ask, Doing, Join
 
 
 class Assignment(NamedTuple):
-    """Something that one client is to do."""
+    """One client's work: a round to fit, or weights to evaluate."""
 
     kind: Literal["fit", "evaluate"]
     round: int
@@ -26,47 +25,51 @@ class Assignment(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """Work that a node has."""
+    """An assignment that was given to a node."""
 
     work: Assignment
     seen: float
-    """When it was given, or last named by the node."""
+    """Time at which it was given, or last reported by the node."""
     steps: int = -1
-    """Done, as the node says; -1: it has not named this yet, so that nobody knows whether it has the order."""
+    """Optimizer steps that the node reports; -1 before its first report, as the order may not have arrived."""
 
 
 @dataclass(slots=True)
 class Node:
+    """A node that has joined, and everything that is asked of it."""
+
     name: str
     session: str
     process: str
     clients: tuple[str, ...]
     speed: float | None
-    heard: float
-    progress: float
-    """When it last did something: a step, an update, a question."""
+    last_contact: float
+    last_progress: float
+    """Time of its last step, update or request."""
     lost: float | None = None
+    """Time at which it was declared lost; None while it is here."""
     tasks: dict[Assignment, Task] = field(default_factory=dict)
     queue: dict[Assignment, None] = field(default_factory=dict)
-    measures: dict[Assignment, None] = field(default_factory=dict)
+    evaluations: dict[Assignment, None] = field(default_factory=dict)
     asks: dict[str, None] = field(default_factory=dict)
-    stopping: dict[Assignment, None] = field(default_factory=dict)
-    """Work that is not wanted any more, until the node does not name it."""
+    cancelling: dict[Assignment, None] = field(default_factory=dict)
+    """Work that the node is to stop, until it no longer reports it."""
 
     def of(self, client: str) -> list[Task]:
-        """What a client of this node is at, oldest first."""
+        """Return the tasks of one of this node's clients, oldest first."""
         return [task for work, task in self.tasks.items() if work.client == client]
 
 
 class Departed(NamedTuple):
-    """A client's data went with its node."""
+    """A client whose data left with its node, and the reason that the node gave."""
 
     at: float
     why: str
-    """What the node has said of that."""
 
 
 class Timer(NamedTuple):
+    """An entry of the heap of timers; ``number`` keeps those of one time in the order in which they were armed."""
+
     at: float
     number: int
     kind: Literal[
@@ -75,224 +78,218 @@ class Timer(NamedTuple):
     key: object
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimerFired(Note):
-    """The first timer was heard; ``again``: when it is to ring next."""
-
-    again: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeEvicted(Note):
-    """A lost node was waited for long enough."""
-
-    node: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSkipped(Note):
-    """Nobody measures this any more."""
-
-    work: Assignment
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unassigned(Note):
-    """Nobody is here for this; somebody may come until then."""
-
-    work: Assignment
-    until: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retry(Note):
-    """Work has failed in a way that may pass: it is given anew, or the node that has it sends its result once more."""
-
-    work: Assignment
-    keep: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadlinePassed(Note):
-    """A round's deadline or grace has passed, or nodes have had their time to come back."""
-
-    what: tuple[str, int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DuplicateJoin(Note):
-    """A second process has offered itself under the name of a node that is here."""
-
-    node: str
-    process: str
-
-
-_HOMES = 100_000  # clients whose last node is remembered
+_REMEMBERED_NODES = 100_000
+"""Clients whose last node is remembered."""
 
 
 class ClusterState:
-    """Nodes, their work, and alarms. Changed by `Coordinator.apply` only."""
+    """Nodes by name and session, assignments, and timers. Only `Coordinator.apply` changes it; all others read."""
 
-    def __init__(self, waiting: Waiting, lasting: RunState, ahead: int = 0) -> None:
-        self._waiting, self._lasting, self._ahead = waiting, lasting, ahead
+    def __init__(self, waiting: Waiting, state: RunState, ahead: int = 0) -> None:
+        self._waiting, self._state, self._ahead = waiting, state, ahead
         self.nodes: dict[str, Node] = {}
         self.sessions: dict[str, Node] = {}
-        """Of nodes that are here."""
-        self.where: dict[Assignment, Node | None] = {}
-        """All work that is to be done, and whose it is; None: whoever could do it is not here."""
-        self.homeless: dict[Assignment, float] = {}
+        """Nodes that are here, by session."""
+        self.assignments: dict[Assignment, Node | None] = {}
+        """All work that is to be done, and its node; None if no node that could do it is here."""
+        self.unassigned: dict[Assignment, float] = {}
+        """Work without a node, and until when one is waited for."""
         self.asks: dict[str, Node] = {}
+        """Held work requests, by the name of the request."""
         self.ready: dict[str, Node] = {}
-        """Nodes that ask and for which there is work."""
-        self.tries: dict[Assignment, int] = {}
+        """Nodes with a held request for which there is work."""
+        self.attempts: dict[Assignment, int] = {}
+        """Failed attempts of an assignment."""
         self.timers: list[Timer] = []
-        self.over: set[tuple[str, int, int]] = set()
+        self.passed: set[tuple[str, int, int]] = set()
+        """Deadlines and graces that are over: (kind, round, attempt)."""
         self.deadlines: dict[int, float] = {}
         self.challengers: dict[str, tuple[str, float]] = {}
-        self.folding: int | None = None
-        self.measured: set[int] = set()
-        self.settled = True
+        """Node to a second process that wants to join under its name, and when it came."""
+        self.aggregating: int | None = None
+        self.evaluating_on_server: set[int] = set()
+        self.rejoin_over = True
+        """False for a moment after a restart of the server, in which nodes rejoin with what they have started."""
         self.started = False
-        """Whether enough nodes have come for the first round."""
-        self.alone_since: float | None = None
+        """True once enough nodes have joined for the first round."""
+        self.empty_since: float | None = None
+        """Time since which no node is here."""
         self._owners: dict[str, dict[str, None]] = {}
         self.departed: dict[str, Departed] = {}
-        """Clients whose data went with their node."""
+        """Clients whose data left with their node."""
         self.unclaimed: set[str] = set()
-        """Clients for which no node came in time, and none has since."""
-        self._homes: dict[str, str] = {}
+        """Clients for which no node has joined in time, and none since."""
+        self._last_nodes: dict[str, str] = {}
         self._numbers = 0
 
     def arm(self, at: float, kind: str, key: object = None) -> None:
+        """Set a timer."""
         self._numbers += 1
         heapq.heappush(self.timers, Timer(at, self._numbers, kind, key))  # type: ignore[arg-type]
 
-    def ring(self, again: float | None) -> None:
-        """The timer that is due first was heard; it may ring again."""
+    def pop_timer(self, next_at: float | None = None) -> None:
+        """Remove the timer that is due first; arm it again for ``next_at``, if given."""
         timer = heapq.heappop(self.timers)
-        if again is not None:
-            self.arm(again, timer.kind, timer.key)
+        if next_at is not None:
+            self.arm(next_at, timer.kind, timer.key)
 
-    def alone(self, now: float) -> None:
-        """From now on nobody is here."""
-        self.alone_since = now
-        self.arm(now + self._waiting.join, "join")
+    def mark_started(self) -> None:
+        """Note that enough nodes have joined for the first round."""
+        self.started = True
+
+    def mark_aggregating(self, round: int | None) -> None:
+        """Note which round is being aggregated, if any."""
+        self.aggregating = round
+
+    def mark_evaluating(self, round: int) -> None:
+        """Note that the server evaluates a round."""
+        self.evaluating_on_server.add(round)
+
+    def mark_passed(self, what: str, round: int, attempt: int) -> None:
+        """Note that a deadline or grace of a round's attempt is over."""
+        self.passed.add((what, round, attempt))
+
+    def set_deadline(self, round: int, attempt: int, at: float) -> None:
+        """Set the time at which a round's attempt is late."""
+        self.deadlines[round] = at
+        self.arm(at, "deadline", (round, attempt))
+
+    def begin_rejoin(self, now: float, *, started: bool) -> None:
+        """Give nodes a moment to rejoin after a restart before work that any node may do is balanced."""
+        self.rejoin_over, self.started = False, started
+        self.arm(now + self._waiting.silence_s, "settle")
+
+    def end_rejoin(self, now: float) -> None:
+        """Balance the work that no node has claimed after a restart."""
+        self.rejoin_over = True
+        self.rebalance(now)
+
+    def challenge(self, node: str, process: str, now: float) -> None:
+        """Note that a second process wants to join under the name of a node that is here."""
+        self.challengers[node] = (process, now)
+
+    def mark_empty(self, now: float) -> None:
+        """Note that no node is here from now on."""
+        self.empty_since = now
+        self.arm(now + self._waiting.join_timeout_s, "join")
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def join(self, event: Joined, now: float) -> None:
-        former = self.nodes.get(event.node)
+    def join(self, message: Join, session: str, now: float) -> None:
+        """Let a node in, in place of its former connection; it goes on with what it has started."""
+        former = self.nodes.get(message.node)
         if former is not None:
             self._part(former)
-            self._disown(former, now, departed=bool(event.clients))
-        node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
+            self._disown(former, now, departed=bool(message.clients))
+        node = Node(message.node, session, message.process, message.clients, message.steps_per_second, now, now)
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
-        self.alone_since = None
+        self.empty_since = None
         for client in node.clients:
             self._owners.setdefault(client, {})[node.name] = None
             self.departed.pop(client, None)
             self.unclaimed.discard(client)
         if not node.clients:
             self.unclaimed.clear()
-        self.arm(now + self._waiting.silence, "silence", node.session)
-        self.arm(now + self._waiting.stall, "stall", node.session)
-        for held in event.held:
+        self.arm(now + self._waiting.silence_s, "silence", node.session)
+        self.arm(now + self._waiting.no_progress_timeout_s, "stall", node.session)
+        for held in message.held:
             work = Assignment("fit", held.round, held.client)
             owners = self._owners.get(held.client, {node.name: None})
             if (node.clients and held.client not in node.clients) or node.name not in owners:
                 continue  # another node's client: whoever has its data goes on with it
-            if held.client not in self._lasting.outstanding.get(held.round, {}):
-                node.stopping[work] = None
+            if held.client not in self._state.assigned.get(held.round, {}):
+                node.cancelling[work] = None
                 continue
-            holder = self.where.get(work)
+            holder = self.assignments.get(work)
             if holder is None or holder is former or holder.lost is not None or work in holder.queue:
                 self._take(work)
-                self.where[work] = node
+                self.assignments[work] = node
                 node.tasks[work] = Task(work, now if held.finished else -math.inf)
-        mine = [work for work in self.homeless if work.client in node.clients] if node.clients else []
-        left = [] if former is None else [*former.measures, *former.queue, *former.tasks]
-        self.place([work for work in left if self.where.get(work) is former], now)
-        self.place(mine, now)
+        mine = [work for work in self.unassigned if work.client in node.clients] if node.clients else []
+        left = [] if former is None else [*former.evaluations, *former.queue, *former.tasks]
+        self.assign([work for work in left if self.assignments.get(work) is former], now)
+        self.assign(mine, now)
         if not node.clients:
-            self.deal(now)
+            self.rebalance(now)
 
-    def lose(self, node: Node, now: float) -> None:
-        """A node was silent: what it has begun is kept for it, the rest may go elsewhere."""
+    def mark_lost(self, node: Node, now: float) -> None:
+        """Take a silent node's queue away; what it has started is kept for it until its lease ends."""
         self._part(node)
         node.lost = now
-        waiting = [*node.measures, *node.queue]
-        node.measures, node.queue, node.asks = {}, {}, {}
-        self.arm(now + self._waiting.lease, "lease", node.session)
-        self.place(waiting, now)
-        self._gone(node, now)
+        waiting = [*node.evaluations, *node.queue]
+        node.evaluations, node.queue, node.asks = {}, {}, {}
+        self.arm(now + self._waiting.lease_s, "lease", node.session)
+        self.assign(waiting, now)
+        self._on_departure(node, now)
 
-    def drop(self, node: Node, now: float, why: str = "") -> None:
-        """A node is gone for good, with what it has begun."""
+    def evict(self, node: Node, now: float, why: str = "") -> None:
+        """Remove a node for good, and assign its work to others."""
         self._part(node)
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
         self._disown(node, now, departed=True, why=why)
-        works = [*node.measures, *node.queue, *node.tasks]
-        node.tasks, node.measures, node.queue = {}, {}, {}
+        works = [*node.evaluations, *node.queue, *node.tasks]
+        node.tasks, node.evaluations, node.queue = {}, {}, {}
         for work in works:
-            if self.where.get(work) is node:
-                self.where[work] = None
+            if self.assignments.get(work) is node:
+                self.assignments[work] = None
                 if work.client in self.departed:
-                    self.strand(work, now)
+                    self.unassign(work, now)
                 else:
-                    self.place([work], now)
-        self._gone(node, now)
+                    self.assign([work], now)
+        self._on_departure(node, now)
 
-    def that_leaves(self, session: str) -> Node | None:
-        """Return the node of a session, also one that has been silent for so long that it counts as lost."""
+    def node_of(self, session: str) -> Node | None:
+        """Return the node of a session, also if it counts as lost."""
         return next((node for node in self.nodes.values() if node.session == session), None)
 
-    def heard(self, node: Node, now: float, *, progress: bool) -> None:
-        node.heard = now
+    def record_contact(self, node: Node, now: float, *, progress: bool = True) -> None:
+        """Note that a message of a node has arrived, and if it shows progress."""
+        node.last_contact = now
         if progress:
-            node.progress = now
+            node.last_progress = now
 
-    def named(self, node: Node, doing: Iterable[Doing], now: float) -> None:
-        """What a node says that it does."""
+    def report_progress(self, node: Node, doing: Iterable[Doing], now: float) -> None:
+        """Take in what a node reports of its work; reports are contact too."""
         moved, names = False, dict[Assignment, None]()
         for one in doing:
             work = Assignment(one.kind, one.round, one.client)
             names[work] = None
             if not self.is_current(one):
                 continue
-            if work in node.queue or work in node.measures:  # it was given once, and taken back meanwhile
+            if work in node.queue or work in node.evaluations:  # it was given once, and taken back meanwhile
                 self._take(work)
-                self.where[work], node.tasks[work] = node, Task(work, now)
+                self.assignments[work], node.tasks[work] = node, Task(work, now)
             if (task := node.tasks.get(work)) is not None:
-                steps = max(one.steps, 0)  # less than none would say that nobody knows whether it has the order
+                steps = max(one.steps, 0)  # a negative count would mean that the order may not have arrived
                 moved |= steps != task.steps
                 task.seen, task.steps = now, steps
-        for work in [work for work in node.stopping if work not in names]:
-            del node.stopping[work]
-        self.heard(node, now, progress=moved)
+        for work in [work for work in node.cancelling if work not in names]:
+            del node.cancelling[work]
+        self.record_contact(node, now, progress=moved)
         self._touch(node)
 
     def is_away(self, work: Assignment) -> bool:
-        """Return True if the client's node was waited for in vain, or has left."""
+        """Return True if the client's node has left, or was waited for in vain."""
         return work.client not in self._owners and (work.client in self.departed or work.client in self.unclaimed)
 
-    def has_come(self, client: str) -> bool:
-        """Return True if a node that alone has a client's data has been here since this process began."""
+    def has_joined(self, client: str) -> bool:
+        """Return True if the one node with a client's data has been here since this process started."""
         return client in self._owners or client in self.departed
 
-    def given_up(self, client: str) -> None:
-        """Nobody came for a client: later rounds do not wait for it if they have a quorum."""
+    def mark_unclaimed(self, client: str) -> None:
+        """Note that no node came for a client: later rounds with a quorum do not wait for it."""
         if client not in self._owners:
             self.unclaimed.add(client)
 
     def is_current(self, one: Doing) -> bool:
-        """Return True if what a node names is for its round's newest attempt."""
-        open = self._lasting.begun.get(one.round) if one.kind == "fit" else None
+        """Return True if reported work is for its round's newest attempt."""
+        open = self._state.started_rounds.get(one.round) if one.kind == "fit" else None
         return open is None or open.discarded == one.attempt
 
     def _disown(self, node: Node, now: float, *, departed: bool, why: str = "") -> None:
-        """A node's clients are not its any more; ``departed``: their data went with it."""
+        """Take a node's clients away from it. departed: their data left with it."""
         for client in node.clients:
             owners = self._owners.get(client, {})
             owners.pop(node.name, None)
@@ -302,7 +299,7 @@ class ClusterState:
                     self.departed[client] = Departed(now, why)
 
     def _part(self, node: Node) -> None:
-        """No message of this session counts any more."""
+        """End a node's session: its messages are refused and its held requests forgotten."""
         self.sessions.pop(node.session, None)
         for to in node.asks:
             self.asks.pop(to, None)
@@ -312,51 +309,53 @@ class ClusterState:
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def add(self, works: Iterable[Assignment], now: float) -> None:
-        """More is to be done."""
-        fresh = [work for work in works if work not in self.where]
-        self.where.update(dict.fromkeys(fresh))
-        self.place(fresh, now)
+        """Add new work and assign it."""
+        fresh = [work for work in works if work not in self.assignments]
+        self.assignments.update(dict.fromkeys(fresh))
+        self.assign(fresh, now)
 
-    def place(self, works: Iterable[Assignment], now: float) -> None:
-        """Give work to the nodes of its clients, or deal it out to those that take any."""
+    def assign(self, works: Iterable[Assignment], now: float) -> None:
+        """Queue work at the nodes of its clients, or balance it over nodes that take any client."""
         free = []
         for work in works:
             self._take(work)
-            if self._ahead and (node := self._beside(work)) is not None:
-                self._give(work, node)
+            if self._ahead and (node := self._node_beside(work)) is not None:
+                self._queue_at(work, node)
                 continue
             owners = self._owners.get(work.client)
             if not owners:
                 if work.client in self.departed:
-                    self.strand(work, now + self._waiting.lease)
+                    self.unassign(work, now + self._waiting.lease_s)
                 else:
                     free.append(work)
                 continue
             node = next((self.nodes[name] for name in owners if self.nodes[name].lost is None), None)
             if node is not None:
-                self._give(work, node)
+                self._queue_at(work, node)
             else:
-                self.strand(work, max(self.nodes[name].lost or now for name in owners) + self._waiting.lease)
-        self._deal(free, now)
+                self.unassign(work, max(self.nodes[name].lost or now for name in owners) + self._waiting.lease_s)
+        self._balance(free, now)
 
-    def deal(self, now: float) -> None:
-        """Deal anew what anyone may do and nobody has begun: nodes have come or gone."""
+    def rebalance(self, now: float) -> None:
+        """Balance work that any node may do and none has started again: nodes have joined or left."""
         pool = [node for node in self.nodes.values() if node.lost is None and not node.clients]
-        free = [work for node in pool for work in (*node.measures, *node.queue)]
-        free += [w for w in self.homeless if w.client not in self._owners and w.client not in self.departed]
+        free = [work for node in pool for work in (*node.evaluations, *node.queue)]
+        free += [w for w in self.unassigned if w.client not in self._owners and w.client not in self.departed]
         for work in free:
             self._take(work)
-        self._deal(free, now)
+        self._balance(free, now)
 
-    def _gone(self, node: Node, now: float) -> None:
-        if not self.sessions and self.alone_since is None:
-            self.alone(now)
+    def _on_departure(self, node: Node, now: float) -> None:
+        if not self.sessions and self.empty_since is None:
+            self.mark_empty(now)
         if not node.clients:
-            self.deal(now)
+            self.rebalance(now)
 
-    def _deal(self, works: list[Assignment], now: float) -> None:
-        """Consistent hashing with bounded loads (Mirrokni et al. 2016): each client to its last node if that is here and has
-        room, or to the next one on a ring of hashes; none gets more than its share by speed, rounded up.
+    def _balance(self, works: list[Assignment], now: float) -> None:
+        """Balance by consistent hashing with bounded loads (Mirrokni et al. 2016).
+
+        Each client goes to its last node if that is here and has room, or to the next one on a ring of hashes; none gets more
+        than its share by speed, rounded up.
         """
         pool = sorted(
             (node for node in self.nodes.values() if node.lost is None and not node.clients),
@@ -364,23 +363,23 @@ class ClusterState:
         )
         if not works:
             return
-        if not pool or not self.settled:
+        if not pool or not self.rejoin_over:
             for work in works:
-                self.strand(work, now + self._waiting.join)
+                self.unassign(work, now + self._waiting.join_timeout_s)
             return
         known = [node.speed for node in pool if node.speed]
         usual = sum(known) / len(known) if known else 1.0
         speeds = [node.speed or usual for node in pool]
-        loads = {node.name: len(node.tasks) + len(node.queue) + len(node.measures) for node in pool}
+        loads = {node.name: len(node.tasks) + len(node.queue) + len(node.evaluations) for node in pool}
         total = len(works) + sum(loads.values())
         caps = {node.name: math.ceil(total * s / sum(speeds) - 1e-9) for node, s in zip(pool, speeds, strict=True)}
         points, by_name = [_point(node.name) for node in pool], {node.name: node for node in pool}
-        homes = [by_name.get(self._homes.get(work.client, "")) for work in works]
+        homes = [by_name.get(self._last_nodes.get(work.client, "")) for work in works]
         elsewhere = []
         for work, home in zip(works, homes, strict=True):
             if home is not None and loads[home.name] < caps[home.name]:
                 loads[home.name] += 1
-                self._give(work, home)
+                self._queue_at(work, home)
             else:
                 elsewhere.append(work)
         for work in elsewhere:
@@ -388,96 +387,101 @@ class ClusterState:
             ring = (pool[(start + n) % len(pool)] for n in range(len(pool)))
             node = next(node for node in ring if loads[node.name] < caps[node.name])
             loads[node.name] += 1
-            self._give(work, node)
+            self._queue_at(work, node)
 
-    def begin(self, to: str, work: Assignment, now: float) -> None:
-        """A node's question was answered with work."""
+    def start(self, to: str, work: Assignment, now: float) -> None:
+        """Note that a held or new request was answered with this work."""
         node = self.asks[to]
-        self.answered(to)
+        self.release_request(to)
         self._take(work)
-        self.where[work] = node
+        self.assignments[work] = node
         node.tasks[work] = Task(work, now)
         if not node.clients:
-            self._homes.pop(work.client, None)
-            self._homes[work.client] = node.name
-            if len(self._homes) > _HOMES:
-                del self._homes[next(iter(self._homes))]
+            self._last_nodes.pop(work.client, None)
+            self._last_nodes[work.client] = node.name
+            if len(self._last_nodes) > _REMEMBERED_NODES:
+                del self._last_nodes[next(iter(self._last_nodes))]
         self._touch(node)
 
     def finish(self, work: Assignment, by: Node | None = None) -> None:
-        """Work is done, failed or not wanted any more; a node other than ``by`` that is at it is to stop."""
+        """Remove work that is done, failed or no longer wanted; a node other than ``by`` that is at it is to stop."""
         node = self._take(work)
-        self.where.pop(work, None)
-        self.tries.pop(work, None)
+        self.assignments.pop(work, None)
+        self.attempts.pop(work, None)
         if node is not None:
             if node is not by and node.lost is None:
-                node.stopping[work] = None
+                node.cancelling[work] = None
             self._touch(node)
         if by is not None:
-            by.stopping.pop(work, None)
+            by.cancelling.pop(work, None)
             self._touch(by)
-        for other in self._rounds_of(work.client) if self._ahead else ():  # it may have waited for this one
-            if (node := self.where.get(other)) is not None:
+        for other in self._rounds_of(work.client) if self._ahead else ():  # it may have waited for this round
+            if (node := self.assignments.get(other)) is not None:
                 self._touch(node)
 
-    def again(self, work: Assignment, now: float, *, keep: bool) -> None:
-        """Work failed, and is given anew; what the node had of the client's later rounds comes after it."""
-        self.tries[work] = self.tries.get(work, 0) + 1
+    def retry(self, work: Assignment, now: float, *, keep: bool) -> None:
+        """Assign failed work again, followed by the client's later rounds. keep: its node only sends the result once more."""
+        self.attempts[work] = self.attempts.get(work, 0) + 1
         if not keep:
-            node = self.where.get(work)
+            node = self.assignments.get(work)
             later = [task.work for task in node.of(work.client) if task.work.round > work.round] if node else []
-            self.place([work, *(other for other in later if other.kind == "fit")], now)
+            self.assign([work, *(other for other in later if other.kind == "fit")], now)
 
-    def put_back(self, round: int, now: float) -> None:
-        """Give what nodes have begun of a round once more: it was for an attempt that is discarded."""
-        begun = (work for work, node in self.where.items() if node is not None and work in node.tasks)
-        self.place([work for work in begun if work.kind == "fit" and work.round == round], now)
+    def reassign_started(self, round: int, now: float) -> None:
+        """Assign started work of a round again: its attempt was discarded."""
+        started = (work for work, node in self.assignments.items() if node is not None and work in node.tasks)
+        self.assign([work for work in started if work.kind == "fit" and work.round == round], now)
 
     def prune(self, now: float) -> None:
-        """Stop what the lasting state does not ask for any more."""
-        state = self._lasting
-        for work in list(self.where):
+        """Remove work and deadlines that the run's state no longer asks for."""
+        state = self._state
+        for work in list(self.assignments):
             if work.kind == "fit":
-                wanted = work.client in state.outstanding.get(work.round, ())
+                wanted = work.client in state.assigned.get(work.round, ())
             else:
                 wanted = work.round in state.measuring and work.client in state.measuring[work.round].waiting
             if not wanted or state.ended is not None:
                 self.finish(work)
         newest = state.committed
-        self.over = {what for what in self.over if what[1] >= newest}
-        self.measured = {round for round in self.measured if round in state.measuring}
-        self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.begun}
+        self.passed = {what for what in self.passed if what[1] >= newest}
+        self.evaluating_on_server = {round for round in self.evaluating_on_server if round in state.measuring}
+        self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.started_rounds}
 
-    def asked(self, to: str, node: Node, now: float, wait: float) -> None:
+    def hold_request(self, to: str, node: Node, message: Ask, now: float) -> None:
+        """Take in a work request, which may be held for ``message.wait`` seconds."""
+        self.report_progress(node, message.doing, now)
+        self.record_contact(node, now, progress=not node.tasks)
         node.asks[to] = None
         self.asks[to] = node
-        self.arm(now + wait, "ask", to)
+        self.arm(now + message.wait, "ask", to)
         self._touch(node)
 
-    def answered(self, to: str) -> None:
+    def release_request(self, to: str) -> None:
+        """Forget a held request: it was answered."""
         node = self.asks.pop(to, None)
         if node is not None:
             node.asks.pop(to, None)
             self._touch(node)
 
-    def _give(self, work: Assignment, node: Node) -> None:
-        self.where[work] = node
-        (node.queue if work.kind == "fit" else node.measures)[work] = None
+    def _queue_at(self, work: Assignment, node: Node) -> None:
+        self.assignments[work] = node
+        (node.queue if work.kind == "fit" else node.evaluations)[work] = None
         self._touch(node)
 
-    def strand(self, work: Assignment, until: float) -> None:
-        self.where[work] = None
-        self.homeless[work] = until
+    def unassign(self, work: Assignment, until: float) -> None:
+        """Note that no node can do this work; one is waited for until then."""
+        self.assignments[work] = None
+        self.unassigned[work] = until
         self.arm(until, "home", work)
 
     def _take(self, work: Assignment) -> Node | None:
-        """Take work from wherever it lies; the node that was at it."""
-        self.homeless.pop(work, None)
-        node = self.where.get(work)
+        """Take work out of all queues; return the node that had started it."""
+        self.unassigned.pop(work, None)
+        node = self.assignments.get(work)
         if node is None:
             return None
         node.queue.pop(work, None)
-        node.measures.pop(work, None)
+        node.evaluations.pop(work, None)
         if node.tasks.pop(work, None) is not None:
             return node
         self._touch(node)
@@ -485,18 +489,18 @@ class ClusterState:
 
     # -- what is next --------------------------------------------------------------------------------------------------
 
-    def next(self, node: Node, having: Collection[Assignment] = ()) -> Assignment | None:
-        """What a free worker of a node would get; ``having``: what it has just said that it has."""
-        for waiting in (node.measures, node.queue):
+    def next_assignment(self, node: Node, having: Collection[Assignment] = ()) -> Assignment | None:
+        """Return what a free worker of a node gets next. having: work that the node has just reported."""
+        for waiting in (node.evaluations, node.queue):
             for work in waiting:
                 busy = work in having or (not self._ahead and bool(node.of(work.client)))
-                if not busy and self.in_turn(work, node, having):
+                if not busy and self.is_in_order(work, node, having):
                     return work
         return None
 
-    def in_turn(self, work: Assignment, node: Node, having: Collection[Assignment] = ()) -> bool:
-        """Whether a node may be given work now: it is known to have, or somebody has done, the client's earlier rounds."""
-        if any(one.client == work.client for one in node.stopping):
+    def is_in_order(self, work: Assignment, node: Node, having: Collection[Assignment] = ()) -> bool:
+        """Return True if the client's earlier rounds are done, or known to be at this node."""
+        if any(one.client == work.client for one in node.cancelling):
             return False
         if work.kind == "evaluate" or not self._ahead:
             return True
@@ -507,16 +511,16 @@ class ClusterState:
         )
 
     def _rounds_of(self, client: str) -> list[Assignment]:
-        """Rounds that a client is asked for at the same time."""
-        return [Assignment("fit", round, client) for round, them in self._lasting.outstanding.items() if client in them]
+        """Return the rounds that a client is asked for at the same time."""
+        return [Assignment("fit", round, client) for round, them in self._state.assigned.items() if client in them]
 
-    def _beside(self, work: Assignment) -> Node | None:
-        """The node that has another round of the client, whose state is there."""
-        found = (self.where.get(other) for other in self._rounds_of(work.client) if other != work)
+    def _node_beside(self, work: Assignment) -> Node | None:
+        """Return the node that has another round of the client, and so its state."""
+        found = (self.assignments.get(other) for other in self._rounds_of(work.client) if other != work)
         return next((n for n in found if n is not None and n.lost is None and self.nodes.get(n.name) is n), None)
 
     def _touch(self, node: Node) -> None:
-        if node.asks and node.lost is None and self.next(node) is not None:
+        if node.asks and node.lost is None and self.next_assignment(node) is not None:
             self.ready[node.name] = node
         else:
             self.ready.pop(node.name, None)

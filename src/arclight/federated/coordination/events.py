@@ -1,27 +1,27 @@
-"""What the coordinator hears and what it wants done: the contract between it and whoever drives it.
+"""Events, decisions and commands: the contract between the coordinator and its driver.
 
 A driver has a clock, a journal and the connections; the coordinator has none of them. For every event the driver does, under
-one lock and in this order (`driving.drive` does all of it)::
+one lock and in this order (`coordinator.run_to_quiescence` does all of it)::
 
     decision = coordinator.decide(event, now)      # nothing has changed yet
-    journal.append(decision.records)               # on disk when this returns; where it raises, nothing has happened
+    journal.append(decision.records)               # on disk when this returns; if it raises, nothing has happened
     coordinator.apply(decision)
-    carry out decision.commands
+    execute decision.commands
     the same with Tick() until a decision is empty, and again whenever `next_deadline` has come
 
-Every event of a node carries ``to``, the driver's own name for the request. Each is answered by exactly one `Answer` in the
-decision itself, except `Asked`: an ask may be held, and is answered by a later decision (at the latest when its wait is over).
-``now`` is seconds of any clock that does not go back. A driver that was restarted calls ``replay(journal.records())`` and then
-decides `RunResumed`; one that begins a run decides `RunStarted`.
+Every message of a node is answered by exactly one `Answer` in its own decision, except an `Ask`: it may be held, and is answered
+by a later decision (at the latest when its wait is over). ``now`` is seconds of any clock that does not go back. A driver that
+was restarted calls ``replay(journal.records())`` and then decides `RunResumed`; one that starts a run decides `RunStarted`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from arclight.federated.coordination.records import Record, UpdateAccepted
 from arclight.federated.errors import Reason
-from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
+from arclight.federated.protocol import Ask, Beat, Close, Evaluated, Failed, Join, Leave, Receipt, Update, Wait
 
 # -- events --------------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(Event):
-    """The driver is back: the journal was replayed. Folds that were under way are asked for again, waits begin anew."""
+    """The driver is back: the journal was replayed. Aggregations under way are commanded again, timers start again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,119 +54,45 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said(Event):
-    """A message of a node. ``to`` is what the answer is addressed to."""
+class NodeMessage(Event):
+    """A message from a node. ``to`` is the driver's own name for the request, which the answer is addressed to.
+
+    Answers are, to a `Join`: SessionGranted, Wait (another process of this name may still live: join again) or Close; to an
+    `Ask`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others: a Receipt.
+    """
 
     to: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined(Said):
-    """A node offers to work. Answered by Welcoming, by Wait (another process of this name may still live: join again) or by Close."""
-
-    node: str
+    message: Join | Ask | Beat | Update | Evaluated | Failed | Leave
     session: str
-    """A fresh random name for this connection of the node, made by the driver; all later messages carry it."""
-    process: str = ""
-    clients: tuple[str, ...] = ()
-    """Clients whose data only this node has; empty: any that it is given."""
-    held: tuple[Held, ...] = ()
-    steps_per_second: float | None = None
+    """The connection of the node that it comes from; of a `Join`, a fresh random name for that connection, made by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Said):
-    """A worker of a node is free. Answered, perhaps later, by FitPlan, EvaluatePlan, Wait or Close.
+class UpdateValidated(NodeMessage):
+    """An update whose blobs are on disk and that is sound. It counts only if its Receipt says accepted.
 
-    A client is given one thing at a time, except where exchanges overlap with training: then an ask while it is at a round may
-    bring its next one (up to `Streaming.overlap` ahead), to be fetched meanwhile and begun after it. Rounds of a client are given
-    in their order, each once the node has said that it has those before.
+    Before an update is fetched and checked, `Coordinator.refusal` says at no cost if it would be refused.
     """
 
-    session: str
-    wait: float
-    """The longest that the answer may be held, in seconds."""
-    doing: tuple[Doing, ...] = ()
-    """What the node has already."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beaten(Said):
-    """A node lives. It names all that it does, each from the moment that it has the order. Answered by a Receipt."""
-
-    session: str
-    doing: tuple[Doing, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateValidated(Said):
-    """An update whose blobs are on disk and that is sound. Answered by a Receipt; it counts only if that says accepted.
-
-    Before fetching and checking an update ask `Coordinator.refusal`, which costs nothing.
-    """
-
-    session: str
-    client: str
-    round: int
-    """As the client says it: the round that it was asked to fit."""
+    message: Update
     digest: str
-    samples: int
-    tokens: int
-    steps: int
-    seconds: float
-    bytes: int
+    """Of its manifest."""
     norm: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    attempt: int | None = None
-    """`FitPlan.discarded` of the order, for a secure sum: it goes into that sum only."""
+    """L2 norm of the decoded change (of ``model/`` keys)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRejected(Said):
-    """An update that the driver's checks refuse. "damaged" may be sent again; any other reason puts the client out of the round."""
+class UpdateRejected(NodeMessage):
+    """An update that the driver's checks refuse. "damaged" may be sent again; any other reason excludes the client from the round."""
 
-    session: str
-    client: str
-    round: int
+    message: Update
     reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkFailed(Said):
-    """A client could not fit or evaluate. Answered by a Receipt."""
-
-    session: str
-    client: str
-    round: int
-    error: str
-    again: bool = False
-    attempt: int | None = None
-    """`FitPlan.discarded` of the order to fit, where that is known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedBy(Said):
-    """A client has measured weights. Answered by a Receipt."""
-
-    session: str
-    client: str
-    round: int
-    samples: int
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Left(Said):
-    """A node ends in order. Answered by a Receipt."""
-
-    session: str
-    why: str = ""
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundStored(Event):
-    """The driver has done a Fold: the server's step lies in a whole checkpoint."""
+    """The driver has aggregated a round: the server's step is stored in a complete checkpoint."""
 
     round: int
     base: str
@@ -177,17 +103,17 @@ class RoundStored(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationFailed(Event):
-    """The driver could not do a Fold. Nothing of the step is left behind."""
+    """The driver could not aggregate a round. Nothing of the step is left behind."""
 
     round: int
     why: str
     clients: tuple[str, ...] = ()
-    """Those whose updates are to blame, as far as that is known: they are left out when the round is asked for again."""
+    """Clients whose updates are to blame, as far as known: they are left out when the round is asked for again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEvaluated(Event):
-    """The driver has done a Measure. Without metrics: it has nothing to measure with, or could not."""
+    """The driver has evaluated weights. Without metrics: it has no evaluation, or it failed."""
 
     round: int
     samples: int = 0
@@ -196,7 +122,7 @@ class ServerEvaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
-    """The driver cannot go on (a fold failed, a person stops the run): every node is told, the journal says so."""
+    """The driver cannot go on, or a person stops the run: all nodes are told, and the journal records it."""
 
     why: str
 
@@ -206,19 +132,19 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Something for the driver to do."""
+    """Something for the driver to execute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionGranted:
-    """The node is let in under the session that the driver has given it."""
+    """Let the node in, under the session that the driver has made for it."""
 
     session: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """Train a client: what of `Fit` is decided here; manifests and codecs are the driver's to add."""
+    """Train a client: the part of `Fit` that is decided here. The driver adds manifests and codecs."""
 
     client: str
     round: int
@@ -227,20 +153,20 @@ class FitPlan:
     clock: int
     steps: int
     seed: int
-    """The same for this client and round whoever trains it and however often."""
+    """The same for this client and round at any node and in any attempt."""
     deadline: float | None
     """Seconds from now."""
     discarded: int = 0
-    """How often the round could not be folded before."""
+    """Times that the round was discarded before."""
     least: int = 0
     """As `RoundOpened.least`."""
     redo: bool = False
-    """Whether what the client has finished for this round is of no use."""
+    """The client must train again: its finished update of this round is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatePlan:
-    """Measure committed weights on a client's data."""
+    """Evaluate committed weights on a client's data."""
 
     client: str
     round: int
@@ -250,7 +176,7 @@ class EvaluatePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Command):
-    """Reply to what ``to`` names. A session that is not known gets ``Receipt(accepted=False, reason="session")``: join again."""
+    """Answer the request ``to``. An unknown session gets ``Receipt(accepted=False, reason="session")``: join again."""
 
     to: str
     plan: SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
@@ -258,10 +184,10 @@ class Answer(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate(Command):
-    """A round is closed: fold its updates, in this order (that of the clients), step, write the checkpoint, then say `RoundStored`.
-    Without updates the round is skipped: write the former weights as its own. What cannot be folded is a `AggregationFailed`.
+    """Aggregate a closed round's updates in this order (the clients'), step, write the checkpoint, report `RoundStored`.
 
-    Given once for each round and again after `RunResumed`. Rounds are folded one at a time, each from the weights before it.
+    Without updates the round is skipped: write the former weights as its own. A failure is reported as `AggregationFailed`.
+    Commanded once for each round and again after `RunResumed`. Rounds are aggregated one at a time, each from the weights before.
     """
 
     round: int
@@ -273,7 +199,7 @@ class Aggregate(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOnServer(Command):
-    """Evaluate a committed round's weights on the server's data and say `ServerEvaluated`; rounds go on meanwhile."""
+    """Evaluate a committed round's weights on the server's data, report `ServerEvaluated`; rounds go on meanwhile."""
 
     round: int
     base: str
@@ -281,7 +207,7 @@ class EvaluateOnServer(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost(Command):
-    """A node is counted as gone: it was silent, made no progress, or says what keeps it from taking part. For logs; its clients are looked after."""
+    """Log that a node is lost: silent, without progress, or gone by itself. Its clients are looked after."""
 
     node: str
     session: str
@@ -293,12 +219,12 @@ class NodeLost(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMoved(Command):
-    """A client's work goes to another node, for logs."""
+    """Log that a client's work goes to another node."""
 
     client: str
     round: int
     node: str
-    """The one that had it."""
+    """The node that had it."""
 
     def __str__(self) -> str:
         return f"round {self.round}: client {self.client} moves from node {self.node} to another"
@@ -306,7 +232,7 @@ class ClientMoved(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientNotEvaluated(Command):
-    """A client could not measure a round, whose metrics are without it, for logs."""
+    """Log that a client could not evaluate a round, whose metrics are without it."""
 
     client: str
     round: int
@@ -318,33 +244,35 @@ class ClientNotEvaluated(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class LogMessage(Command):
-    """A line for the log: who or what is waited for."""
+    """Log a line: who or what is waited for."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOver(Command):
-    """The run is over; asks that come now are answered with Close. ``failed``: why it could not go on."""
+    """End the run; later requests are answered with Close. failed: it could not go on."""
 
     why: str
     failed: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """A change of what is not kept in the journal; the coordinator's own business."""
+Change = Callable[[], None]
+"""A change of the cluster's state, which is not in the journal: a bound method of `ClusterState` with its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows from an event. False where nothing does: then it need not be applied if the event is a `Tick`."""
+    """Everything that follows from an event. Falsy if nothing does: then it need not be applied if the event is a `Tick`."""
 
     event: Event
     now: float
+    before: tuple[Change, ...] = ()
+    """Changes that come before the records."""
     records: tuple[Record, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """Changes that come after the records."""
     commands: tuple[Command, ...] = ()
-    notes: tuple[Note, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.commands or self.notes)
+        return bool(self.before or self.records or self.changes or self.commands)

@@ -1,6 +1,6 @@
-"""The run's memory: records as lines of JSON, each on disk before anyone acts on it.
+"""Write-ahead journal: records as lines of JSON, each on disk before it is acted on.
 
-A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. Lines are added, and where they have grown longer than
+A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. Lines are appended, and once they have grown longer than
 the state that they lead to, another file takes this one's place, which begins with that state; numbers go on. A process that dies
 while it writes leaves at most one torn line at the end, which was never acted on and is cut off at the next start. Anything
 else that does not fit is damage, and refused.
@@ -39,24 +39,24 @@ and where the file is replaced "saving", "half saved", "saved" and "replaced".
 
 
 class JournalError(FederatedError):
-    """A journal that is damaged, in use, or cannot be written."""
+    """The journal is damaged, in use, or cannot be written."""
 
 
 class Journal:
-    """An open journal. Use `open`; one process at a time has it."""
+    """An open journal. Use `open`; one process at a time holds its lock."""
 
     def __init__(
         self, path: Path, descriptor: int, lines: int, size: int, state: int, inject: Injection | None
     ) -> None:
-        """state: bytes of the line that it begins with where that is a state, else 0."""
+        """state: bytes of its first line if that is a state, else 0."""
         self.path = path
         self._file, self._lines, self._size, self._state, self._inject = descriptor, lines, size, state, inject
 
     @classmethod
     def open(cls, path: str | Path, *, inject: Injection | None = None) -> Journal:
-        """The journal at ``path``, made where there is none; a torn last line is cut off.
+        """Open the journal at ``path``, or create it; a torn last line is cut off.
 
-        inject: for tests, called at every point of a write; it may kill the process there. Raises JournalError where the
+        inject: for tests, called at every point of a write; it may kill the process there. Raises JournalError if the
         journal is damaged or another process has it.
         """
         path = Path(path)
@@ -82,16 +82,16 @@ class Journal:
         return cls(path, descriptor, lines, whole, state, inject)
 
     def __len__(self) -> int:
-        """Records that were written so far."""
+        """Return the number of records written so far."""
         return self._lines
 
     @property
     def is_long(self) -> bool:
-        """Whether much has been added since it began with a state: it is time for `begin_with`."""
+        """Return True if the records after the saved state are long: it is time for `begin_with`."""
         return self._size > (1 + _LONG) * self._state
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add records; they are on disk, all of them, when this returns. Nothing is added where it raises JournalError."""
+        """Append records; all are on disk on return. Raises JournalError, and nothing is added."""
         if not records:
             return
         if self._file < 0:
@@ -119,9 +119,9 @@ class Journal:
         self._size += len(data)
 
     def begin_with(self, state: StateSaved) -> None:
-        """Let a state stand for all records so far: a file that begins with it takes this one's place, in one step.
+        """Replace all records so far by a state, atomically.
 
-        Raises OSError where that cannot be written, and the journal is as it was.
+        Raises OSError if that cannot be written, and the journal is as it was.
         """
         if self._file < 0:
             raise JournalError(f"{self.path} is closed")
@@ -153,7 +153,7 @@ class Journal:
             ) from error
 
     def records(self) -> Iterator[Record]:
-        """Every record of the file from the first on. Raises JournalError at a damaged line."""
+        """Iterate over the records of the file. Raises JournalError for a damaged line."""
         return (_decode(self.path, number, body) for number, body, _ in _lines(self.path))
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Journal:
             self._inject(point, self._lines)
 
     def _take_back(self) -> None:
-        """Cut off what a failed write has left, or use this journal no more: what is on disk is not known then."""
+        """Truncate a failed write, or close the journal: its content on disk is unknown then."""
         try:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
@@ -182,12 +182,12 @@ class Journal:
 
 
 def read(path: str | Path) -> Iterator[Record]:
-    """Records of a journal that may be in use, without its torn last line. Raises JournalError at a damaged line."""
+    """Read a journal that may be in use, without a torn last line. Raises JournalError for a damaged line."""
     return (_decode(Path(path), number, body) for number, body, _ in _lines(Path(path)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Number, record and end in the file of every whole line."""
+    """Iterate over number, record and end offset of every whole line."""
     end, due = 0, None
     with path.open("rb") as file:
         for place, line in enumerate(file):
@@ -206,7 +206,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def _parts(line: bytes) -> tuple[int, bytes]:
-    """Number and record of a line; the number is -1 where it is torn or damaged."""
+    """Return number and record of a line; -1 if it is torn or damaged."""
     rest = line[9:-1]
     if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(rest):
         return -1, b""
@@ -229,10 +229,28 @@ def _decode(path: Path, number: int, body: bytes) -> Record:
     if _kind(name) is None:
         raise JournalError(f"line {number + 1} of {path} is of a kind that this version does not know: {body[:80]!r}")
     try:
-        record: Record = _adapter(name).validate_json(body, strict=True)
+        text = _with_todays_names(body) if name == StateSaved.__name__ else body
+        record: Record = _adapter(name).validate_json(text, strict=True)
     except ValidationError as error:
         raise JournalError(f"line {number + 1} of {path} cannot be read by this version: {error}") from error
     return record
+
+
+_FORMER_FIELDS = {"outstanding": "assigned", "begun": "started_rounds", "folded": "recently_aggregated"}
+"""Fields of `RunState` that journals of former versions have under other names."""
+
+
+def _with_todays_names(body: bytes) -> bytes:
+    """Rename the fields of a saved state that a former version has written."""
+    said = json.loads(body)
+    state = said["state"]
+    if not _FORMER_FIELDS.keys() & state.keys():
+        return body
+    said["state"] = state = {_FORMER_FIELDS.get(name, name): value for name, value in state.items()}
+    for open in (*state.get("open", {}).values(), *state.get("started_rounds", {}).values()):
+        if "folds_failed" in open:
+            open["failed_aggregations"] = open.pop("folds_failed")
+    return json.dumps(said, separators=(",", ":")).encode()
 
 
 def _kind(name: str) -> type[Record] | None:
@@ -258,12 +276,12 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def _coming(path: Path) -> Path:
-    """The file that is to take a journal's place: whoever has the journal writes it, and nobody reads it."""
+    """Return the path of the file that is to replace a journal."""
     return path.with_name(f"{path.name}.new")
 
 
 def _opened(path: Path) -> int:
-    """The journal's file, made where there is none, and locked: not one that another has just taken the place of."""
+    """Open and lock the journal's file, and create it if needed; again if it was replaced meanwhile."""
     while True:
         fresh = not path.exists()
         descriptor = os.open(path, _FLAGS, 0o644)

@@ -1,4 +1,4 @@
-"""What a run's journal says. Applying the records of a journal in their order gives the coordinator's lasting state.
+"""Records of the journal. Applied in their order they give a run's durable state.
 
 Who is connected and who works on what at this moment is not among them: nodes say it when they join.
 """
@@ -24,7 +24,7 @@ class RunOpened(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOpened(Record):
-    """A round begins: its clients are drawn, its weights are fixed. A second one for a round under way asks anew; what was accepted stays."""
+    """A round is opened with its clients and weights; a second record retries it, and accepted updates stay."""
 
     round: int
     base: str
@@ -42,7 +42,7 @@ class RoundOpened(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAccepted(Record):
-    """An update is spooled: its blobs are here and were checked."""
+    """An update is accepted: its blobs are here and valid."""
 
     round: int
     """The round that it goes into; the client began ``staleness`` rounds earlier."""
@@ -81,7 +81,7 @@ class UpdateRefused(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFailed(Record):
-    """A client is out of the round: it said so, or its node was lost and nobody else could take it."""
+    """A client is excluded from the round: it failed, or its node was lost and no other could take it."""
 
     round: int
     client: str
@@ -94,7 +94,7 @@ class ClientFailed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundClosed(Record):
-    """No more updates are taken; these, in this order, become the fold."""
+    """A round takes no more updates; these are aggregated in this order."""
 
     round: int
     clients: tuple[str, ...]
@@ -102,7 +102,7 @@ class RoundClosed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundDiscarded(Record):
-    """A closed round could not be folded: its updates are of no use as they are, and it is open again."""
+    """A closed round could not be aggregated: its updates are discarded, and it is open again."""
 
     round: int
     why: str
@@ -110,7 +110,7 @@ class RoundDiscarded(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSkipped(Record):
-    """A round is given up: its weights become those of the round before, and the run goes on."""
+    """A round is skipped: its weights become those of the round before, and the run goes on."""
 
     round: int
     why: str
@@ -118,7 +118,7 @@ class RoundSkipped(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Record):
-    """The server's step is done and lies in the round's checkpoint. Round 0 is the weights that a run begins with."""
+    """The server's step is in the round's checkpoint. Round 0 holds the initial weights."""
 
     round: int
     base: str
@@ -136,7 +136,7 @@ class RoundCommitted(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEvaluated(Record):
-    """Weights of a round were measured; ``client`` is None for the mean over clients or the server's own data."""
+    """A round's weights were evaluated by ``client``; None: the mean over clients, or the server."""
 
     round: int
     client: str | None

@@ -1,4 +1,4 @@
-"""What a run is at some point of its journal, as values."""
+"""The state of a run, as values, and how the journal's records change it: a function of the records alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from arclight.federated.settings import Federation
 
 @dataclass
 class RoundState:
-    """A round that is not committed yet."""
+    """A round that is not committed yet, or that updates may still begin from."""
 
     round: int
     base: str = ""
@@ -40,25 +40,25 @@ class RoundState:
     """As `RoundOpened.least`."""
     attempt: int = 0
     discarded: int = 0
-    """Times that its updates were of no use."""
-    folds_failed: int = 0
-    """The same, since the run was last taken up after a failure: what counts against ``waiting.retries``."""
+    """Times that its updates were discarded."""
+    failed_aggregations: int = 0
+    """The same since the run was last resumed after a failure; limited by ``waiting.retries``."""
     drawn: tuple[str, ...] = ()
     accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
     failed: dict[str, ClientFailed] = field(default_factory=dict)
     redo: dict[str, None] = field(default_factory=dict)
-    """Clients that are to train again if they are asked again: what they have finished is of no use."""
+    """Clients that must train again if they are asked again: their finished update is of no use."""
     closed: tuple[str, ...] | None = None
-    """Contributors, in the order of the fold; none at all where the round is skipped."""
+    """Contributors in the order of aggregation; empty if the round is skipped."""
 
 
 @dataclass
 class RoundEvaluation:
-    """Committed weights whose evaluation is under way."""
+    """The evaluation of committed weights, while it is under way."""
 
     base: str
     waiting: dict[str, None]
-    """Clients that have not answered; empty where the server measures."""
+    """Clients that have not reported; empty if the server evaluates."""
     samples: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     """Metric to its sum over samples."""
@@ -70,7 +70,7 @@ class RoundEvaluation:
 
 @dataclass
 class RunState:
-    """The state that a journal gives. To be read; only `Replay` changes it. Its size goes with the clients of a round."""
+    """The durable state of a run. Only `RecordApplier` changes it. Its size grows with the clients of a round, not of the run."""
 
     run: str = ""
     settings: str = ""
@@ -84,56 +84,56 @@ class RunState:
     opened: int = -1
     """Newest round that was opened."""
     bases: dict[int, str] = field(default_factory=dict)
-    """Weights of recent rounds, from which others begin."""
+    """Digests of recent rounds' weights, which later rounds start from."""
     open: dict[int, RoundState] = field(default_factory=dict)
     """Rounds that are not committed, oldest first."""
-    outstanding: dict[int, dict[str, None]] = field(default_factory=dict)
-    """Round to clients that were asked to fit it and have neither delivered nor failed."""
-    begun: dict[int, RoundState] = field(default_factory=dict)
-    """Rounds that outstanding clients have begun, committed ones among them where updates may be stale."""
-    folded: dict[str, dict[int, str]] = field(default_factory=dict)
-    """Client to the rounds that it began and the digests of its newest committed updates, as long as they may come again."""
+    assigned: dict[int, dict[str, None]] = field(default_factory=dict)
+    """Round to the clients that were asked to fit it and have neither delivered nor failed."""
+    started_rounds: dict[int, RoundState] = field(default_factory=dict)
+    """Rounds that assigned clients start from; committed ones among them if updates may be stale."""
+    recently_aggregated: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Client to round and digest of its newest aggregated updates, for as long as they may be sent again."""
     measuring: dict[int, RoundEvaluation] = field(default_factory=dict)
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """Norm, samples per step and tokens per step of the newest accepted updates, which others are compared with."""
+    """Norm, samples per step and tokens per step of the newest accepted updates: the baseline of validation."""
     ended: str | None = None
     failed: bool = False
 
     @property
     def oldest(self) -> int:
-        """The oldest round of which more may happen."""
-        return min((self.committed, *self.open, *self.begun, *self.outstanding, *self.measuring))
+        """Return the oldest round to which more may happen."""
+        return min((self.committed, *self.open, *self.started_rounds, *self.assigned, *self.measuring))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSaved(Record):
-    """All that the records before it have led to: a journal may begin with it."""
+    """The state that all earlier records lead to: a journal may begin with it."""
 
     state: RunState
     told: tuple[dict[str, Any], ...] = ()
-    """What the history tells of rounds of which more may be told; of older ones its file tells."""
+    """The history of rounds to which more may happen; that of older ones is in its file."""
 
 
 _REMEMBERED = 16
-"""Rounds for which a client that has not heard that its update counts, and has been away, is told so: were it told that it came too
-late, it would say once more what that update had said."""
+"""Rounds for which a returning client still learns that its update was aggregated. Told that it came too late, it would add that
+update's change to its error feedback, and so send it twice."""
 _COMPARED = 200
 """Accepted updates with which a new one is compared."""
 
 
 class RecordApplier:
-    """Records into state, by the rules of one run's settings."""
+    """Apply journal records to a `RunState`, by the settings of one run."""
 
     def __init__(self, settings: Federation, sampler: Sampler, run: str, digest: str) -> None:
         self.settings, self.sampler, self.run, self.digest = settings, sampler, run, digest
         self.state = RunState()
 
     def quorum(self, wanted: int) -> int:
-        """Count the updates with which a round for ``wanted`` may close by the settings of today: never fewer than can be folded."""
+        """Return the updates with which a round for ``wanted`` may close by today's settings, at least as many as can be aggregated."""
         return max(self.settings.waiting.need(wanted), self.settings.least_folded)
 
     def need(self, open: RoundState) -> int:
-        """Count the updates with which a round may close: never fewer than its clients divided its noise by."""
+        """Return the updates with which a round may close, at least as many as its clients divided its noise by."""
         return max(self.quorum(open.wanted), open.least)
 
     def apply(self, record: Record) -> None:
@@ -156,7 +156,7 @@ class RecordApplier:
                 open = self.state.open[record.round]
                 open.accepted, open.failed, open.closed = {}, {}, None
                 open.discarded += 1
-                open.folds_failed += 1
+                open.failed_aggregations += 1
             case RoundSkipped():
                 self.state.open[record.round].accepted = {}
                 self._closed(RoundClosed(round=record.round, clients=()))
@@ -169,31 +169,31 @@ class RecordApplier:
 
     @property
     def gathering(self) -> RoundState | None:
-        """The round that updates go into in buffered mode, whichever round they began with."""
+        """Return the round that collects updates in buffered mode, whichever round they started from."""
         return next((open for open in self.state.open.values() if open.closed is None), None)
 
-    def into(self, begun: int) -> RoundState | None:
-        """The round that an update begun in round ``begun`` goes into now; None where that is closed."""
+    def collecting(self, started: int) -> RoundState | None:
+        """Return the round that takes an update started in round ``started``; None if that is closed."""
         if self.settings.buffered:
             return self.gathering
-        open = self.state.open.get(begun)
+        open = self.state.open.get(started)
         return open if open is not None and open.closed is None else None
 
-    def accepted(self, client: str, begun: int) -> str | None:
-        """Digest of the update that was taken from a client for a round."""
+    def accepted(self, client: str, started: int) -> str | None:
+        """Return the digest of the update that was accepted from a client for a round."""
         for open in self.state.open.values():
             update = open.accepted.get(client)
-            if update is not None and update.round - update.staleness == begun:
+            if update is not None and update.round - update.staleness == started:
                 return update.digest
-        return self.state.folded.get(client, {}).get(begun)
+        return self.state.recently_aggregated.get(client, {}).get(started)
 
     def _become(self, state: RunState) -> None:
-        """Others hold on to the state: it stays the one that it is."""
+        """Copy a saved state into this one, which others hold references to."""
         self._check(state.run, state.settings)
         for item in fields(RunState):
             setattr(self.state, item.name, deepcopy(getattr(state, item.name)))  # the record stays what it was
         own = self.state
-        own.begun.update({round: open for round, open in own.open.items() if round in own.begun})
+        own.started_rounds.update({round: open for round, open in own.open.items() if round in own.started_rounds})
 
     def _check(self, run: str, settings: str) -> None:
         if run != self.run:
@@ -209,7 +209,7 @@ class RecordApplier:
         self.state.run, self.state.settings = record.run, record.settings
         self.state.ended, self.state.failed = None, False
         for open in self.state.open.values():
-            open.attempt, open.folds_failed = -1, 0  # a run that is taken up again has its attempts again
+            open.attempt, open.failed_aggregations = -1, 0  # a resumed run has all its attempts again
             open.failed = {client: replace(failed, lost=True) for client, failed in open.failed.items()}
 
     def _opened(self, record: RoundOpened) -> None:
@@ -223,29 +223,29 @@ class RecordApplier:
         open.fragment, open.wanted, open.drawn = record.fragment, record.wanted, record.clients
         open.least = record.least
         state.opened = max(state.opened, record.round)
-        state.begun[record.round] = open
+        state.started_rounds[record.round] = open
         fresh = [client for client in record.clients if client not in open.accepted]
-        if self.settings.buffered:  # those that were asked in an earlier round and had not begun do this one
+        if self.settings.buffered:  # those that were asked in an earlier round and had not started do this one
             again = set(fresh)
-            for clients in state.outstanding.values():
+            for clients in state.assigned.values():
                 for client in again & clients.keys():
                     del clients[client]
-        state.outstanding[record.round] = dict.fromkeys(fresh)
+        state.assigned[record.round] = dict.fromkeys(fresh)
         self._forget()
 
     def _accepted(self, record: UpdateAccepted) -> None:
         open = self.state.open[record.round]
         open.accepted[record.client] = record
-        begun = record.round - record.staleness
-        self.state.outstanding.get(begun, {}).pop(record.client, None)
+        started = record.round - record.staleness
+        self.state.assigned.get(started, {}).pop(record.client, None)
         open.failed.pop(record.client, None)
         open.redo.pop(record.client, None)
-        self.state.recent.append(_told(record))
+        self.state.recent.append(_comparison(record))
         del self.state.recent[:-_COMPARED]
 
     def _failed(self, record: ClientFailed) -> None:
-        """Put a client out of its round, with its update where that was accepted already."""
-        self.state.outstanding.get(record.round, {}).pop(record.client, None)
+        """Exclude a client from its round, with its update if that was accepted already."""
+        self.state.assigned.get(record.round, {}).pop(record.client, None)
         current = self.gathering if self.settings.buffered else self.state.open.get(record.round)
         if current is None:
             return
@@ -254,10 +254,10 @@ class RecordApplier:
             current.redo[record.client] = None
         if (update := current.accepted.pop(record.client, None)) is not None:
             with suppress(ValueError):
-                self.state.recent.remove(_told(update))
+                self.state.recent.remove(_comparison(update))
 
     def _lost(self, record: UpdatesLost) -> None:
-        """A round that was closed with them is open again; in buffered mode only where nothing else is in it."""
+        """Reopen a round whose updates were lost; in buffered mode only if it has no others."""
         open = self.state.open[record.round]
         for client in record.clients:
             del open.accepted[client]
@@ -265,14 +265,14 @@ class RecordApplier:
             open.closed = tuple(client for client in open.closed or () if client in open.accepted) or None
         else:
             open.closed = None
-            self.state.outstanding.setdefault(record.round, {}).update(dict.fromkeys(record.clients))
+            self.state.assigned.setdefault(record.round, {}).update(dict.fromkeys(record.clients))
 
     def _closed(self, record: RoundClosed) -> None:
         self.state.open[record.round].closed = record.clients
         if self.settings.buffered:
             self.state.open.setdefault(record.round + 1, RoundState(record.round + 1))
         else:
-            self.state.outstanding.pop(record.round, None)
+            self.state.assigned.pop(record.round, None)
 
     def _committed(self, record: RoundCommitted) -> None:
         state = self.state
@@ -281,12 +281,14 @@ class RecordApplier:
             state.clock = done.clock + done.steps
             for client in done.closed or ():
                 update = done.accepted[client]
-                folded = state.folded.setdefault(client, {})
+                folded = state.recently_aggregated.setdefault(client, {})
                 folded[update.round - update.staleness] = update.digest
                 for old in sorted(folded)[: -1 - self.settings.overlap]:
                     del folded[old]
-            if record.round in state.begun:  # for stragglers, which only need to know what they began from
-                state.begun[record.round] = replace(done, drawn=(), accepted={}, failed={}, closed=None)
+            if (
+                record.round in state.started_rounds
+            ):  # for stragglers, which only need the weights that they started from
+                state.started_rounds[record.round] = replace(done, drawn=(), accepted={}, failed={}, closed=None)
         state.clock = state.clock if record.clock is None else record.clock
         state.committed, state.base, state.checkpoint = record.round, record.base, record.checkpoint
         state.opened = max(state.opened, record.round)
@@ -295,11 +297,11 @@ class RecordApplier:
             del state.bases[old]
         stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.settings.overlap
         horizon = record.round - max(stale, _REMEMBERED)
-        for client in [client for client, rounds in state.folded.items() if max(rounds) < horizon]:
-            del state.folded[client]
+        for client in [client for client, rounds in state.recently_aggregated.items() if max(rounds) < horizon]:
+            del state.recently_aggregated[client]
         if self.settings.buffered:
-            for old in [r for r in state.outstanding if record.round + 1 - r > self.settings.buffered.most_stale]:
-                del state.outstanding[old]
+            for old in [r for r in state.assigned if record.round + 1 - r > self.settings.buffered.most_stale]:
+                del state.assigned[old]
         self._forget()
         if record.measured:
             drawn = done.drawn if done is not None else self.sampler.draw(record.round)
@@ -319,15 +321,15 @@ class RecordApplier:
                 measuring.sums[name] = measuring.sums.get(name, 0.0) + record.samples * value
 
     def _forget(self) -> None:
-        """Rounds that nobody is at work on any more."""
+        """Drop rounds that nobody works on any more."""
         state = self.state
-        for old in [round for round, clients in state.outstanding.items() if not clients and round not in state.open]:
-            del state.outstanding[old]
-        for old in [round for round in state.begun if round not in state.outstanding and round not in state.open]:
-            del state.begun[old]
+        for old in [round for round, clients in state.assigned.items() if not clients and round not in state.open]:
+            del state.assigned[old]
+        for old in [round for round in state.started_rounds if round not in state.assigned and round not in state.open]:
+            del state.started_rounds[old]
 
 
-def _told(update: UpdateAccepted) -> tuple[float, float, float]:
-    """Norm, samples per step and tokens per step of an update."""
+def _comparison(update: UpdateAccepted) -> tuple[float, float, float]:
+    """Return the norm, samples per step and tokens per step of an update."""
     steps = max(update.steps, 1)
     return update.norm, update.samples / steps, update.tokens / steps

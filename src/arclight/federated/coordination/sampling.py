@@ -1,4 +1,4 @@
-"""Which clients a round draws: a function of (seed, round, attempt), so that a resumed run draws the same.
+"""Sample the clients of a round: a function of (seed, round, attempt), so that a resumed run draws the same.
 
 Draws are without replacement and cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
 """
@@ -18,7 +18,7 @@ _DRAW, _DROP, _BEGIN, _OUTSIDE, _FIT = range(5)  # what a random number is for
 
 
 class Roster:
-    """The names of a run's clients, in their order: given, or "0", "1", ... without being kept."""
+    """The names of a run's clients, in order: given, or "0", "1", ... without being stored."""
 
     def __init__(self, clients: Sequence[str] | int) -> None:
         self._names = None if isinstance(clients, int) else tuple(clients)
@@ -37,7 +37,7 @@ class Roster:
         return str(index) if self._names is None else self._names[index]
 
     def index(self, name: str) -> int | None:
-        """Position of a client; None for a name that is none."""
+        """Return the position of a client; None for an unknown name."""
         if self._index is not None:
             return self._index.get(name)
         if not (name.isascii() and name.isdigit()) or str(number := int(name)) != name:
@@ -50,7 +50,7 @@ class Roster:
         return ", ".join(self._names[:8]) + (f" and {self._size - 8} more" if self._size > 8 else "")
 
     def sort(self, names: Collection[str]) -> tuple[str, ...]:
-        """Names in the clients' order. Raises KeyError for one that is none."""
+        """Sort names in the clients' order. Raises KeyError for an unknown one."""
         places = {name: self.index(name) for name in names}
         if strange := [name for name, place in places.items() if place is None]:
             raise KeyError(strange[0])
@@ -58,27 +58,27 @@ class Roster:
 
 
 class Sampler:
-    """Draws of one run."""
+    """Draw clients for the rounds of one run."""
 
     def __init__(self, sampling: Sampling, roster: Roster, seed: int) -> None:
         self.sampling, self.roster, self._seed = sampling, roster, seed % 2**63
 
     @property
     def wanted(self) -> int:
-        """Updates that a full round is for."""
+        """Return the updates that a full round is for."""
         return min(self.sampling.per_round or len(self.roster), len(self.roster))
 
     @property
     def asked(self) -> int:
-        """Clients that a full round asks: those wanted and those to spare."""
+        """Return the clients that a full round asks: those wanted and those to spare."""
         return min(len(self.roster), math.ceil(self.wanted * (1 + self.sampling.over_provision) - 1e-9))
 
     def draw(
         self, round: int, *, count: int | None = None, attempt: int = 0, without: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """Clients of a round, ``asked`` or ``count`` of them, and none of ``without``; dropouts are left out, but never all.
+        """Draw a round's clients: ``asked`` or ``count``, none of ``without``; dropouts are left out, but never all.
 
-        Fewer where there are no more. All of them come in their own order, a sample in that of the draw.
+        Fewer if there are no more. All of them come in their own order, a sample in that of the draw.
         """
         count = self.asked if count is None else count
         avoided = {index for name in without if (index := self.roster.index(name)) is not None}
@@ -95,7 +95,7 @@ class Sampler:
         return tuple(self.roster.name(index) for index in (kept.tolist() or found[:1]))
 
     def seed_of(self, round: int, client: str) -> int:
-        """What a client draws from in a round, in [0, 2^63)."""
+        """Return the seed of a client's own draws in a round, in [0, 2^63)."""
         return int(keys_of(self._seed, _FIT, round, self.roster.index(client) or 0)[0] >> np.uint64(1))
 
     def _reachable(self, clients: npt.NDArray[np.int64], round: int, attempt: int) -> npt.NDArray[np.int64]:
@@ -113,11 +113,11 @@ class Sampler:
 
 
 def _pieces(first: int, size: int) -> list[tuple[int, int]]:
-    """[0, size) in at most two parts, of which the first is usually enough."""
+    """Split [0, size) in at most two parts, of which the first usually suffices."""
     first = min(first, size)
     return [(0, first)] if first == size else [(0, first), (first, size)]
 
 
 def _uniform(keys: Keys) -> npt.NDArray[np.float64]:
-    """In [0, 1), from the upper 53 bits."""
+    """Return floats in [0, 1), from the upper 53 bits."""
     return np.asarray((keys >> np.uint64(11)).astype(np.float64) * 2.0**-53)

@@ -1,4 +1,4 @@
-"""Who takes part in a round and how long is waited (no torch here)."""
+"""Settings of sampling, waiting, and buffered or streamed rounds (no torch here)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from arclight._intervals import (
     PositiveFraction,
     PositiveInt,
     ProperFraction,
+    former_names,
 )
 
 Seconds = Annotated[float, Interval(ge=0, le=1e9)]
@@ -36,7 +37,7 @@ class Hours(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """Which clients take part in a round; drawn from the run's seed and the round's number, so a resumed run draws the same."""
+    """Sample the clients of a round by the run's seed and the round's number, so that a resumed run draws the same."""
 
     per_round: PositiveInt | None = None
     """Clients per round; none for all."""
@@ -48,29 +49,37 @@ class Sampling(Checked):
     """Dropouts that depend on the client: its hours of the day."""
 
 
+@former_names(
+    grace="grace_s",
+    deadline="deadline_s",
+    join="join_timeout_s",
+    beat_every="heartbeat_interval_s",
+    lease="lease_s",
+    stall="no_progress_timeout_s",
+)
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Checked):
-    """How long a round waits for whom. Durations in seconds."""
+    """Wait for clients and nodes. Durations are in seconds."""
 
     quorum: PositiveFraction = 0.75
     """Share of the wanted updates with which a round may close, in (0, 1]: of 4 clients one may be away, of 10 two."""
-    grace: Seconds | None = None
+    grace_s: Seconds | None = None
     """Once there is a quorum, how long others may still arrive; none: as long as their nodes are alive and get on, so that only
     clients that have failed or are away are left out."""
-    deadline: PositiveSeconds | None = None
+    deadline_s: PositiveSeconds | None = None
     """After this a round closes with a quorum or fails without one; none waits as long as nodes are alive and get on."""
-    join: PositiveSeconds = 3600.0
+    join_timeout_s: PositiveSeconds = 3600.0
     """How long to wait for nodes before the first round, after all have gone, and for one that has gone and without whose clients
     there is no quorum."""
     nodes: PositiveInt = 1
     """Nodes required before the first round."""
-    beat_every: PositiveSeconds = 0.5
-    """Nodes say that they are alive this often; one that is silent three times as long is lost."""
-    lease: Seconds = 300.0
-    """How long a lost node's begun work is kept for it: one that is restarted goes on where it was. Then another node takes it,
-    or, where only that node has the data, rounds with a quorum go on without, until it is back."""
-    stall: PositiveSeconds = 1800.0
-    """A node that is alive but has done no step and sent nothing for as long counts as lost."""
+    heartbeat_interval_s: PositiveSeconds = 0.5
+    """Interval of nodes' heartbeats; a node that is silent for three of them is lost."""
+    lease_s: Seconds = 300.0
+    """How long a lost node's started work is kept for it: one that is restarted goes on where it was. Then another node takes it,
+    or, if only that node has the data, rounds with a quorum go on without, until it is back."""
+    no_progress_timeout_s: PositiveSeconds = 1800.0
+    """A node that is alive but makes no step and sends nothing for this long is lost."""
     attempts: PositiveInt = 3
     """How often one client is asked in a round if its failures may pass (a full disk, a damaged upload)."""
     retries: NonNegativeInt = 1
@@ -90,9 +99,9 @@ class Waiting(Checked):
         return max(1, math.ceil(self.quorum * wanted - 1e-9))
 
     @property
-    def silence(self) -> float:
-        """Seconds after which a node that says nothing is lost."""
-        return 3 * self.beat_every
+    def silence_s(self) -> float:
+        """Return the seconds after which a silent node is lost."""
+        return 3 * self.heartbeat_interval_s
 
 
 @dataclass(frozen=True, kw_only=True)

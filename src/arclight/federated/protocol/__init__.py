@@ -1,4 +1,4 @@
-"""What clients and server exchange: messages, and manifests of tensors."""
+"""Messages that nodes and server exchange, and manifests of tensors."""
 
 from arclight.federated.protocol.manifest import Entry as Entry
 from arclight.federated.protocol.manifest import Manifest as Manifest

@@ -1,4 +1,4 @@
-"""Named tensors as files that their content names: what is sent is said in a manifest, what it weighs lies in blobs.
+"""Manifests: named tensors in content-addressed files (blobs).
 
 A blob is a safetensors file and is called by its SHA-256. A tensor is one entry of a manifest: the blob that holds it, how it
 is encoded there, and what it is once decoded. An encoded tensor is one tensor of the blob or several: ``key`` itself and
@@ -39,7 +39,7 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
     """What decoding needs besides, as the codec's block size; JSON values."""
     name: str | None = None
-    """What the tensor is called in the blob, where that is not the key: a checkpoint's file has no ``model/`` before its names."""
+    """What the tensor is called in the blob, if that is not the key: a checkpoint's file has no ``model/`` before its names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,26 +57,26 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes to be transferred, without the manifest."""
+        """Return the bytes of all blobs, without the manifest."""
         return sum(self.blobs.values())
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest's text, which names all of its content."""
+        """Return the SHA-256 of the manifest's text, which names all of its content."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Canonical text: the same manifest always gives the same bytes."""
+        """Return the canonical text: the same manifest always gives the same bytes."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Inverse of `to_json`. Raises ProtocolError for anything that is not a manifest of this version."""
+        """Parse a manifest; inverse of `to_json`. Raises ProtocolError for an invalid one, or another version."""
         return cls.from_dict(_json(text))
 
     @classmethod
     def from_dict(cls, said: Any) -> Manifest:
-        """From what JSON gave. Raises ProtocolError as `from_json`."""
+        """Build a manifest from JSON values. Raises ProtocolError as `from_json`."""
         from pydantic import ValidationError
 
         if not isinstance(said, Mapping):

@@ -1,4 +1,4 @@
-"""What clients and server say to each other: small JSON messages; tensors go as blobs beside them.
+"""Messages between nodes and server, as small JSON texts; tensors travel as blobs beside them.
 
 A *node* is a process on some machine that answers for one or more *clients*, each a site's data. Nodes ask, the server
 answers: join, then ask for work again and again (an answer may be held back until there is some), send updates, beat while
@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Anything that is said; `to_json` and `read` are inverse."""
+    """A message; `to_json` and `read` are inverse."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
     kind: ClassVar[str]
@@ -45,7 +45,7 @@ class Message:
 
 
 def read(text: str | bytes, *, stored: bool = False) -> Message:
-    """Return the message in ``text``. Raises ProtocolError for what is none, or is of another version.
+    """Read a message. Raises ProtocolError for an invalid one, or one of another version.
 
     stored: it was kept here, maybe by an older version.
     """
@@ -74,7 +74,7 @@ def _adapter(kind: str) -> TypeAdapter[Message]:
 
 
 def _finite(text: str) -> float:
-    """Times and sums are made of numbers: one that is none, or endless, would spread."""
+    """Parse a finite number: a NaN or infinite one would spread through times and sums."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:30]} is no finite number")
     return value
@@ -91,7 +91,7 @@ def _whole(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A round that a client has begun or finished and the server has not yet acknowledged."""
+    """A round that a client has started or finished and the server has not acknowledged."""
 
     client: str
     round: int
@@ -100,7 +100,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Doing:
-    """Work that a node has for a client: from the order's arrival until the node has heard what became of the outcome."""
+    """Work of a node for a client, from the arrival of the order until its outcome is acknowledged."""
 
     client: str
     round: int
@@ -122,7 +122,7 @@ class Join(Message):
     """Clients whose data this node has; empty: any that the server assigns."""
     held: tuple[Held, ...] = ()
     key: str = ""
-    """The node's public key, base64, where the server asks for registered nodes."""
+    """The node's public key, base64, if the server asks for registered nodes."""
     signature: str = ""
     """By that key, of the server's challenge and all of this message."""
     server: str = ""
@@ -137,7 +137,7 @@ class Join(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Message):
-    """A node has a worker free, or room for an order that is fetched while its workers are at others."""
+    """Request work: a node has a free worker, or room to fetch an order ahead."""
 
     node: str
     session: str
@@ -149,7 +149,7 @@ class Ask(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Beat(Message):
-    """A node is alive, and how far its clients are."""
+    """Heartbeat of a node, with the progress of its clients."""
 
     node: str
     session: str
@@ -158,7 +158,7 @@ class Beat(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Message):
-    """A client has finished a round; its blobs have been put."""
+    """A client's update of a round; its blobs have been uploaded."""
 
     node: str
     session: str
@@ -181,7 +181,7 @@ class Update(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Secure(Message):
-    """One client's part in a round's secure sum: what it says to the others, and an ask for what it is to know next.
+    """One client's part in a round's secure sum, and a request for what it needs next.
 
     Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
     """
@@ -193,7 +193,7 @@ class Secure(Message):
     attempt: int = 0
     """Sums of the round that could not be opened before this one."""
     keys: dict[str, str] | None = None
-    """Public keys: ``mask``, ``cipher``, ``seal``; and ``signature``, base64, by the node's key where it has one."""
+    """Public keys: ``mask``, ``cipher``, ``seal``; and ``signature``, base64, by the node's key if it has one."""
     letters: dict[str, str] | None = None
     """By partner, sealed."""
     bad: tuple[str, ...] | None = None
@@ -209,7 +209,7 @@ class Secure(Message):
 
 
 def keys_text(run: str, number: int, attempt: int, client: str, keys: Mapping[str, str]) -> bytes:
-    """Return what a node signs of a client's keys for a secure sum."""
+    """Return the text that a node signs for a client's keys of a secure sum."""
     said = [
         run,
         str(number),
@@ -222,7 +222,7 @@ def keys_text(run: str, number: int, attempt: int, client: str, keys: Mapping[st
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Message):
-    """A client has measured weights."""
+    """A client's evaluation of weights."""
 
     node: str
     session: str
@@ -234,7 +234,7 @@ class Evaluated(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """A client could not do what it was asked; the error's text is for people."""
+    """A client's failure; the error's text is for people."""
 
     node: str
     session: str
@@ -249,7 +249,7 @@ class Failed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Message):
-    """A node ends in order."""
+    """A node leaves in order."""
 
     node: str
     session: str
@@ -319,7 +319,7 @@ class Fit(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Message):
-    """Measure weights on a client's validation data."""
+    """Evaluate weights on a client's validation data."""
 
     run: str
     client: str
@@ -334,7 +334,7 @@ class Evaluate(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Message):
-    """Nothing to do now; ask again after ``seconds``."""
+    """Nothing to do now; request again after ``seconds``."""
 
     seconds: float
     about: str = ""
@@ -343,7 +343,7 @@ class Wait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Secured(Message):
-    """What a client of a round's secure sum has waited for (``Secure.until``); all is None while that is not settled."""
+    """The answer to `Secure.until` for a client of a secure sum; fields are None until they are settled."""
 
     circle: tuple[str, ...] | None = None
     """Clients that take part."""
@@ -370,7 +370,7 @@ class Close(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt(Message):
-    """What became of something that a node sent."""
+    """Acceptance or refusal of a node's message."""
 
     accepted: bool
     reason: Reason | None = None

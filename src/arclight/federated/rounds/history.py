@@ -1,4 +1,4 @@
-"""``history.jsonl``: what became of each round of a run, a line each, oldest first. It grows by a round at a time.
+"""Keep the history of a run: ``history.jsonl``, a line each round, oldest first, and ``metrics.csv``.
 
 Its beginning stays as it is; the lines of rounds of which more may be told are written anew at its end.
 """
@@ -31,7 +31,7 @@ _OPEN = b'"open": true}\n'
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
-    """What became of each round of the run in a folder. Raises FileNotFoundError where there is none."""
+    """Read the history of the run in a folder. Raises FileNotFoundError if it has none."""
     return [_told(line) for _, line in _lines(to_path(run) / NAME)]
 
 
@@ -40,7 +40,7 @@ def has_history(run: str | Path) -> bool:
 
 
 def copy_history(source: str | Path, target: str | Path, until: int) -> None:
-    """Give another run what became of the rounds up to ``until``; nothing where the source has no such file."""
+    """Copy the history of rounds up to ``until`` to another run; nothing if the source has none."""
     file, copy = to_path(source) / NAME, to_path(target) / NAME
     if file.exists():
         if isinstance(copy, Path):
@@ -60,7 +60,7 @@ def _sound(line: bytes) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and text of each round, without the last line where that was being written."""
+    """Iterate over number and text of each round, without a last line that is incomplete."""
     with path.open("rb") as file:
         for line in file:
             match = _NUMBER.match(line)
@@ -70,13 +70,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class GrowingFile:
-    """A text file whose first ``stays`` bytes are not touched any more."""
+    """A text file whose first ``stays`` bytes no longer change."""
 
     def __init__(self, path: Path, stays: int = 0) -> None:
         self.path, self.stays = path, stays
 
     def write(self, settled: str, later: str, *, durable: bool = False) -> None:
-        """Put text after what stays; ``settled`` stays from now on, ``later`` until the next time. durable: all is on the disk then."""
+        """Write text after what stays; ``settled`` stays from now on, ``later`` until the next call. durable: sync it."""
         staying = settled.encode()
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.seek(self.stays)
@@ -91,13 +91,13 @@ class GrowingFile:
 
 
 class HistoryFile:
-    """The file of a run that is served."""
+    """The history file of a run that is being served."""
 
     def __init__(self, run: Path) -> None:
         self._file = GrowingFile(run / NAME)
 
     def take_up(self, settled: int, needed: Sequence[int]) -> tuple[set[int], list[dict[str, Any]]]:
-        """Go on with what an earlier process has left: numbers of rounds below ``settled``, which stay, and what it says of others.
+        """Continue an earlier process's file: return its rounds below ``settled``, and the content of later ones.
 
         needed: rounds that it must tell of; from the first of them that it does not, nothing stays.
         """
@@ -119,7 +119,7 @@ class HistoryFile:
         return numbers, later
 
     def settled(self) -> Iterator[dict[str, Any]]:
-        """The rounds that stay."""
+        """Iterate over the rounds that no longer change."""
         left = self._file.stays
         for _, line in _lines(self._file.path) if left else ():
             left -= len(line)
@@ -130,7 +130,7 @@ class HistoryFile:
     def write(
         self, settled: Sequence[dict[str, Any]], later: Sequence[dict[str, Any]], *, durable: bool = False
     ) -> None:
-        """Add rounds that stay from now on, and say anew what is so far known of others."""
+        """Append rounds that no longer change, and rewrite those that may."""
         self._file.write(_text(settled), _text([{**one, "open": True} for one in later]), durable=durable)
 
 
@@ -142,14 +142,14 @@ Row = dict[str, Any]
 
 
 class MetricsCsv:
-    """Rows are added; only a new column has the file written anew. ``before``: gives the rows that were added already."""
+    """Append rows to ``metrics.csv``; a new column rewrites the file. before: returns the rows added so far."""
 
     def __init__(self, path: Path, before: Callable[[], Iterable[Row]]) -> None:
         self._file, self._before = GrowingFile(path), before
         self._columns: list[str] = []
 
     def write(self, settled: Sequence[Row], later: Sequence[Row]) -> None:
-        """Add rows that stay from now on, and say anew those of which more may come."""
+        """Append rows that no longer change, and rewrite those that may."""
         if {name for row in (*settled, *later) for name in row} <= set(self._columns):
             self._file.write(self._text(settled), self._text(later))
             return
@@ -170,7 +170,7 @@ class MetricsCsv:
             atomic_replace.discard(temporary)
 
     def forget(self) -> None:
-        """Have all of it written anew the next time."""
+        """Rewrite the whole file at the next call."""
         self._columns = []
 
     def _text(self, rows: Sequence[Row]) -> str:
@@ -184,7 +184,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Round:
-    """One round. Bytes and seconds by client or phase."""
+    """The history of one round. Bytes and seconds are by client or phase."""
 
     round: int
     clock: int = 0
@@ -223,11 +223,11 @@ class Round:
     discarded: list[str] = field(default_factory=list)
     """Why updates of the round were of no use, each time that it was asked for again."""
     skipped: str = ""
-    """Why the round was given up, where it was: its weights are those of the round before."""
+    """Why the round was skipped, if it was: its weights are those of the round before."""
 
     @property
     def loss(self) -> float | None:
-        """Validation loss where it was measured, else the mean of the clients' training losses, weighed by samples."""
+        """Return the validation loss if measured, else the mean of the clients' training losses, by samples."""
         return _loss(self.metrics, self.train, self.samples)
 
     @property
@@ -236,7 +236,7 @@ class Round:
 
 
 def loss_of(entry: Mapping[str, Any]) -> float | None:
-    """`Round.loss` of a round as a checkpoint keeps it."""
+    """Return `Round.loss` of a round as a checkpoint keeps it."""
     return _loss(entry.get("metrics", {}), entry.get("train", {}), entry.get("samples", {}))
 
 
@@ -257,7 +257,7 @@ _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 
 
 class History:
-    """Rounds as records come in; `note` in the journal's order. From any thread.
+    """Build the history from records, noted in the journal's order. Thread-safe.
 
     Those of which more may be told are in memory, others in the files of the run's ``folder`` alone.
     """
@@ -274,17 +274,17 @@ class History:
 
     @property
     def rounds(self) -> list[Round]:
-        """All of them, read from the file."""
+        """Return all rounds, read from the file."""
         with self._lock:
             return [*map(_round, self._file.settled()), *self._in_memory()]
 
     def at(self, number: int) -> Round:
-        """What is known of a round, to be added to. What comes after it has been told to its end is told nowhere."""
+        """Return a round, to be added to. A round that no longer changes is not kept."""
         with self._lock:
             return Round(round=number) if number < self._over else self._rounds.setdefault(number, Round(round=number))
 
     def told(self, number: int) -> dict[str, Any]:
-        """A round as JSON values."""
+        """Return a round as JSON values."""
         with self._lock:
             return asdict(self.at(number))
 
@@ -293,18 +293,18 @@ class History:
             self.at(number).seconds[phase] = seconds
 
     def sent(self, number: int, client: str, size: int) -> None:
-        """Bytes on their way to a client."""
+        """Count bytes sent to a client."""
         with self._lock:
             down = self.at(number).bytes_down
             down[client] = down.get(client, 0) + size
 
     def sent_down(self, number: int) -> int:
-        """Bytes that a round has sent to all clients."""
+        """Return the bytes that a round has sent to all clients."""
         with self._lock:
             return sum(self.at(number).bytes_down.values())
 
     def note(self, record: r.Record) -> None:
-        """Take in what the journal says, once or again."""
+        """Note a record, once or again."""
         with self._lock:
             if getattr(record, "round", None) not in self._settled:
                 self._note(record)
@@ -356,14 +356,14 @@ class History:
 
     @staticmethod
     def _anew(here: Round) -> Round:
-        """What stays of a round that is asked for again."""
+        """Return what is kept of a round that is asked for again."""
         kept = {
             name: getattr(here, name) for name in ("round", "clock", "bytes_down", "refused", "failed", "discarded")
         }
         return Round(**kept)
 
     def take_up(self, settled: int, newest: int, needed: Sequence[int] = ()) -> None:
-        """Go on with the files that an earlier process has left, before the journal is gone through again.
+        """Continue an earlier process's files, before the journal is replayed.
 
         settled: of rounds below this nothing more will be told. newest: files may not say more than the journal. needed: rounds below
         ``settled`` that the journal tells of, in case the files do not.
@@ -375,7 +375,7 @@ class History:
             self._rounds = {one["round"]: _round(one) for one in later if one["round"] <= newest}
 
     def begin_with(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has kept: rounds that nothing else tells of, else what the journal cannot know.
+        """Take over what a checkpoint keeps: rounds that nothing else tells of, else what the journal lacks.
 
         The journal has been gone through.
         """
@@ -390,13 +390,13 @@ class History:
             self._settled = frozenset()
 
     def kept(self, settled: int) -> list[dict[str, Any]]:
-        """`write`, on the disk when this returns; then what is known of rounds that are not settled."""
+        """Write durably, and return the rounds that may still change."""
         with self._lock:
             self.write(settled, durable=True)
             return [asdict(here) for here in self._in_memory()]
 
     def write(self, settled: int, *, durable: bool = False) -> None:
-        """``history.jsonl`` and ``metrics.csv``; of rounds below ``settled`` nothing more will be told.
+        """Keep the history of a run: ``history.jsonl``, a line each round, oldest first, and ``metrics.csv``.
 
         durable: whether a power failure may not undo what ``history.jsonl`` says then.
         """
@@ -418,7 +418,7 @@ class History:
 
 
 def _round(told: Mapping[str, Any]) -> Round:
-    """Inverse of `asdict`, also of what another version has told."""
+    """Return a round from its table, also from one of another version."""
     return Round(**{key: value for key, value in told.items() if key in _KNOWN})
 
 
@@ -426,7 +426,7 @@ _KNOWN = frozenset(one.name for one in fields(Round))
 
 
 def _row(here: Round) -> dict[str, Any]:
-    """A round as a line of metrics.csv. A metric that is called as one of the run's own columns gets another one."""
+    """Return a round as a row of metrics.csv; a metric named like one of the run's own columns is renamed."""
     own: dict[str, Any] = {
         "round": here.round,
         "step": here.clock,
@@ -443,8 +443,8 @@ def _row(here: Round) -> dict[str, Any]:
     return {name: value for name, value in (own | metrics).items() if value is not None}
 
 
-def contributed(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:
-    """What each client has contributed so far, with a round more."""
+def add_contributions(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:
+    """Return each client's contribution so far, with one more round."""
     found = {client: dict(sums) for client, sums in before.items()}
     for update in updates:
         sums = found.setdefault(update.client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})

@@ -1,4 +1,4 @@
-"""What a federated run can begin with: a module, or weights, step count and optimizer states of a centralised run."""
+"""Read what a run starts from: a module, or weights, step count and optimizer states of a centralised run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def entries_of(module: nn.Module) -> dict[str, Any]:
-    """What rounds say of a module; see `writing.MODULE_ENTRIES`."""
+    """Return the entries of a module that rounds carry; see `writer.MODULE_ENTRIES`."""
     parameters = dict(module.named_parameters())
     found: dict[str, Any] = {"buffers": sorted(name for name in named_tensors(module) if name not in parameters)}
     if not isinstance(module, HyperparametersMixin):
@@ -40,7 +40,7 @@ def entries_of(module: nn.Module) -> dict[str, Any]:
 
 
 def entries_in(path: str | Path) -> dict[str, Any]:
-    """The same of the module in a checkpoint, as far as it says it."""
+    """Return the entries of the module in a checkpoint, as far as it has them."""
     if not to_path(path).is_dir():
         return {}
     there = checkpoint.inspect(path).entries
@@ -48,19 +48,19 @@ def entries_in(path: str | Path) -> dict[str, Any]:
 
 
 def statistics(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are a normalisation's, where nobody has the module to tell."""
+    """Return the names that belong to normalisation statistics, if there is no module to tell."""
     return sorted(name for name in names if name.rpartition(".")[2] in _STATISTICS)
 
 
 def steps_of(path: str | Path) -> int:
-    """Optimizer steps behind a checkpoint's weights; 0 where it does not say."""
+    """Return the optimizer steps behind a checkpoint's weights; 0 if it does not say."""
     return (checkpoint.inspect(path).step or 0) if to_path(path).is_dir() else 0
 
 
 def moments_of(path: str | Path, kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Optimizer states (``exp_avg``) of a trainer's checkpoint by ``<kind>/<parameter name>``; none where it keeps no optimizers.
+    """Return optimizer states (``exp_avg``) of a checkpoint by ``<kind>/<parameter name>``; none if it has none.
 
-    Raises FederatedError where it keeps optimizers that do not say which parameter a state is of, or have none of a kind.
+    Raises FederatedError if it keeps optimizers that do not say which parameter a state is of, or have none of a kind.
     """
     if not kinds or not to_path(path).is_dir() or "optimizers" not in checkpoint.inspect(path).entries:
         return {}

@@ -1,4 +1,4 @@
-"""The rounds of a run: which are there, which are complete, and what they hold. Local, or at an address that fsspec knows."""
+"""List and read the rounds of a run, in a folder or at any address that fsspec knows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = re.compile(r"\d{6,}")
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFolder:
-    """One round's folder."""
+    """The folder of one round, and what is wrong with it."""
 
     number: int
     path: Path
@@ -37,7 +37,7 @@ class RoundFolder:
 
 
 class Rounds:
-    """The rounds below ``<run>/rounds``. Round 0 is what the run began with; round n, what n server steps made of it."""
+    """The rounds below ``<run>/rounds``. Round 0 holds the initial weights; round n, those after n server steps."""
 
     def __init__(self, run: str | Path) -> None:
         self.run = to_path(run)
@@ -47,13 +47,13 @@ class Rounds:
         return self.folder / f"{number:06d}"
 
     def numbers(self) -> list[int]:
-        """Of every folder that is called as a round, ascending, complete or not."""
+        """Return the numbers of all round folders, ascending, complete or not."""
         if not self.folder.is_dir():
             return []
         return sorted(int(entry.name) for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name))
 
     def look(self, number: int) -> RoundFolder:
-        """One round, from its manifest and the sizes of its files; what is in the files is `checkpoint.verify`'s to say."""
+        """Check one round by its manifest and file sizes; `checkpoint.verify` checks the content."""
         path = self.path(number)
         try:
             manifest = read_manifest(path)
@@ -65,7 +65,7 @@ class Rounds:
         return [self.look(number) for number in self.numbers()]
 
     def newest(self, *, verify: bool = False) -> int | None:
-        """The newest complete round; with ``verify`` also of sound content. None where there is none."""
+        """Return the newest complete round, with ``verify`` also of sound content; None if there is none."""
         for number in reversed(self.numbers()):
             found = self.look(number)
             if not found.problems and not (verify and checkpoint.verify(found.path)):
@@ -73,7 +73,7 @@ class Rounds:
         return None
 
     def open(self, number: int) -> Described:
-        """The checkpoint's manifest of a complete round. Raises FederatedError for one that is not."""
+        """Return the manifest of a complete round. Raises FederatedError for an incomplete one."""
         found = self.look(number)
         if found.manifest is None or found.problems:
             have = ", ".join(str(other.number) for other in self.all() if not other.problems) or "none"
@@ -83,32 +83,32 @@ class Rounds:
         return found.manifest
 
     def weights(self, number: int) -> Manifest:
-        """What nodes are told of a round's weights."""
+        """Return the manifest of a round's weights, as nodes fetch them."""
         manifest = self.open(number)
         return writer.weights_manifest(layout_of(manifest), manifest.files)
 
     def trees(self, number: int, *names: str) -> dict[str, Any]:
-        """The entries without tensors, or those of them that are named; fewer where the round does not have all."""
+        """Read the entries without tensors, or those that are named; entries that the round lacks are left out."""
         there = self.open(number).entries
         wanted = names or (*TREE_ENTRIES, *CARRIED_ENTRIES)
         return checkpoint.load(self.path(number), only=[name for name in wanted if name in there])
 
     def stored(self, number: int, entry: str) -> dict[str, torch.Tensor]:
-        """An entry of tensors that stay in their file: each is read when it is used."""
+        """Return an entry of tensors that stay in their file: each is read when it is used."""
         if not layout_of(self.open(number)).get(entry):
             return {}
         opened: dict[str, torch.Tensor] = open_state(self.path(number), only=[entry])[entry]
         return opened
 
     def tensors(self, number: int, entry: str) -> dict[str, torch.Tensor]:
-        """An entry of tensors, read and verified."""
+        """Read and verify an entry of tensors."""
         if not layout_of(self.open(number)).get(entry):
             return {}
         loaded: dict[str, torch.Tensor] = checkpoint.load(self.path(number), only=[entry])[entry]
         return loaded
 
     def write(self, number: int, layout: dict[str, writer.Described]) -> RoundWriter:
-        """A round under construction; see `RoundWriter`."""
+        """Return a writer for a round; see `RoundWriter`."""
         return RoundWriter(self.path(number), layout)
 
     def remove(self, number: int) -> None:
@@ -121,7 +121,7 @@ class Rounds:
 
 
 def layout_of(manifest: Described) -> dict[str, writer.Described]:
-    """The tensors of a round's files, as `RoundWriter` takes them."""
+    """Return the layout of a round's tensors, as `RoundWriter` takes it."""
     return {
         entry: {
             name: (getattr(torch, dtype), tuple(shape))

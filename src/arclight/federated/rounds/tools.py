@@ -1,4 +1,4 @@
-"""What ``arclight checkpoint rounds|inspect|validate|edit|fork|prune`` do to a run's rounds, here or at an address.
+"""List, inspect, validate, edit, fork and prune rounds: the functions behind ``arclight checkpoint``.
 
 Nothing is changed before its replacement is complete, and ``dry_run`` changes nothing at all.
 """
@@ -88,13 +88,13 @@ class Inspected:
 
 @dataclass(frozen=True, kw_only=True)
 class Edited:
-    """What an edit changes, or has changed."""
+    """The changes of an edit, planned or done."""
 
     path: Path
     changes: dict[str, tuple[Any, Any]]
     """Dotted name to value before and after."""
     backup: Path | None
-    """Where the round as it was is kept; None where that was not wanted, or nothing has been done."""
+    """Where the round as it was is kept; None if that was not wanted, or nothing has been done."""
     done: bool
 
 
@@ -112,7 +112,7 @@ class Edit:
 
 
 def list_rounds(run: str | Path) -> list[Listed]:
-    """Every round of a run, oldest first. Raises FederatedError where the run has none."""
+    """List every round of a run, oldest first. Raises FederatedError if the run has none."""
     rounds = Rounds(run)
     found = [_listed(rounds, number) for number in rounds.numbers()]
     if not found:
@@ -123,7 +123,7 @@ def list_rounds(run: str | Path) -> list[Listed]:
 
 
 def inspect_round(run: str | Path, number: int | None = None) -> Inspected:
-    """One round, by default the newest complete one. Raises FederatedError where it is not complete."""
+    """Inspect one round, by default the newest complete one. Raises FederatedError if it is incomplete."""
     rounds = Rounds(run)
     number = _chosen(rounds, number)
     trees = rounds.trees(number)
@@ -141,7 +141,7 @@ def inspect_round(run: str | Path, number: int | None = None) -> Inspected:
 
 
 def validate(run: str | Path, number: int | None = None) -> dict[int, list[str]]:
-    """All that is wrong with a round, or with every round of a run, one sentence each; empty lists for sound ones.
+    """List all that is wrong with a round, or each round of a run; empty lists for sound ones.
 
     Every file is read and compared with its SHA-256; state keys, shapes of the strategy's states, and the round's number are checked.
     """
@@ -197,10 +197,10 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
 def fork(
     run: str | Path, target: str | Path, number: int | None = None, *, name: str | None = None, dry_run: bool = False
 ) -> Path:
-    """A new run whose first round is a round of another, by default the newest complete one; returns where that lies.
+    """Start a new run from a round of another, by default the newest complete one; return the round's path.
 
     A `Server` in the target's folder begins there, with the same or other settings: weights, moments, the strategy's states,
-    history and clock are those of the round. Either may be at an address. Raises FederatedError where the target has something.
+    history and clock are those of the round. Either may be at an address. Raises FederatedError if the target has something.
     """
     source, new = Rounds(run), Rounds(target)
     number = _chosen(source, number)
@@ -215,7 +215,7 @@ def fork(
 
 
 def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
-    """Remove all but the newest ``keep`` sound rounds, and those that are damaged; returns their numbers.
+    """Remove all but the newest ``keep`` sound rounds, and damaged ones; return their numbers.
 
     What stays has been read in full. Raises ValueError for keeping none, FederatedError while a server has the run open, and
     where no round is sound.
@@ -304,7 +304,7 @@ def _wrong(rounds: Rounds, number: int) -> list[str]:
 
 
 def _rewrite(source: Rounds, number: int, target: Path, trees: dict[str, Any]) -> None:
-    """Write a round anew, tensor by tensor, with other trees. Raises FederatedError where what is read has been damaged."""
+    """Write a round again, tensor by tensor, with other trees. Raises FederatedError if it is damaged."""
     from arclight.federated.rounds.writer import RoundWriter
 
     described = source.open(number)
@@ -332,7 +332,7 @@ def _changes(before: Any, after: Any, name: str = "") -> dict[str, tuple[Any, An
 
 
 def _free(path: Path) -> Path:
-    """A name beside a round's that no round has."""
+    """Return a free name beside a round."""
     number = 1
     while (kept := path.parent / f"{path.name}.backup-{number}").exists():
         number += 1

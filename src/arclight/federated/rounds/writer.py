@@ -1,4 +1,4 @@
-"""A round's checkpoint, written tensor by tensor: no more of it than one tensor is in memory.
+"""Write a round's checkpoint tensor by tensor: no more than one tensor of it is in memory.
 
 It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
 ``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Where the
@@ -45,14 +45,14 @@ STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A round that is on the disk."""
+    """A round that is on disk."""
 
     path: Path
     files: dict[str, FileRecord]
 
 
 class RoundWriter:
-    """The checkpoint ``path`` under construction: as a context, within which tensors are added and `publish` is called.
+    """Write checkpoint ``path``: a context within which tensors are added and `publish` is called.
 
     layout: for each entry of tensors, what comes in which order; see `in_order`. Left without `publish`, nothing remains.
     """
@@ -90,10 +90,10 @@ class RoundWriter:
     def add(
         self, entry: str, name: str, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None = None
     ) -> None:
-        """The next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape.
+        """Add the next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape.
 
         It is written while the next ones are made: it must not change before ``done(tensor)`` is called, or `finished` returns.
-        Raises OSError where there was no room for this one or an earlier one.
+        Raises OSError if there was no room for this one or an earlier one.
         """
         due = self._left[entry][0] if self._left[entry] else None
         given = (tensor.dtype, tuple(tensor.shape))
@@ -104,7 +104,7 @@ class RoundWriter:
         del self._left[entry][0]
 
     def finished(self) -> dict[str, FileRecord]:
-        """All tensors are written and on the disk: what came of their files. Raises FederatedError where some are missing."""
+        """Finish writing; return the record of each file. Raises FederatedError if tensors are missing."""
         if lost := [f"{entry}.{names[0]}" for entry, names in self._left.items() if names]:
             raise FederatedError(f"round {self.path.name} cannot be written: {lost[0]} was not given")
         self._behind.finish()
@@ -115,7 +115,7 @@ class RoundWriter:
         }
 
     def publish(self, trees: Mapping[str, Any]) -> Written:
-        """Put the round in its place, complete. ``trees``: the entries without tensors. Raises OSError where there is no room."""
+        """Publish the complete round. trees: the entries without tensors. Raises OSError if the disk is full."""
         records = self.finished()
         encoded = tree.encode(trees)
         if encoded.files:
@@ -143,13 +143,13 @@ def _tensors(entry: str, tensors: Described) -> dict[str, Any]:
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> Described:
-    """How the files of a round hold these tensors: the widest types first, so that all lie aligned, then by name."""
+    """Return the order of tensors in a round's files: widest types first, so that all are aligned, then by name."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     return {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
 
 
 def weights_manifest(layout: Mapping[str, Described], records: Mapping[str, FileRecord]) -> Manifest:
-    """What nodes are told of a round's weights: its files of model and moments, as they are."""
+    """Return the manifest of a round's weights: its files of model and moments, as they are."""
     tensors, blobs = dict[str, Entry](), dict[str, int]()
     for entry, prefix in ((MODEL, "model/"), ("moments", "")):
         if not layout.get(entry):
@@ -170,25 +170,25 @@ _AHEAD = 2
 
 
 class BackgroundWriter:
-    """Writes tensors in the order in which they are given. What went wrong with one is raised by a later call, `finish` at the latest."""
+    """Write tensors in order, on a thread. An error is raised by a later call, by `finish` at the latest."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="arclight-round")
         self._waiting = deque[Future[None]]()
 
     def write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
-        """``done(tensor)`` is called once it is written; it must not change before. Waits while enough others do."""
+        """Queue a tensor, which must not change until ``done(tensor)`` is called. Waits while enough others are queued."""
         while len(self._waiting) >= _AHEAD:
             self._waiting.popleft().result()
         self._waiting.append(self._pool.submit(_write, file, tensor, done))
 
     def finish(self) -> None:
-        """All that was given is written."""
+        """Wait until all tensors are written."""
         while self._waiting:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """End the thread; what waits is dropped."""
+        """End the thread; queued tensors are dropped."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -200,7 +200,7 @@ def _write(file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor]
 
 
 class BufferPool:
-    """Memory for tensors, used again for others once they are given back: fresh memory costs a page fault for every 4 kB.
+    """Reuse buffers for tensors: fresh memory costs a page fault for every 4 kB.
 
     It holds no more than was lent at the same time.
     """
@@ -211,7 +211,7 @@ class BufferPool:
         self._lent: dict[int, torch.Tensor] = {}
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A row of elements of any value."""
+        """Return a buffer of elements of any value."""
         size = elements * dtype.itemsize
         if not size:
             return torch.empty(elements, dtype=dtype)
@@ -226,7 +226,7 @@ class BufferPool:
         return raw[:size].view(dtype)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Nobody uses it any more. Tensors that are not from here, in whatever shape, are let go."""
+        """Return a tensor's buffer to the pool; tensors from elsewhere are ignored."""
         with self._lock:
             raw = self._lent.pop(tensor.data_ptr(), None)
             if raw is not None:

@@ -1,4 +1,4 @@
-"""Memory of a process that only serves: what is freed goes back to the system."""
+"""Tune glibc's malloc for a process that only serves: freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LARGE = 1 << 20
 
 
 def tune_malloc() -> bool:
-    """Have glibc map large blocks one by one, and keep few pools for small ones; False where the C library is another.
+    """Let glibc map large blocks one by one and keep few arenas; False with another C library.
 
     By itself it takes to pooling blocks of up to 32 MB once some were freed, in a pool for each few threads: a server that handles
     many clients' tensors then holds more with every client. Training allocates the same blocks again and again and wants the

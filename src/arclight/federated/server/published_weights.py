@@ -1,4 +1,4 @@
-"""What a run keeps for its nodes: the weights of recent rounds as clients see them, and the blobs that somebody still needs."""
+"""Publish the weights of recent rounds to clients, and delete blobs that no round references."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.settings import Federation
 
-ORPHAN = 3600.0
-"""Seconds for which a blob that nothing refers to may be part of an update that is still coming."""
+ORPHAN_S = 3600.0
+"""Seconds for which an unreferenced blob may be part of an update that is still being uploaded."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that clients may begin from, as they see them."""
+    """Weights that clients may start from, as they decode them."""
 
     round: int
     chain: DeltaChain
@@ -38,7 +38,7 @@ class Weights:
 
 
 class PublishedWeights:
-    """Weights by the digest of their manifest. A chain of changes lies in ``chains/<round>.json`` where there is one."""
+    """Weights by the digest of their manifest. A chain of changes, if there is one, is kept in ``chains/<round>.json``."""
 
     def __init__(self, folder: Path, rounds: Rounds, blobs: FolderStore, federation: Federation) -> None:
         self._folder, self._rounds, self._blobs, self._federation = folder / "chains", rounds, blobs, federation
@@ -48,16 +48,16 @@ class PublishedWeights:
         return list(self._weights.values())
 
     def known(self, base: str) -> Weights:
-        """Raises BlobError for weights that are no longer kept."""
+        """Return published weights. Raises BlobError for weights that are no longer kept."""
         found = self._weights.get(base)
         if found is None:
             raise BlobError(f"the weights {base[:12]} are no longer kept: ask again")
         return found
 
-    def put(self, number: int, *, all_changed: bool = False) -> Weights:
-        """A round's new weights: its files become blobs without being read, and clients' weights go one change on.
+    def publish(self, number: int, *, all_changed: bool = False) -> Weights:
+        """Publish a round's weights: its files become blobs without being read, and the chain of changes grows by one.
 
-        all_changed: no tensor is what it was in the round before, which spares looking.
+        all_changed: every tensor differs from the round before, which spares comparing them.
         """
         own = self._adopted(number)
         former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
@@ -71,8 +71,8 @@ class PublishedWeights:
             replace_text(self._file(number), chain.to_json())
         return self._offer(number, chain)
 
-    def put_back(self, number: int, base: str) -> Weights:
-        """A committed round's weights, as they were. Raises FederatedError where the folder does not have them any more."""
+    def restore(self, number: int, base: str) -> Weights:
+        """Publish a committed round's weights again after a restart. Raises FederatedError if the folder lacks them."""
         own, file = self._adopted(number), self._file(number)
         chain = DeltaChain.from_json(file.read_bytes()) if file.exists() else DeltaChain(weights=own)
         if own.digest == base:
@@ -89,7 +89,7 @@ class PublishedWeights:
             )
         return self._offer(number, chain)
 
-    def tidy(
+    def collect_garbage(
         self,
         needed: Collection[str],
         done: Iterable[str],
@@ -97,9 +97,9 @@ class PublishedWeights:
         coming: Iterable[str],
         remove: Callable[[str], None],
     ) -> None:
-        """Forget weights that are not ``needed``, and ``remove`` blobs of these, of ``done`` updates and of nobody.
+        """Drop weights that are not ``needed``, and ``remove`` their blobs, those of ``done`` updates, and old unreferenced ones.
 
-        done, spooled: digests of updates' manifests; the latter stay. coming: blobs of updates that are not here as a whole yet.
+        done, spooled: digests of updates' manifests; the latter are kept. coming: blobs of updates that are being uploaded.
         """
         gone = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
         going = {digest for weights in gone for digest in weights.chain.blobs}
@@ -107,14 +107,14 @@ class PublishedWeights:
         for digests, into in ((done, going), (spooled, wanted)):
             for digest in digests:
                 into |= {digest, *self._blobs_of(digest)}
-        old = time.time() - ORPHAN
+        old = time.time() - ORPHAN_S
         for digest in list(self._blobs):
             if digest not in wanted and (digest in going or self._written(digest) < old):
                 remove(digest)
         self._prune_rounds()
 
     def _prune_rounds(self) -> None:
-        """Only complete ones: what is not whole is for a person to look at."""
+        """Remove old rounds, but no incomplete ones: those are for a person to look at."""
         numbers, kept = self._rounds.numbers(), self._federation.keep_rounds
         offered = {weights.round for weights in self.all()}
         for number in numbers[:-kept] if kept else []:
@@ -137,7 +137,7 @@ class PublishedWeights:
         return self._folder / f"{number:06d}.json"
 
     def _blobs_of(self, digest: str) -> Iterable[str]:
-        """What the manifest called ``digest`` needs; nothing where it is gone already."""
+        """Return the blobs of a manifest; none if it is deleted already."""
         try:
             return manifest_of(self._blobs, digest).blobs
         except FederatedError:
@@ -152,7 +152,7 @@ class PublishedWeights:
 
 
 def manifest_of(blobs: FolderStore, digest: str) -> Manifest:
-    """A manifest that is kept as a blob. Raises BlobError where it is missing or not what its digest names."""
+    """Read a manifest that is kept as a blob. Raises BlobError if it is missing or damaged."""
     text = blobs.file(digest).read_bytes()
     if digest_of(text) != digest:
         raise BlobError(f"the manifest {digest[:12]} has changed on the server's disk: look after that disk")

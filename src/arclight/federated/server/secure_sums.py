@@ -1,4 +1,4 @@
-"""A round's secure sum on the server: it passes keys and letters on, says whose values have come, and opens their sum.
+"""Run a round's secure sum on the server: relay public keys and encrypted shares, name survivors, unmask the sum.
 
 All that it holds is public or sealed. It is kept in a file, so that a server that is killed after a round was closed can still
 open its sum; clients say their parts again when they are asked again.
@@ -51,7 +51,7 @@ _LOOK = 0.5
 
 @dataclass
 class _State:
-    """Of one round, as its file has it."""
+    """The state of one round's secure sum, as its file keeps it."""
 
     round: int = -1
     attempt: int = 0
@@ -69,8 +69,8 @@ class _State:
     """Clients that the sum goes on without, and why."""
 
 
-class _Book:
-    """A round's state on the disk: a line of all of it, then a line for each change. A last line that was cut off counts for nothing."""
+class _SumFile:
+    """The file of a round's state: a line of all of it, then a line for each change. A torn last line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.state = path, _State()
@@ -93,12 +93,12 @@ class _Book:
                 self.begin(self.state)
 
     def begin(self, state: _State) -> None:
-        """Let the file begin with a state."""
+        """Start the file with a state."""
         replace_text(self.path, json.dumps(asdict(state)) + "\n")
         self.state = state
 
     def write(self, name: str, key: str | None, value: Any) -> None:
-        """Write a change down, then make it. Raises OSError where there is no room, and nothing has changed."""
+        """Write a change, then make it. Raises OSError if the disk is full, and nothing has changed."""
         lasting = key is None or name == "revealed"  # what others build upon must survive a power failure
         with self.path.open("ab") as file:
             size = file.tell()
@@ -121,7 +121,7 @@ class _Book:
 
 
 class SecureSumRelay:
-    """The secure sums of a run, one round at a time. ``expected``: clients of a round that have not failed, by its number.
+    """Relay public keys and encrypted shares of a run's secure sums, one round at a time; announce the survivors.
 
     A message costs what it brings, whatever the number of clients, and its answer is held until there is one.
     """
@@ -132,20 +132,20 @@ class SecureSumRelay:
         self._settled, self._revealed = threading.Condition(lock), threading.Condition(lock)
         self._since: dict[str, float] = {}
         self._sum: MaskedSum | None = None
-        self._book = _Book(path)
+        self._book = _SumFile(path)
         self._circle: Cohort | None = None
         self._inbox: dict[str, dict[str, str]] | None = None
         self._look_at = 0.0
         self._closed = False
 
     def close(self) -> None:
-        """Answer whoever is held: the server stops."""
+        """Answer all held requests: the server stops."""
         with self._settled:
             self._closed = True
             self._settled.notify_all()
 
-    def hear(self, message: Secure) -> Secured:
-        """Take in what a client sends, and answer what it waits for once that is settled, or its time is over."""
+    def handle(self, message: Secure) -> Secured:
+        """Handle a client's message; answer what it waits for once that is settled, or its time is over."""
         until = time.monotonic() + min(max(message.wait, 0.0), _LONGEST_HELD)
         asked = (message.round, message.attempt)
         with self._settled:
@@ -175,7 +175,7 @@ class SecureSumRelay:
     # -- what clients send ---------------------------------------------------------------------------------------------
 
     def _take(self, message: Secure) -> bool:
-        """Write down what is new in a message; whether anything was. Who sends what cannot be is dropped, and nobody else."""
+        """Write what is new in a message; True if anything is. A client that sends invalid values is dropped."""
         state, client, write = self._book.state, message.client, self._book.write
         said = {**(message.keys or {}), "node": message.node}
         if client in state.dropped:
@@ -183,7 +183,7 @@ class SecureSumRelay:
         try:
             if message.keys is not None and state.keys.get(client) != said:
                 if state.circle is not None:
-                    raise _Wrong(
+                    raise _InvalidMessage(
                         "gave other keys than before: its node was started again"
                         if client in state.keys
                         else "came late"
@@ -199,7 +199,7 @@ class SecureSumRelay:
                 return self._take_parts(client, {"seeds": message.seeds, "keys": message.parts})
             else:
                 return False
-        except _Wrong as wrong:
+        except _InvalidMessage as wrong:
             log.warning("round %d: the secure sum continues without %s, which %s", state.round, client, wrong)
             write("dropped", client, str(wrong))
         return True
@@ -212,25 +212,25 @@ class SecureSumRelay:
             or len(said.get("signature", "")) > _SIGNATURE
         )
         if strange or not all(_is_hex(said[name], size) for name, size in lengths.items()):
-            raise _Wrong(
+            raise _InvalidMessage(
                 f"gave keys that are none: {', '.join(lengths)} of {KEY_BYTES} bytes are needed, in hexadecimal"
             )
         for name in ("mask", "cipher"):
             try:
                 PrivateKey().derive(bytes.fromhex(said[name]), b"")
             except FederatedError as error:
-                raise _Wrong(f"gave a key of which everybody knows the secrets: {error}") from error
+                raise _InvalidMessage(f"gave a key of which everybody knows the secrets: {error}") from error
             if any(
                 other[name].lower() == said[name].lower() for at, other in self._book.state.keys.items() if at != client
             ):
-                raise _Wrong("gave another client's keys as its own")
+                raise _InvalidMessage("gave another client's keys as its own")
 
     def _check_letters(self, client: str, said: Mapping[str, str]) -> None:
         if client not in (self._book.state.circle or ()):
-            raise _Wrong("wrote letters and gave no keys")
+            raise _InvalidMessage("wrote letters and gave no keys")
         partners = self._the_circle().partners_of(client)
         if set(said) != set(partners) or not all(_is_hex(text, ENCRYPTED_SHARE_BYTES) for text in said.values()):
-            raise _Wrong(
+            raise _InvalidMessage(
                 f"wrote letters that are none: {ENCRYPTED_SHARE_BYTES} bytes to each of {len(partners)} partners are needed, in hexadecimal"
             )
 
@@ -241,7 +241,7 @@ class SecureSumRelay:
             if self._sum is not None:
                 self._sum.add(_revealed(client, said))
         except (FederatedError, ValueError) as error:
-            raise _Wrong(f"gave parts that cannot be: {error}") from error
+            raise _InvalidMessage(f"gave parts that cannot be: {error}") from error
         self._book.write("revealed", client, said)
         self._revealed.notify_all()
         return True
@@ -249,7 +249,7 @@ class SecureSumRelay:
     # -- what is settled -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Close the stage that everybody has come to, or the first has waited long enough at; looked at only now and then."""
+        """Close the stage that all clients have reached, or that the first has waited long enough in."""
         now, state, write = time.monotonic(), self._book.state, self._book.write
         if now < self._look_at or state.sure is not None:
             return
@@ -281,7 +281,7 @@ class SecureSumRelay:
         return sum(one is not None for one in (state.circle, state.written, state.sure, state.here))
 
     def _have(self, all_: set[str], come: set[str], what: str) -> bool:
-        """Whether everybody has come, or the first has waited long enough."""
+        """Return True if all clients have sent this, or the first has waited long enough."""
         if not come:
             return False
         since = self._since.setdefault(what, time.monotonic())
@@ -295,7 +295,7 @@ class SecureSumRelay:
         return gone or client in state.dropped or client in state.revealed
 
     def _told(self, client: str, until: str | None) -> Secured | None:
-        """What a client waits for; None while that is not settled."""
+        """Return what a client waits for; None while that is not settled."""
         state = self._book.state
         match until:
             case "circle" if state.circle is not None:
@@ -319,9 +319,9 @@ class SecureSumRelay:
         return self._inbox[client]
 
     def open(self, number: int, here: Iterable[str]) -> Unmasking:
-        """Return what takes the masks away from the sum of these clients' values; waits for their parts.
+        """Return the unmasking of these clients' sum; waits for their shares.
 
-        Raises UnopenedError where too few are left, or do not give them in time.
+        Raises UnopenedError if too few are left, or do not give them in time.
         """
         try:
             return self._open(number, here)
@@ -354,8 +354,8 @@ class SecureSumRelay:
         return self._circle
 
 
-class _Wrong(Exception):  # noqa: N818
-    """What a client sent that cannot be, as a sentence without its subject."""
+class _InvalidMessage(Exception):  # noqa: N818
+    """An invalid message of a client, as a sentence without its subject."""
 
 
 def _is_hex(text: str, size: int) -> bool:
@@ -366,7 +366,7 @@ def _is_hex(text: str, size: int) -> bool:
 
 
 def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
-    """Choose whom a sum goes on without, where clients could not open letters; the words say why.
+    """Choose the clients to drop if shares could not be decrypted; the words say why.
 
     One of each two. Whoever is of most such pairs goes first: a liar has quarrels with many, whichever side of them it is on. Of
     two that have no others the one who wrote goes.
@@ -392,20 +392,20 @@ def circle_of(settings: SecureSum, run: str, number: int, clients: Collection[st
     )
 
 
-def most(federation: Federation) -> int:
-    """Clients whose values may be in one sum."""
+def most_clients(federation: Federation) -> int:
+    """Return the largest number of clients whose values may be in one sum."""
     return math.ceil((federation.sampling.per_round or federation.clients) * (1 + federation.sampling.over_provision))
 
 
-def order(federation: Federation, attempt: int) -> dict[str, Any]:
-    """What clients are told to do about a round's secure sum, as JSON values; nothing without them."""
+def secure_sum_for_clients(federation: Federation, attempt: int) -> dict[str, Any]:
+    """Return the settings of a round's secure sum for its clients, as JSON values; nothing without secure sums."""
     if federation.secure is None:
         return {}
-    return {"secure": {**asdict(federation.secure), "clients": most(federation), "attempt": attempt}}
+    return {"secure": {**asdict(federation.secure), "clients": most_clients(federation), "attempt": attempt}}
 
 
-def refuse_in_the_open(federation: Federation) -> None:
-    """For clients whose changes come to this machine as they are. Raises FederatedError where they were to be hidden before."""
+def refuse_unmasked_updates(federation: Federation) -> None:
+    """Refuse secure sums if clients' changes arrive on this machine in the clear. Raises FederatedError."""
     if federation.secure is not None or (federation.noise is not None and federation.noise.by == "clients"):
         raise FederatedError(
             "Flower's own messages carry changes as they are: masks and noise of clients would be made on this machine; "
@@ -433,7 +433,7 @@ def _uneven(given: Sequence[Contribution]) -> tuple[str, ...]:
 
 
 class SecureFold(Fold):
-    """The mean of masked values, which `SecureSumRelay.open` takes the masks from. Nothing is known of single changes.
+    """Average masked values, which `SecureSumRelay.open` unmasks. Nothing is known of single changes.
 
     held: what is to hold of a key's mean, which is made of it.
     """

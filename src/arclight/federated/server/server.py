@@ -39,10 +39,10 @@ Evaluate = Callable[[Weights], Measurement | Mapping[str, float]]
 
 
 class Server:
-    """One federated run.
+    """One federated run, on the server's side.
 
     weights: what it begins with: a module, tensors by parameter name, or the path of a checkpoint of a centralised run (whose
-    averaged weights are taken where it has some, and its optimizer's states for the federation's moments). Not used where the run goes on, and not needed then.
+    averaged weights are taken if it has some, and its optimizer's states for the federation's moments). Neither used nor needed if the run is resumed.
     folder: the run's own. A run that was stopped, killed or failed in it goes on from its newest round and the updates that had
     come since; another run's folder is refused.
     clients: their names; by default "0", "1", ... as many as ``federation.clients``.
@@ -76,16 +76,16 @@ class Server:
 
     @property
     def history(self) -> list[Round]:
-        """What became of each round so far, round 0 being what the run began with."""
+        """Return the history of each round so far; round 0 holds the initial weights."""
         return [] if self._history is None else self._history.rounds
 
     @property
     def rounds(self) -> Rounds:
-        """The run's checkpoints."""
+        """Return the run's checkpoints."""
         return Rounds(self.folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Of the newest round, by parameter name. Raises FederatedError where there is none."""
+        """Return the newest round's weights by parameter name. Raises FederatedError if there is none."""
         newest = self.rounds.newest()
         if newest is None:
             raise FederatedError(f"{self.folder} has no complete round yet")
@@ -93,9 +93,9 @@ class Server:
 
     @contextmanager
     def opened(self) -> Iterator[ServerRun]:
-        """The run, begun or gone on with: transports carry messages to its ``service`` until the block ends.
+        """Start or resume the run: transports carry messages to its ``service`` until the block ends.
 
-        Raises FederatedError where the folder is another run's, in use, or damaged.
+        Raises FederatedError if the folder is another run's, in use, or damaged.
         """
         if self._run is not None:
             raise FederatedError(f"run {self.name} is open already")
@@ -120,7 +120,7 @@ class Server:
     def run(self, clients: Iterable[Client]) -> list[Round]:
         """Train ``clients`` in this process, one after another, until the run is over; returns its history.
 
-        Where the server was not given names, these are theirs. Raises FederatedError where the run or a client's node fails.
+        If the server was not given names, these are theirs. Raises FederatedError if the run or a client's node fails.
         """
         from arclight.federated.clients.node import Node
 
@@ -144,7 +144,7 @@ class Server:
     ) -> list[Round]:
         """Answer nodes over HTTP, or HTTPS off loopback, until the run is over; returns its history.
 
-        ready: called once nodes can come, with the server that says its address. Raises FederatedError where the run fails, OSError
+        ready: called once nodes can come, with the server that says its address. Raises FederatedError if the run fails, OSError
         where the address is taken.
         """
         from arclight.federated.transports.http_server import HttpServer

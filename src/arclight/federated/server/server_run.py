@@ -1,6 +1,6 @@
-"""A run in its folder: it begins or goes on, steps, measures, commits, and removes what nobody needs any more.
+"""Run a federation in a folder: start or resume it, aggregate rounds, evaluate and commit them, delete what no round references.
 
-``<folder>/journal.jsonl``, ``<folder>/rounds/<number>/``, ``<folder>/blobs/``, and for people ``history.jsonl`` and ``metrics.csv``.
+The folder holds ``journal.jsonl``, ``rounds/<number>/``, ``blobs/``, and for people ``history.jsonl`` and ``metrics.csv``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.errors import BlobError, FederatedError, RefusedError
-from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.secure_aggregation import Unmasking
-from arclight.federated.rounds.history import History, contributed
+from arclight.federated.rounds.history import History, add_contributions
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writer import MODULE_ENTRIES
-from arclight.federated.server.published_weights import ORPHAN, PublishedWeights, manifest_of
+from arclight.federated.server.published_weights import ORPHAN_S, PublishedWeights, Weights, manifest_of
 from arclight.federated.server.runtime import (
     DISK_FULL,
     DISK_RETRY_INTERVAL_S,
@@ -47,9 +47,10 @@ from arclight.federated.server.runtime import (
     T,
     retry_while_disk_full,
 )
-from arclight.federated.server.secure_sums import SecureFold, SecureSumRelay, most
-from arclight.federated.server.server_step import AcceptedUpdate, ServerStep, begin, carry_on
-from arclight.federated.server.service import Service
+from arclight.federated.server.secure_sums import SecureFold, SecureSumRelay, most_clients
+from arclight.federated.server.server_step import AcceptedUpdate, ServerStep, repeat_round, write_first_round
+from arclight.federated.server.service import Service, UploadQuota
+from arclight.federated.server.validation import Validated
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -57,12 +58,12 @@ log = logging.getLogger(__name__)
 Measurement = tuple[int, dict[str, float]]
 """Samples, and metrics over them."""
 Evaluation = Callable[[int, Mapping[str, torch.Tensor]], Measurement]
-"""Round and weights by parameter name to what they measure."""
+"""Evaluate the weights of a round, by parameter name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """What a run begins with."""
+    """The weights that a run starts from."""
 
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """By parameter name."""
@@ -71,11 +72,11 @@ class InitialState:
     clock: int = 0
     """Optimizer steps behind them."""
     module: Mapping[str, Any] = field(default_factory=dict)
-    """What every round says of the module; see `CARRIED_ENTRIES` in `rounds.writing`."""
+    """Entries about the module that every round carries; see `MODULE_ENTRIES` in `rounds.writer`."""
 
 
 class ServerRun:
-    """Open a run for serving; use as a context. Raises FederatedError where the folder holds what this run cannot go on with."""
+    """Open a run for serving; use as a context. Raises FederatedError if this run cannot go on with what the folder holds."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ServerRun:
         inject: Injection | None = None,
     ) -> None:
         self.folder, self.federation, self.seed, self.name = folder, federation, seed, name
-        self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
+        self._start, self._evaluate, self._told, self._inject, self._recipe = start, evaluate, told, inject, recipe
         self.rounds = Rounds(folder)
         at = federation.blobs_at
         self.blobs = (
@@ -100,11 +101,13 @@ class ServerRun:
             if at
             else FolderStore(folder / "blobs", durable="all" if federation.secure else "made")
         )
-        self.shelf = PublishedWeights(folder, self.rounds, self.blobs, federation)
-        self.service = Service(federation, name, self.blobs, self.shelf, History(folder), recipe, seed=seed)
+        self.weights, self.history = PublishedWeights(folder, self.rounds, self.blobs, federation), History(folder)
         self.coordinator = Coordinator(federation, clients, seed, name)
+        self._masks = ServerMasks(federation, seed, self.coordinator.roster.index)
+        self._quota = UploadQuota(self.blobs)
+        self._validated: dict[str, Validated] = {}
         self._check_count(len(self.coordinator.roster))
-        self._stepper = ServerStep(
+        self._server_step = ServerStep(
             rounds=self.rounds,
             store=self.blobs,
             strategy=federation.strategy,
@@ -119,7 +122,7 @@ class ServerRun:
         self._began, self._resumed = time.monotonic(), False
 
     def _check_count(self, named: int) -> None:
-        """What is made for a number of clients needs that number: a secure sum of more overflows."""
+        """Check settings that are made for a number of clients: a secure sum of more would overflow."""
         asked = self.federation
         made_for = next((what for what in (asked.secure, asked.robust) if what is not None), None)
         if made_for is not None and named != asked.clients:
@@ -136,22 +139,19 @@ class ServerRun:
                 if asked.noise is not None
                 else lambda key, mean: mean
             )
-            return partial(SecureFold, asked.secure, most(asked), self._unmasking, held)
+            return partial(SecureFold, asked.secure, most_clients(asked), self._unmasking, held)
         return (
             robust.folding(asked.robust) if asked.noise is None else noise.noisy_fold(asked.noise, former=self._former)
         )
 
     def _former(self, key: str) -> torch.Tensor:
-        """A weight of the newest round."""
+        """Read a weight of the newest round."""
         kind, _, name = key.partition("/")
         return plain(self.rounds.stored(self.coordinator.state.committed, kind)[name])
 
-    def _expected(self, number: int) -> set[str]:
-        return self.driver.expected(number)
-
     def _unmasking(self, here: Sequence[str]) -> Unmasking:
-        assert self.service.exchange is not None
-        return self.service.exchange.open(self._round, here)
+        assert self._relay is not None
+        return self._relay.open(self._round, here)
 
     def __enter__(self) -> ServerRun:
         if self._budget is not None and not self.rounds.numbers():  # refused before anything is written
@@ -159,20 +159,24 @@ class ServerRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
         try:
-            self.service.run = self._patiently(self._identity)
+            identity = self._patiently(self._identity)
+            self.runtime = Runtime(
+                self.coordinator, self._journal, self._execute,
+                on_record=self._on_record, on_command=self._on_command, after=self._clean_up,
+            )  # fmt: skip
+            self._relay = None
             if (asked := self.federation.secure) is not None:
-                self.service.exchange = SecureSumRelay(
-                    asked, self.service.run, self.folder / "secure.json", self._expected
-                )
-            self.driver = self.service.driver = Runtime(
-                self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
-            )
+                self._relay = SecureSumRelay(asked, identity, self.folder / "secure.json", self.runtime.expected)
+            self.service = Service(
+                self.federation, identity, runtime=self.runtime, blobs=self.blobs, weights=self.weights, masks=self._masks,
+                quota=self._quota, history=self.history, validated=self._validated, relay=self._relay, recipe=self._recipe,
+            )  # fmt: skip
             first = self._first()
             if self._budget is not None:
                 done = first.round if isinstance(first, events.RunStarted) else self.coordinator.state.committed
                 self._budget.check(self.federation.rounds - done, self._spent)
             self._shorten()
-            self.driver.start(first)
+            self.runtime.start(first)
             self._began = time.monotonic()
         except BaseException:
             self._journal.close()
@@ -180,14 +184,14 @@ class ServerRun:
         return self
 
     def _identity(self) -> str:
-        """What nodes know the run by: two runs of one name are not one, and what a node keeps of the other is not this one's."""
+        """Return what nodes know the run by: runs of one name are different runs, and so is what nodes keep of them."""
         path = self.folder / "identity"
         if not path.exists():
             replace_text(path, f"{self.name}-{secrets.token_hex(4)}")
         return path.read_text(encoding="utf-8")
 
     def _patiently(self, do: Callable[[], T]) -> T:
-        """As later steps do, those before the first round wait for room on the disk."""
+        """Wait while the disk is full, also before the first round."""
 
         def pause() -> bool:
             time.sleep(DISK_RETRY_INTERVAL_S)
@@ -197,43 +201,44 @@ class ServerRun:
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self.service.exchange is not None:
-                self.service.exchange.close()
-            self.driver.close()
+            if self._relay is not None:
+                self._relay.close()
+            self.runtime.close()
             self._write_history()
         finally:
             self._journal.close()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until the run is over, or for some time. Raises what went wrong, FederatedError where it could not go on."""
-        self.driver.wait(seconds)
-        if self.driver.ended is not None and self.driver.ended.failed:
-            raise FederatedError(f"run {self.name} could not continue: {self.driver.ended.why}")
+        """Wait until the run is over, or for some time. Raises its error, FederatedError if it could not go on."""
+        self.runtime.wait(seconds)
+        if self.runtime.ended is not None and self.runtime.ended.failed:
+            raise FederatedError(f"run {self.name} could not continue: {self.runtime.ended.why}")
 
     def wait_for_nodes(self) -> None:
-        """As `wait`, and until nodes have heard how the run has ended, well or not."""
+        """Wait until the run is over and nodes have been told how it ended."""
         try:
             self.wait()
         finally:
-            if self.driver.ended is not None:
-                self.let_nodes_hear()
+            if self.runtime.ended is not None:
+                self.tell_nodes()
 
-    def let_nodes_hear(self, seconds: float = 7.0) -> None:
-        """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, until
-        all clients' own nodes have come back, any: a node that found nobody tries again within 5 s.
+    def tell_nodes(self, seconds: float = 7.0) -> None:
+        """Give every node the time to ask and be told that the run is over.
+
+        After a restart also to nodes that are not back yet: a node that found no server tries again within 5 s.
         """
-        roster, present = self.coordinator.roster, self.coordinator.present
+        roster, cluster = self.coordinator.roster, self.coordinator.cluster
 
         def are_back() -> bool:
-            return all(present.has_come(roster.name(place)) for place in range(len(roster)))
+            return all(cluster.has_joined(roster.name(place)) for place in range(len(roster)))
 
         if self._resumed:
-            self.driver.until(are_back, seconds - (time.monotonic() - self._began))
+            self.runtime.until(are_back, seconds - (time.monotonic() - self._began))
 
         def here() -> list[str]:
-            return sorted(node.name for node in present.sessions.values() if node.lost is None)
+            return sorted(node.name for node in cluster.sessions.values() if node.lost is None)
 
-        if not self.driver.until(lambda: not here(), seconds):
+        if not self.runtime.until(lambda: not here(), seconds):
             log.warning(
                 "nodes that have not heard in %g s that run %s is over: %s", seconds, self.name, ", ".join(here())
             )
@@ -241,9 +246,9 @@ class ServerRun:
     # -- beginning and going on ----------------------------------------------------------------------------------------
 
     def _first(self) -> events.Event:
-        """Bring back what the journal says, or write the weights to begin with."""
+        """Restore the run from its journal, or write the weights that it starts from."""
         state = self.coordinator.state
-        if not recover(self._journal, self.coordinator, self.service.history, partial(has_blobs, self.blobs)):
+        if not recover(self._journal, self.coordinator, self.history, partial(has_blobs, self.blobs)):
             return self._patiently(self._begin)
         committed = state.committed
         for number, base in state.bases.items():
@@ -254,7 +259,7 @@ class ServerRun:
                     "put the folder back, or fork a new run from an earlier round (arclight checkpoint fork)"
                 )
             if not found.problems:
-                self.service.fits(self._patiently(partial(self.shelf.put_back, number, base)))
+                self._check_masks(self._patiently(partial(self.weights.restore, number, base)))
         try:
             trees = self.rounds.trees(committed)
         except CheckpointError as error:
@@ -273,22 +278,24 @@ class ServerRun:
                     "a federated run begins with weights: give it a module, its weights, or a checkpoint"
                 )
             self._carry(start.module, 0)
-            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}, self._spent))
+            write_first_round(
+                self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}, self._spent)
+            )
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
-        self.service.history.take_up(number, number - 1)
+        self.history.take_up(number, number - 1)
         self._take_up(trees, number)
-        base = self.service.fits(self.shelf.put(number)).manifest.digest
+        base = self._check_masks(self.weights.publish(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.RunStarted(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
 
     def _take_up(self, trees: Mapping[str, Any], number: int) -> None:
-        self.service.history.begin_with(trees["history"])
+        self.history.begin_with(trees["history"])
         self._progress = trees["clients"]
         self._carry(trees, number)
 
     def _carry(self, trees: Mapping[str, Any], number: int) -> None:
-        """Take along what each round says of the module, and what the noise of earlier rounds has spent."""
+        """Carry on the entries about the module, and the privacy budget that earlier rounds have spent."""
         self._module = {name: trees[name] for name in MODULE_ENTRIES if name in trees}
         self._spent = noise.spent_before(trees, number)
         if self._spent and "privacy" not in trees:
@@ -299,22 +306,25 @@ class ServerRun:
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
-    def _do(self, work: ServerTask) -> events.Event:
-        return self._step(work) if isinstance(work, events.Aggregate) else self._measure(work)
+    def _check_masks(self, weights: Weights) -> Weights:
+        """Return the weights. Raises FederatedError if the federation's masks do not fit them."""
+        self._masks.whole(weights.manifest)
+        return weights
 
-    def _step(self, fold: events.Aggregate) -> events.Event:
-        """Fold a closed round. Whatever keeps it from being folded is said, so that the round is discarded and tried again; a
-        full disk alone is waited for.
-        """
+    def _execute(self, task: ServerTask) -> events.Event:
+        return self._aggregate(task) if isinstance(task, events.Aggregate) else self._measure(task)
+
+    def _aggregate(self, fold: events.Aggregate) -> events.Event:
+        """Aggregate a closed round. Any failure is reported, so that the round is discarded and retried; a full disk is raised."""
         try:
-            return self._folded(fold)
+            return self._step(fold)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
             if not isinstance(error, FederatedError | CheckpointError | OSError):
                 log.exception("round %d could not be folded", fold.round)
             for update in fold.updates:
-                self.service.checked.pop(update.digest, None)  # what it says may be wrong: it is found again
+                self._validated.pop(update.digest, None)  # it may be wrong, and is found again
             remove_damaged(self.blobs, fold.updates)
             clients = error.clients if isinstance(error, RefusedError) else ()
             why = (
@@ -324,12 +334,12 @@ class ServerRun:
             )
             return events.AggregationFailed(round=fold.round, why=why, clients=clients)
 
-    def _folded(self, fold: events.Aggregate) -> events.Event:
-        began, history = time.monotonic(), self.service.history
+    def _step(self, fold: events.Aggregate) -> events.Event:
+        began, history = time.monotonic(), self.history
         before, self._round = self.coordinator.state.committed, fold.round
         given = []
         for update in fold.updates:
-            checked = self.service.checked.get(update.digest)
+            validated = self._validated.get(update.digest)
             given.append(
                 AcceptedUpdate(
                     client=update.client,
@@ -339,7 +349,7 @@ class ServerRun:
                     ),
                     shrink=1 / math.sqrt(1 + update.staleness),
                     samples=update.samples,
-                    largest=None if checked is None else checked.largest,
+                    largest=None if validated is None else validated.largest,
                     norm=update.norm,
                 )
             )
@@ -359,13 +369,13 @@ class ServerRun:
             updates = {update.client: update.digest for update in fold.updates}
             return self._trees(fold.round, fold.clock, updates, counts, progress, spent)
 
-        progress = contributed(self._progress, fold.round, fold.updates)
+        progress = add_contributions(self._progress, fold.round, fold.updates)
         if given:
-            stepped = self._stepper.step(fold.round, before, given, trees)
+            stepped = self._server_step.step(fold.round, before, given, trees)
         else:
-            stepped = carry_on(self.rounds, fold.round, before, trees)
+            stepped = repeat_round(self.rounds, fold.round, before, trees)
         history.took(fold.round, "fold", time.monotonic() - began)
-        base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
+        base = self.weights.publish(fold.round, all_changed=stepped.all_changed).manifest.digest
         self._progress, self._spent = progress, spent  # last: what fails before is folded again, and counts once
         return events.RoundStored(
             round=fold.round,
@@ -376,7 +386,7 @@ class ServerRun:
         )
 
     def _spent_with(self, fold: events.Aggregate, given: Sequence[AcceptedUpdate]) -> noise.Ledger:
-        """Return what the noise of all rounds has spent once this one is published, by what its updates really are."""
+        """Return the privacy budget spent once this round is published, by what its updates really are."""
         if self._budget is None or not given:  # a round that is skipped publishes nothing
             return self._spent
         multiplier, clients = self._budget.noise.multiplier, {update.client for update in fold.updates}
@@ -396,7 +406,7 @@ class ServerRun:
             return events.ServerEvaluated(round=work.round)
         began = time.monotonic()
         samples, metrics = self._evaluate(work.round, self.rounds.tensors(work.round, "model"))
-        self.service.history.took(work.round, "evaluate", time.monotonic() - began)
+        self.history.took(work.round, "evaluate", time.monotonic() - began)
         return events.ServerEvaluated(round=work.round, samples=samples, metrics=metrics)
 
     def _trees(
@@ -415,16 +425,16 @@ class ServerRun:
             "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
             "clients": progress,
             "sampler": {"seed": self.seed, "clients": len(self.coordinator.roster)},
-            "history": [self.service.history.told(number)],
+            "history": [self.history.told(number)],
         }
 
     # -- after a commit ------------------------------------------------------------------------------------------------
 
-    def _tidy(self, work: ServerTask) -> None:
-        """Forget what a committed round does not need, and tell people; a full disk is no reason to stop."""
+    def _clean_up(self, task: ServerTask) -> None:
+        """Delete what no round references, and write the history; a full disk is no reason to stop."""
         try:
-            if isinstance(work, events.Aggregate):
-                self._prune(work)
+            if isinstance(task, events.Aggregate):
+                self._prune(task)
             self._write_history()
             self._shorten()
         except OSError as error:
@@ -435,22 +445,21 @@ class ServerRun:
     def _prune(self, fold: events.Aggregate) -> None:
         done = [update.digest for update in fold.updates]
         for digest in done:
-            self.service.checked.pop(digest, None)
-        intake = self.service.intake
-        coming = intake.kept(ORPHAN)  # first: what comes from here on is not removed
-        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), coming, intake.remove)
+            self._validated.pop(digest, None)
+        coming = self._quota.kept(ORPHAN_S)  # first: what is uploaded from here on is kept
+        self.weights.collect_garbage(self.runtime.bases(), done, self.runtime.spooled(), coming, self._quota.remove)
 
     def _shorten(self) -> None:
-        """Let a long journal begin anew. Of what goes, the history is all that tells."""
-        self.driver.save(lambda: self.service.history.kept(self.coordinator.state.oldest))
+        """Shorten a long journal; only the history still tells of what is removed."""
+        self.runtime.save(lambda: self.history.kept(self.coordinator.state.oldest))
 
     def _write_history(self) -> None:
-        self.service.history.write(self.driver.oldest())
+        self.history.write(self.runtime.oldest())
 
-    # -- what others hear ----------------------------------------------------------------------------------------------
+    # -- history and logs ----------------------------------------------------------------------------------------------
 
-    def _note(self, record: r.Record) -> None:
-        now, history = time.monotonic(), self.service.history
+    def _on_record(self, record: r.Record) -> None:
+        now, history = time.monotonic(), self.history
         match record:
             case r.RoundOpened():
                 self._since.setdefault(("round", record.round), now)
@@ -465,7 +474,7 @@ class ServerRun:
         history.note(record)
         self._told(record)
 
-    def _hear(self, command: events.Command) -> None:
+    def _on_command(self, command: events.Command) -> None:
         match command:
             case events.LogMessage():
                 log.info("%s", command.text)
@@ -481,9 +490,9 @@ class ServerRun:
 def recover(
     journal: Journal, coordinator: Coordinator, history: History, is_here: Callable[[r.UpdateAccepted], bool]
 ) -> bool:
-    """Bring back the lasting state and what is told of its rounds; False where nothing has been committed yet.
+    """Restore the durable state and the history of its rounds from a journal; False if nothing has been committed yet.
 
-    ``is_here``: whether an accepted update is. It does not wait for the disk: a power failure loses it, and it is asked for again.
+    is_here: tells if an accepted update is on disk. It was not synced: a power failure loses it, and it is asked for again.
     """
     said = list(journal.records())
     coordinator.replay(said)
@@ -500,9 +509,9 @@ def recover(
 
 
 def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
-    """Return whether an update's manifest and blobs are here; what is of another size is removed, so that it can come again.
+    """Return True if an update's manifest and blobs are here. Blobs of another size are deleted, to be uploaded again.
 
-    What has its size and was damaged by a power failure was removed when the folder was opened.
+    Those that a power failure has damaged without changing their size were deleted when the folder was opened.
     """
     try:
         needed = manifest_of(blobs, update.digest).blobs
@@ -516,7 +525,7 @@ def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
 
 
 def remove_damaged(blobs: FolderStore, updates: Iterable[r.UpdateAccepted]) -> None:
-    """Read updates that could not be folded once more, and remove what the disk does not give back as it was put there."""
+    """Read updates that could not be aggregated again, and delete blobs that the disk has damaged."""
     for update in updates:
         for digest in (update.digest, *_needed(blobs, update)):
             try:
@@ -527,7 +536,7 @@ def remove_damaged(blobs: FolderStore, updates: Iterable[r.UpdateAccepted]) -> N
 
 
 def _needed(blobs: FolderStore, update: r.UpdateAccepted) -> Collection[str]:
-    """Digests of an update's blobs; none where its manifest is not here as a whole."""
+    """Return digests of an update's blobs; none if its manifest is not here as a whole."""
     try:
         return manifest_of(blobs, update.digest).blobs
     except (FederatedError, OSError):
@@ -545,7 +554,7 @@ def _lost(coordinator: Coordinator, is_here: Callable[[r.UpdateAccepted], bool])
 
 
 def _told(record: r.Record) -> list[int]:
-    """Rounds of which a record tells all that is known of them at that time."""
+    """Return the rounds of which a record holds all that is known at that time."""
     if isinstance(record, StateSaved):
         return [told["round"] for told in record.told]
     return [record.round] if isinstance(record, r.RoundCommitted) else []

@@ -1,4 +1,4 @@
-"""One server step: spooled updates become the next round's checkpoint, tensor by tensor."""
+"""Turn accepted updates into the next round's checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = f"{ENTRY}/"
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedUpdate:
-    """One accepted update, as the fold takes it."""
+    """An accepted update, as it is aggregated."""
 
     client: str
     manifest: Manifest
@@ -39,7 +39,7 @@ class AcceptedUpdate:
     divided by stays (FedBuff, Nguyen et al. 2022), so that a buffer of stale updates makes a smaller step."""
     samples: int
     largest: Mapping[str, float | None] | None = None
-    """By key, as the check found it; None where this server has not seen the check itself."""
+    """By key, as validation found it; None if another process has validated it."""
     norm: float | None = None
     """L2 norm of its change."""
 
@@ -68,7 +68,7 @@ class WrittenRound:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStep:
-    """Steps a run's weights with its strategy."""
+    """Step a run's weights with its strategy."""
 
     rounds: Rounds
     store: BlobStore
@@ -87,10 +87,10 @@ class ServerStep:
         given: Sequence[AcceptedUpdate],
         trees: Callable[[Statistics, dict[str, int]], dict[str, Any]],
     ) -> WrittenRound:
-        """Fold the updates, move the weights of round ``before``, and write them as round ``number``.
+        """Aggregate the updates, step the weights of round ``before``, and write them as round ``number``.
 
         ``trees`` makes the other entries of the checkpoint from the fold's statistics and each tensor's count of steps.
-        Raises FederatedError where updates cannot be folded, OSError where there is no room; nothing is left behind then.
+        Raises FederatedError if updates cannot be folded, OSError if there is no room; nothing is left behind then.
         """
         contributions = [one.contribution(self.store) for one in given]
         anchor = _PreviousRound(self.rounds, before)
@@ -137,12 +137,12 @@ class ServerStep:
         )
 
     def _states_sent(self, given: Sequence[AcceptedUpdate]) -> set[str]:
-        """Local states that clients have sent."""
+        """Return the kinds of local states that clients have sent."""
         return {key.partition("/")[0] for one in given for key in one.manifest.tensors if not key.startswith(MODEL)}
 
 
 def _counted(step: StrategyStep, counts: dict[str, int]) -> Iterator[aggregation.SteppedTensor]:
-    """What comes of a step; ``counts`` follows."""
+    """Iterate over a step, and update ``counts``."""
     for one in step:
         if one.count:
             counts[one.key] = one.count
@@ -153,7 +153,7 @@ _NOTHING = Statistics(norm=0.0, norms={}, cosines={}, norm_by_key={}, norms_by_k
 
 
 class _PreviousRound:
-    """A round's tensors, which stay in their files until they are used."""
+    """The tensors of the round before, which stay in their files until they are used."""
 
     def __init__(self, rounds: Rounds, number: int) -> None:
         self.layout = layout_of(rounds.open(number))
@@ -171,13 +171,13 @@ class _PreviousRound:
         return [MODEL + name for name in self.layout[ENTRY]]
 
     def described(self, states: Collection[str]) -> Described:
-        """Weights, and what moments of theirs are like, by key."""
+        """Return types and shapes of weights and their moments, by key."""
         model = self.layout[ENTRY]
         kinds = {key.partition("/")[0] for key in self.layout.get("moments", {})} | set(states)
         return {f"{kind}/{name}": model[name] for kind in ("model", *sorted(kinds)) for name in model}
 
     def moments_after(self, given: Sequence[AcceptedUpdate], stacks: ExpertStacks) -> Described:
-        """What the next round's file of moments holds: those there are, and those that clients send for the first time."""
+        """Return the layout of the next round's moments: those there are, and those that clients send for the first time."""
         found = dict(self.layout.get("moments", {}))
         for one in given:
             for part, entry in one.manifest.tensors.items():
@@ -188,7 +188,7 @@ class _PreviousRound:
         return dict(sorted(found.items()))
 
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The strategy's tensors by key, in the order in which they lie in their file."""
+        """Return the strategy's tensors by key, in the order of their file."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for stored, tensor in self.server.items():
             kind, _, name = stored.partition("/")
@@ -196,14 +196,14 @@ class _PreviousRound:
         return found
 
 
-def begin(
+def write_first_round(
     rounds: Rounds,
     number: int,
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
     trees: dict[str, Any],
 ) -> WrittenRound:
-    """Write the weights that a run begins with as its first round."""
+    """Write the initial weights as a run's first round."""
     layout = {"model": in_order(weights), "moments": dict(sorted(in_order(moments).items()))}
     with rounds.write(number, layout) as writer:
         for name in layout["model"]:
@@ -214,10 +214,10 @@ def begin(
     return WrittenRound(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
 
 
-def carry_on(
+def repeat_round(
     rounds: Rounds, number: int, before: int, trees: Callable[[Statistics, dict[str, int]], dict[str, Any]]
 ) -> WrittenRound:
-    """Write the weights, moments and states of round ``before`` once more, as round ``number``."""
+    """Write the weights, moments and states of round ``before`` again, as round ``number``."""
     anchor = _PreviousRound(rounds, before)
     layout: dict[str, Described] = {entry: anchor.layout.get(entry, {}) for entry in (ENTRY, "moments", "server")}
     with rounds.write(number, layout) as writer:
@@ -234,7 +234,7 @@ DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ExpertStacks:
-    """``counts``: how many experts each tensor that holds some has, by whole key; others have none."""
+    """Split tensors that stack experts, and stack them again. counts: experts of each such tensor, by whole key."""
 
     counts: Mapping[str, int]
 
@@ -243,16 +243,16 @@ class ExpertStacks:
         return cls({key: shape[0] for key, (_, shape) in described.items() if shape and is_stack(key)})
 
     def whole(self, key: str) -> str:
-        """The key of the tensor that ``key`` is a part of, or is."""
+        """Return the key of the whole tensor that ``key`` is or is a part of."""
         found = expert_of(key)
         return found[0] if found is not None and found[0] in self.counts else key
 
     def parts(self, key: str) -> list[str]:
-        """The keys that a whole tensor is folded under."""
+        """Return the keys that a whole tensor is averaged under."""
         return [expert_key(key, number) for number in range(self.counts[key])] if key in self.counts else [key]
 
     def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors by the keys that they are folded under. What is stored stays so until it is used."""
+        """Split tensors by the keys that they are averaged under. Stored ones stay in their files until used."""
         found: dict[str, torch.Tensor] = {}
         for key, tensor in tensors.items():
             if key not in self.counts:
@@ -267,7 +267,7 @@ class ExpertStacks:
     def states_apart(
         self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, int]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """The strategy's tensors; an expert that was never stepped has none, whatever lies in its place."""
+        """Split the strategy's tensors; an expert that was never stepped has none."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for key, kinds in states.items():
             for kind, tensor in kinds.items():
@@ -277,7 +277,7 @@ class ExpertStacks:
         return found
 
     def described(self, parts: Mapping[str, Mapping[str, DtypeAndShape]]) -> dict[str, dict[str, DtypeAndShape]]:
-        """Types and shapes by whole key, of those by the keys that are folded."""
+        """Join types and shapes of parts to those of whole keys."""
         found: dict[str, dict[str, DtypeAndShape]] = {}
         for part, kinds in parts.items():
             key = self.whole(part)
@@ -288,7 +288,7 @@ class ExpertStacks:
         return found
 
     def together(self, stepped: Iterable[SteppedTensor]) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-        """Whole key, value and state of each tensor; experts of one come one after another. What no expert gave is zero."""
+        """Stack the experts of each tensor: iterate over whole key, value and state. Missing experts are zero."""
         held: list[SteppedTensor] = []
         for one in stepped:
             if held and self.whole(one.key) != self.whole(held[0].key):

@@ -1,4 +1,4 @@
-"""Check what nodes say: names and numbers of any message, and all of an update, before it gets near the weights."""
+"""Validate messages of nodes: names and numbers of any message, and all of an update."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FASTEST = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the server has asked a client for."""
+    """All that an update must match: what the server has asked its client for."""
 
     base: Manifest
     """The weights that the client began with."""
@@ -58,13 +58,13 @@ class Expected:
     """Largest weight in a secure sum."""
 
     def entry(self, key: str) -> Entry | None:
-        """What a tensor that may be sent is like; None for one that may not."""
+        """Return type and shape of a tensor that may be sent; None for one that may not."""
         return expected_entry(key, self.travel, self.round, self.base)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """What was found in a sound update."""
+    """Norm and largest values of a sound update."""
 
     norm: float
     """L2 norm of its change of ``model/`` weights, in float64."""
@@ -74,15 +74,15 @@ class Validated:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What has been accepted before, by which a new update is measured."""
+    """Earlier accepted updates, with which a new one is compared."""
 
     norms: tuple[float, ...] = ()
     samples_per_step: tuple[float, ...] = ()
     tokens_per_step: tuple[float, ...] = ()
 
 
-def check_message(message: Message) -> None:
-    """Raise ProtocolError, with one sentence for the node, for names and numbers that cannot be meant."""
+def validate_message(message: Message) -> None:
+    """Raise ProtocolError, with one sentence for the node, for impossible names and numbers."""
     said = {one.name: getattr(message, one.name) for one in fields(message)}
     for what in ("node", "session", "client", "process"):
         if what in said:
@@ -108,15 +108,15 @@ def check_message(message: Message) -> None:
 
 
 def _check_name(what: str, name: str) -> None:
-    """Names are written into logs, tables and paths' digests: they are short and of characters that show."""
+    """Check a name: it goes into logs, tables and digests of paths, so it must be short and printable."""
     if len(name) > _LONGEST_NAME:
         raise ProtocolError(f"the name of a {what} has at most {_LONGEST_NAME} characters, got {len(name):,}")
     if not name.isprintable():
         raise ProtocolError(f"the name of a {what} is of printable characters, got {name!r}")
 
 
-def check(update: Update, asked: Expected, seen: Baseline, limits: Checks, store: BlobStore) -> Validated:
-    """Look at all of an update. Raises RefusedError that names what is wrong."""
+def validate_update(update: Update, asked: Expected, seen: Baseline, limits: Checks, store: BlobStore) -> Validated:
+    """Validate all of an update. Raises RefusedError with the reason."""
     who = f"the update of {update.client} for round {update.round}"
     if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
         raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
@@ -143,7 +143,7 @@ def check(update: Update, asked: Expected, seen: Baseline, limits: Checks, store
 
 
 def _check_masked(who: str, update: Update, store: BlobStore) -> Validated:
-    """What there is to check of masked values: that they are all there."""
+    """Check masked values: all there is to check is that they are complete."""
     if not update.secure:
         raise RefusedError("wrong_names", f"{who} is not masked: this run takes secure sums only")
     try:
@@ -165,7 +165,7 @@ def _check_numbers(who: str, update: Update, asked: Expected, seen: Baseline, li
         raise RefusedError("weight", f"{who} says {update.steps} steps: {asked.steps} were asked for")
     if not 0 <= update.seconds <= _LONGEST:
         raise RefusedError("weight", f"{who} says that it took {update.seconds} seconds")
-    if (told := too_much(update.metrics)) is not None:
+    if (told := too_many_metrics(update.metrics)) is not None:
         raise RefusedError("too_large", f"{who} {told}")
     if wrong := [name for name, value in update.metrics.items() if not abs(value) <= LARGEST_METRIC]:
         raise RefusedError(
@@ -182,8 +182,8 @@ def _check_numbers(who: str, update: Update, asked: Expected, seen: Baseline, li
             )
 
 
-def too_much(metrics: Mapping[str, float]) -> str | None:
-    """What is wrong with logged values that would fill the journal; None where nothing is."""
+def too_many_metrics(metrics: Mapping[str, float]) -> str | None:
+    """Return what is wrong with metrics that would fill the journal; None if nothing is."""
     if len(metrics) > _VALUES:
         return f"logs {len(metrics):,} values: {_VALUES:,} are taken"
     if long := [name for name in metrics if len(name) > _NAME]:
@@ -220,13 +220,13 @@ def _check_layout(who: str, update: Update, asked: Expected, limits: Checks) -> 
 
 
 def most_bytes(weights: Manifest, federation: Federation) -> int:
-    """Bytes of the largest update that is taken in a run."""
+    """Return the bytes of the largest update that a run accepts."""
     whole = sum(_bytes_of(entry) for key, entry in weights.tensors.items() if key.startswith("model/"))
     return int(federation.checks.bytes_times * whole * (1 + len(federation.moments))) + _SLACK
 
 
 def largest_message(weights: Manifest, federation: Federation, travel: TransferMask, asked: int) -> int:
-    """Bytes of the largest message of a node: an update's manifest, or what a client of a secure sum tells the others."""
+    """Return the bytes of a node's largest message: an update's manifest, or a client's part in a secure sum."""
     parts = {
         key: entry.shape[0] if entry.shape and travel.is_stack(key) else 1 for key, entry in weights.tensors.items()
     }
@@ -239,13 +239,13 @@ def _bytes_of(entry: Entry) -> int:
 
 
 def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
-    """Whether a tensor of that type may be sent for a weight; changes may be of any floating point type."""
+    """Return True if a tensor of this type may be sent for a weight; changes may be of any floating point type."""
     change = given is not None and given.is_floating_point and weight.is_floating_point and form == "delta"
     return given == weight or change
 
 
 def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Expected) -> float:
-    """Of weights that were sent whole; one tensor at a time."""
+    """Return the norm of the change of weights that were sent whole, one tensor at a time."""
     squares, weights = [], ExpertParts(asked.weights)
     for key in tensors:
         entry = asked.entry(key)
@@ -271,6 +271,6 @@ def _check_norm(who: str, norm: float, asked: Expected, seen: Baseline, limits: 
 
 
 def norm_of(weights: Mapping[str, torch.Tensor]) -> float:
-    """L2 norm of the ``model/`` weights, in float64."""
+    """Return the L2 norm of the ``model/`` weights, in float64."""
     found = (weights[key] for key in weights if key.startswith("model/"))
     return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in found if t.is_floating_point()))

@@ -53,7 +53,7 @@ def _rounds(folder: Path, clients: int, bytes: int) -> tuple[float, float]:
     from arclight.federated.server.server import Server
 
     federation = Federation(
-        clients=clients, rounds=_ROUNDS, local_steps=1, evaluate_every=0, waiting=Waiting(beat_every=600.0)
+        clients=clients, rounds=_ROUNDS, local_steps=1, evaluate_every=0, waiting=Waiting(heartbeat_interval_s=600.0)
     )
     draw = torch.Generator().manual_seed(0)
     weights = {f"w{n}": torch.randn(max(1, bytes // 16), generator=draw) for n in range(4)}

@@ -14,7 +14,19 @@ from arclight.federated.coordination.coordinator import Coordinator, run_to_quie
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
 from arclight.federated.errors import FederatedError
-from arclight.federated.protocol import Close, Receipt, Wait
+from arclight.federated.protocol import (
+    Ask,
+    Beat,
+    Close,
+    Evaluated,
+    Failed,
+    Join,
+    Leave,
+    Manifest,
+    Receipt,
+    Update,
+    Wait,
+)
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Cores, Device, Fleet, FleetSampler, Pipe, SimulatedJob
 from arclight.federated.simulation.result import Simulated, SimulationRecorder
@@ -59,7 +71,7 @@ class Simulator:
             due = math.inf if due is None else due
             coming = self._agenda[0][0] if self._agenda else math.inf
             if min(coming, due) == math.inf:
-                raise FederatedError(f"the simulation has come to a halt: {self.coordinator.about(self.now)}")
+                raise FederatedError(f"the simulation has come to a halt: {self.coordinator.status(self.now)}")
             if self._beat_in_time(min(coming, due)):
                 continue
             if due <= coming:
@@ -100,7 +112,7 @@ class Simulator:
             for name in self._recorder.asked(record.round):
                 device = self._devices.get(name)
                 if name not in taken and device is not None and record.round in device.jobs:
-                    beat = self.now + self.federation.waiting.beat_every / 2
+                    beat = self.now + self.federation.waiting.heartbeat_interval_s / 2
                     self._at(beat, lambda device=device: self._beat(device))  # type: ignore[misc]
 
     def _carry_out(self, command: Command) -> None:
@@ -133,10 +145,16 @@ class Simulator:
 
     # -- clients -----------------------------------------------------------------------------------------------------------
 
-    def _request(self, make: Callable[..., ev.Said], **fields: Any) -> Any:
-        """The answer to a message that is answered at once."""
+    def _send(self, message: Join | Beat | Evaluated | Failed | Leave, session: str) -> Any:
+        """Return the answer to a message that is answered at once."""
+        return self._answer_to(ev.NodeMessage(to=self._request(), message=message, session=session))
+
+    def _request(self) -> str:
+        return f"message {next(self._numbers)}"
+
+    def _answer_to(self, event: ev.NodeMessage) -> Any:
         self._answer = None
-        self._handle(make(to=f"message {next(self._numbers)}", **fields))
+        self._handle(event)
         return self._answer
 
     def _connect(self, name: str) -> None:
@@ -148,9 +166,8 @@ class Simulator:
         elif device.session:
             return
         device.session = f"session {next(self._numbers)}"
-        plan = self._request(
-            ev.Joined, node=name, session=device.session, process=device.session, clients=(name,), steps_per_second=1 / device.step
-        )  # fmt: skip
+        join = Join(node=name, process=device.session, clients=(name,), steps_per_second=1 / device.step)
+        plan = self._send(join, device.session)
         if isinstance(plan, ev.SessionGranted):
             self._sessions[device.session] = device
             self._ask(device)
@@ -168,7 +185,8 @@ class Simulator:
             to = f"ask {next(self._numbers)}"
             self._asks[to] = device
             device.asking = True
-            self._handle(ev.Asked(to=to, session=device.session, wait=_HELD, doing=device.doing()))
+            ask = Ask(node=device.name, session=device.session, wait=_HELD, doing=device.doing())
+            self._handle(ev.NodeMessage(to=to, message=ask, session=device.session))
 
     def _answered(self, device: Device, plan: Any) -> None:
         match plan:
@@ -213,9 +231,8 @@ class Simulator:
 
         def done() -> None:
             if not device.gone:
-                self._request(
-                    ev.EvaluatedBy, session=device.session, client=device.name, round=plan.round, samples=1, metrics={"loss": 0.0}
-                )  # fmt: skip
+                who = {"node": device.name, "session": device.session, "client": device.name}
+                self._send(Evaluated(**who, round=plan.round, samples=1, metrics={"loss": 0.0}), device.session)
                 self._ask(device)
 
         self._at(device.worker + self.fleet.links.latency, done)
@@ -247,9 +264,10 @@ class Simulator:
     def _failed(self, device: Device, job: SimulatedJob) -> None:
         if not device.gone:
             device.jobs.pop(job.plan.round, None)
-            self._request(
-                ev.WorkFailed, session=device.session, client=device.name, round=job.plan.round, error="it could not"
+            failed = Failed(
+                node=device.name, session=device.session, client=device.name, round=job.plan.round, error="it could not"
             )
+            self._send(failed, device.session)
             self._free(device)
 
     def _delivered(self, device: Device, job: SimulatedJob, bytes: int) -> None:
@@ -257,10 +275,15 @@ class Simulator:
             return
         device.jobs.pop(job.plan.round, None)
         seconds = job.ended - job.begun
-        receipt = self._request(
-            ev.UpdateValidated, session=device.session, client=device.name, round=job.plan.round, digest=str(job.plan.round),
-            samples=1, tokens=0, steps=job.plan.steps, seconds=seconds, bytes=bytes, norm=1.0,
+        update = Update(
+            node=device.name, session=device.session, client=device.name, round=job.plan.round, samples=1, tokens=0,
+            manifest=Manifest(kind="update", tensors={}, blobs={"": bytes}), steps=job.plan.steps, seconds=seconds,
         )  # fmt: skip
+        receipt = self._answer_to(
+            ev.UpdateValidated(
+                to=self._request(), message=update, session=device.session, digest=str(job.plan.round), norm=1.0
+            )
+        )
         if isinstance(receipt, Receipt) and not receipt.accepted:
             self._recorder.late(job.plan.round, device.name)
         self._at(self.now + self.fleet.links.latency, lambda: self._free(device))
@@ -272,17 +295,18 @@ class Simulator:
         if self._stay or device.jobs:
             self._ask(device)
             return
-        self._request(ev.Left, session=device.session)
+        self._send(Leave(node=device.name, session=device.session), device.session)
         self._sessions.pop(device.session, None)
         self._remembered[device.name] = device.has
         del self._devices[device.name]
 
     def _beat(self, device: Device) -> None:
-        """Send a heartbeat where it matters; the others are not simulated."""
+        """What a node says every `Waiting.heartbeat_interval_s` seconds is simulated only where it matters."""
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1
-        receipt = self._request(ev.Beaten, session=device.session, doing=device.doing())
+        beat = Beat(node=device.name, session=device.session, doing=device.doing())
+        receipt = self._send(beat, device.session)
         if isinstance(receipt, Receipt) and receipt.cancel:
             for one in receipt.cancel:
                 device.jobs.pop(one.round).cancelled = True
@@ -292,16 +316,13 @@ class Simulator:
             self._free(device)
 
     def _beat_in_time(self, following: float) -> bool:
-        """Send heartbeats of living nodes that would soon count as silent.
-
-        following: when the next thing happens.
-        """
-        every = self.federation.waiting.beat_every
+        """Let living nodes be heard that would soon count as silent; ``following``: when the next thing happens."""
+        every = self.federation.waiting.heartbeat_interval_s
         if following <= self._beaten + every:
             return False
         self.now = max(self.now, following - every)
         self._beaten = self.now
-        for timer in _due(self.coordinator.present.timers, following + 2 * every):
+        for timer in _due(self.coordinator.cluster.timers, following + 2 * every):
             device = self._sessions.get(str(timer.key)) if timer.kind in ("silence", "stall") else None
             if device is not None:
                 self._beat(device)

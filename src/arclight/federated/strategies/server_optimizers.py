@@ -1,4 +1,4 @@
-"""The server's optimizer: what every strategy can do."""
+"""Server optimizers: move the weights by the mean of the clients' changes. Importing them imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Checked):
-    """How the mean of the clients' changes moves the server's weights, tensor by tensor. Pure: nothing given is changed."""
+    """Move the server's weights by the clients' mean change, tensor by tensor. Pure: inputs are not changed."""
 
     state_keys: ClassVar[tuple[str, ...]] = ()
     """Tensors that are kept for each weight from round to round, of its shape and in float32 (float64 for float64 weights)."""
@@ -33,13 +33,13 @@ class Strategy(Checked):
 
     @property
     def goes_to_mean(self) -> bool:
-        """Whether the new weight is the mean of the clients' weights, which is then taken as it is where weights are sent."""
+        """Return True if the new weight is the clients' mean: if weights are sent, that is taken as it is."""
         return False
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int
     ) -> tuple[torch.Tensor, Tensors]:
-        """New weight (of the weight's type) and new state.
+        """Return the new weight (of the weight's type) and the new state.
 
         gradient: the pseudo-gradient, weights before minus the mean of weights after, float32 or wider, same shape.
         state: tensors by `state_keys`, empty before the tensor's first step. count: steps of this tensor before this one.

@@ -169,11 +169,11 @@ def main() -> None:
     bound = socket.socket(fileno=int(sys.argv[1]))
     with server.opened() as run, HttpServer(run.service, listening, run.blobs, bound):
         log.info("run %s is served at port %d by process %d", run.name, bound.getsockname()[1], os.getpid())
-        while not run.driver.wait(0.5) and not stop.is_set():
+        while not run.runtime.wait(0.5) and not stop.is_set():
             pass
-        over = run.driver.ended
+        over = run.runtime.ended
         if over is not None:
-            run.let_nodes_hear()
+            run.tell_nodes()
         newest = server.rounds.newest()
     why, failed = ("it was stopped", False) if over is None else (over.why, over.failed)
     _tell(asdict(Ended(round=-1 if newest is None else newest, why=why, failed=failed)))

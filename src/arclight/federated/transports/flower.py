@@ -280,10 +280,10 @@ def _clients_of(site: Mapping[str, Any]) -> list[str]:
 def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
     """The server in this process, and beside it a node for each SuperNode, which turns orders into Flower's messages."""
     from arclight.federated.clients.node import Node
-    from arclight.federated.server.secure_sums import refuse_in_the_open
+    from arclight.federated.server.secure_sums import refuse_unmasked_updates
 
     server = built(build, folder, config)
-    refuse_in_the_open(server.federation)
+    refuse_unmasked_updates(server.federation)
     flower = _Messages(grid, float(config["reply-seconds"]))
     nodes: dict[int, tuple[Node, str, threading.Thread]] = {}
     with server.opened() as run:
@@ -298,7 +298,7 @@ def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Pa
                 log.exception("a node of this run is lost")
 
         try:
-            while not run.driver.wait(_LOOK):
+            while not run.runtime.wait(_LOOK):
                 for gone in nodes.keys() - (here := set(flower.node_ids())):
                     node, client, _ = nodes.pop(gone)
                     log.warning("SuperNode %d has gone; client %s waits for another", gone, client)
@@ -317,7 +317,7 @@ def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Pa
                 node.stop()
             for *_, thread in nodes.values():
                 thread.join(30)
-        over = run.driver.ended
+        over = run.runtime.ended
         log.info("run %s is over: %s", run.name, over.why if over else "it was stopped")
 
 

@@ -77,7 +77,7 @@ SuperLink of its own that outlives the run. Off one machine: `--ssl-certfile`, `
 `--enable-supernode-auth` in the place of `--insecure`, and `--run-config "host='0.0.0.0' known-as='<name of the server>' port=8470"`.
 
 A client that dies is missed within two seconds, and the others go on. Flower notices a killed ClientApp after about a minute, and only
-then it is started again: a round waits `federation.waiting.lease` seconds (300) for it. A SuperLink that dies ends `flwr run`, not
+then it is started again: a round waits `federation.waiting.lease_s` seconds (300) for it. A SuperLink that dies ends `flwr run`, not
 the run: the server is a process of its own, whose log is `server.log` in the run's folder. `flwr stop` ends it, and `folder='<that of a
 run>'` goes on where one ended.
 

@@ -1,0 +1,28 @@
+"""The situation that a decision depends on: the one argument of every rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arclight.federated.coordination.cluster import ClusterState
+from arclight.federated.coordination.run_state import RecordApplier, RunState
+from arclight.federated.coordination.sampling import Roster, Sampler
+from arclight.federated.settings import Federation
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A run at this moment. Rules read it and change nothing: what is to change goes into their `Decision`."""
+
+    settings: Federation
+    run: str
+    roster: Roster
+    sampler: Sampler
+    records: RecordApplier
+    """Holds the durable state, and knows when a round may close."""
+    cluster: ClusterState
+
+    @property
+    def state(self) -> RunState:
+        """The durable state."""
+        return self.records.state
