@@ -29,6 +29,8 @@ class Agent:
     done: int = 0
     kept: dict[tuple[str, int], bool] = field(default_factory=dict)
     """Finished rounds of clients, and whether the server has said that it has them."""
+    attempts: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Of rounds, as their newest orders say."""
     fits: list[tuple[str, int]] = field(default_factory=list)
     """Begun ones, in their order."""
     closed: bool = False
@@ -93,6 +95,8 @@ class Agent:
         plan = self._say(Ask, wait=0.0)
         self.closed = isinstance(plan, Close)
         if isinstance(plan, FitPlan | EvaluatePlan):
+            if isinstance(plan, FitPlan):
+                self.attempts[plan.client, plan.round] = plan.discarded
             if isinstance(plan, FitPlan) and (plan.client, plan.round) in self.kept:
                 self.kept[plan.client, plan.round] = False
                 return
@@ -115,7 +119,7 @@ class Agent:
     def _deliver(self) -> None:
         for (client, round), told in list(self.kept.items()):
             if self.session and not told and (client, round) in self.kept:
-                update = update_of(self.session, client, round)
+                update = update_of(self.session, client, round, attempt=self.attempts.get((client, round), 0))
                 plan = self._heard(self.world.validated(update, f"{client} {round}"))
                 assert isinstance(plan, Receipt)
                 if plan.accepted and (client, round) in self.kept:
