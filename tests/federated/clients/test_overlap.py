@@ -129,9 +129,9 @@ def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: 
     ends = []
     for name, pauses, per_byte, nodes in (
         ("quick", (0.0, 0.0), 0.0, ("0", "1")),
-        ("mixed", (0.0, 0.05), PER_BYTE, ("0", "1")),
-        ("other", (0.05, 0.0), PER_BYTE / 2, ("0", "1")),
-        ("together", (0.0, 0.02), PER_BYTE / 4, ("01",)),
+        ("mixed", (0.0, 0.02), PER_BYTE / 4, ("0", "1")),
+        ("other", (0.02, 0.0), PER_BYTE / 8, ("0", "1")),
+        ("together", (0.0, 0.01), PER_BYTE / 8, ("01",)),
     ):
         learners = {str(n): Stepper(pause) for n, pause in enumerate(pauses)}
         made = itertools.count()

@@ -103,11 +103,11 @@ def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost
         process, told = servers.start(None)
         try:
             assert Held.begun.wait(LIMIT)
-            for _ in range(4):
-                time.sleep(0.5)
+            for _ in range(3):
+                time.sleep(0.3)
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(1.5)  # nodes are lost after 0.6 s
+                time.sleep(1.2)  # nodes are lost after 0.6 s
                 os.kill(process.pid, signal.SIGCONT)
             Held.may.set()
             process.join(LIMIT)
