@@ -1,4 +1,10 @@
-"""Reading QR codes: plain readers for whole pictures, and a patient one for the crop around a code already found."""
+"""Readers of QR codes: plain ones for whole pictures, and a patient one for the crop around a code already found.
+
+The patient one reads modules one by one under a grid laid over them. Blur, motion and uneven light it undoes by an equalizer: every
+code carries some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter that turns the picture around
+these into +1 (dark) and -1 (light) undoes on all others whatever the camera did alike everywhere. It is fitted by ridge regression,
+and refitted on its own surest decisions, as decision-directed equalizers of modems are (Lucky 1966).
+"""
 
 from __future__ import annotations
 
@@ -10,68 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
 from arclight.vision.qris.reading.finder_patterns import Floats
 from arclight.vision.qris.reading.grid import MAX_VERSION, Box, Grid, find_grids, fixed_modules, rectify, refine
-
-MIN_CONTRAST = 2.0
-"""Least spread of brightness, grey levels, by which a window is scaled: noise on plain paper is no contrast."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Equalizer:
-    """Fit a filter on a code's fixed modules and apply it to all.
-
-    The filter sees ``reach`` modules to every side, ``cells`` x ``cells`` samples of each, after brightness and contrast were
-    made even over ``window`` modules. ``ridge`` is the penalty on its weights per known module; ``rounds`` is how often it is
-    fitted again on its own decisions.
-    """
-
-    reach: int
-    cells: int
-    window: int
-    ridge: float
-    rounds: int = 0
-
-    def dark(self, picture: Floats, grid: Grid) -> npt.NDArray[np.bool_]:
-        """Return which modules of ``grid`` in ``picture`` (H, W) are dark, (n, n)."""
-        features = self._features(picture, grid)
-        wanted = fixed_modules(grid.version).reshape(-1).astype(np.float64)
-        known = wanted != 0
-        penalty = np.diag([self.ridge * known.sum()] * (features.shape[1] - 1) + [1e-6])
-        fixed = features[known]
-        guess = features @ np.linalg.solve(fixed.T @ fixed + penalty, fixed.T @ wanted[known])
-        penalty *= len(features) / known.sum() / 3
-        for _ in range(self.rounds):
-            trust = np.where(known, 1.0, np.abs(guess).clip(0, 1) ** 2)[:, None] * features
-            guess = features @ np.linalg.solve(
-                trust.T @ features + penalty, trust.T @ np.where(known, wanted, np.sign(guess))
-            )
-        size = grid.modules + 2
-        return np.asarray(guess.reshape(size, size)[1:-1, 1:-1] > 0)
-
-    def _features(self, picture: Floats, grid: Grid) -> npt.NDArray[np.float64]:
-        """Samples around every module and one ring of quiet zone, and a constant: ((n + 2)^2, features)."""
-        even = self._even(rectify(picture, grid, cell=self.cells, quiet=self.reach + 1))
-        size, reach = (grid.modules + 2) * self.cells, self.reach * self.cells
-        shifts = range(2 * reach + self.cells)
-        columns = [
-            even[y : y + size : self.cells, x : x + size : self.cells].reshape(-1) for y in shifts for x in shifts
-        ]
-        return np.column_stack([*columns, np.ones_like(columns[0])]).astype(np.float64)
-
-    def _even(self, seen: Floats) -> Floats:
-        """Brightness less its mean over the window, in units of its spread there."""
-        side = self.window * self.cells | 1
-        mean = cv2.blur(seen, (side, side))
-        spread = cv2.blur(seen * seen, (side, side)) - mean * mean
-        return np.asarray((seen - mean) / np.sqrt(np.maximum(spread, MIN_CONTRAST**2)), np.float32)
-
-
-def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
-    """Return ``dark`` (n, n) with the fixed modules as the standard has them, though a finger or glare hid them."""
-    fixed = fixed_modules(version)[1:-1, 1:-1]
-    return np.asarray(np.where(fixed == 0, dark, fixed > 0))
-
 
 cv2 = require("cv2", extra="vision")
 zxingcpp = require("zxingcpp", extra="vision")
@@ -96,13 +43,13 @@ class DecodedCode:
         return np.asarray(self.corners.mean(0), np.float32)
 
 
-def read_zxing(image: npt.NDArray[np.uint8]) -> list[DecodedCode]:
-    """What zxing-cpp alone reads in a whole picture (grey or RGB), its options as they come."""
+def read_zxing(image: Image) -> list[DecodedCode]:
+    """Read codes in a whole picture (grey or RGB) by zxing-cpp alone, its options as they come."""
     return [_read(code) for code in _zxing(image)]
 
 
-def read_opencv(image: npt.NDArray[np.uint8]) -> list[DecodedCode]:
-    """What OpenCV's own reader reads in a whole picture (grey or RGB)."""
+def read_opencv(image: Image) -> list[DecodedCode]:
+    """Read codes in a whole picture (grey or RGB) by OpenCV's own reader."""
     try:
         found, texts, quads, _ = cv2.QRCodeDetector().detectAndDecodeMulti(to_grey(image))
     except (cv2.error, UnicodeDecodeError):  # it raises on payloads that are not UTF-8 and on some tiny pictures
@@ -112,12 +59,12 @@ def read_opencv(image: npt.NDArray[np.uint8]) -> list[DecodedCode]:
     return [DecodedCode(text, np.asarray(quad, np.float32)) for text, quad in zip(texts, quads, strict=True) if text]
 
 
-def to_grey(image: npt.NDArray[np.uint8]) -> Grey:
+def to_grey(image: Image) -> Grey:
     """RGB (H, W, 3) or grey (H, W), uint8, as grey."""
     return image if image.ndim == 2 else np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), np.uint8)
 
 
-def _zxing(image: npt.NDArray[np.uint8], **options: Any) -> list[Any]:
+def _zxing(image: Image, **options: Any) -> list[Any]:
     """Codes that zxing-cpp finds; where ``return_errors`` is set, those it cannot read too."""
     grey = np.ascontiguousarray(to_grey(image))
     options.setdefault("formats", zxingcpp.BarcodeFormat.QRCode)
@@ -245,9 +192,8 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[
         corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
         local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
         grids = find_grids(picture, local, largest, _proposals(picture))
-        if decoded := decode_grids(picture, grids):
-            code, grid = decoded
-            return [view.back(DecodedCode(_read(code).text, grid.corners))], count
+        if code := _read_under(grids, view, picture):
+            return [code], count
         if not grids or grids[0].score < MIN_PROMISING_SCORE:
             return [], count
     return [], len(views)
@@ -268,11 +214,19 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
     shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
     known = Grid((modules - 17) // 4, shape, 0.0)
     for bow in (None, 0.003, 0.01, 0.03):
-        decoded = decode_grids(picture, [known if bow is None else refine(picture, known, rounds=12, bow=bow)])
-        if decoded:
-            code, grid = decoded
-            return view.back(DecodedCode(_read(code).text, grid.corners))
+        laid = known if bow is None else refine(picture, known, rounds=12, bow=bow)
+        if code := _read_under([laid], view, picture):
+            return code
     return None
+
+
+def _read_under(grids: Sequence[Grid], view: _View, picture: Floats) -> DecodedCode | None:
+    """Decode the modules under ``grids``, laid over ``picture``, a view's, as a code in the whole picture."""
+    decoded = decode_grids(picture, grids)
+    if decoded is None:
+        return None
+    code, grid = decoded
+    return view.back(DecodedCode(_read(code).text, grid.corners))
 
 
 def _stretched(image: Grey) -> Floats:
@@ -296,13 +250,87 @@ def _proposals(picture: Floats) -> list[Floats]:
     return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
 
 
+MIN_CONTRAST = 2.0
+"""Least spread of brightness, grey levels, by which a window is scaled: noise on plain paper is no contrast."""
+
+
+class LaidGrid:
+    """A module grid over the picture that it was found in; each rectified view of it is computed once."""
+
+    def __init__(self, picture: Floats, grid: Grid) -> None:
+        self.picture, self.grid = picture, grid
+        self._rectified: dict[tuple[int, int], Floats] = {}
+
+    def rectified(self, *, cell: int, quiet: int) -> Floats:
+        """See `grid.rectify`; the array is shared, and not to be written to."""
+        if (cell, quiet) not in self._rectified:
+            self._rectified[cell, quiet] = rectify(self.picture, self.grid, cell=cell, quiet=quiet)
+        return self._rectified[cell, quiet]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equalizer:
+    """Fit a filter on a code's fixed modules and apply it to all.
+
+    The filter sees ``reach`` modules to every side, ``cells`` x ``cells`` samples of each, after brightness and contrast were
+    made even over ``window`` modules. ``ridge`` is the penalty on its weights per known module; ``rounds`` is how often it is
+    fitted again on its own decisions.
+    """
+
+    reach: int
+    cells: int
+    window: int
+    ridge: float
+    rounds: int = 0
+
+    def dark(self, laid: LaidGrid) -> npt.NDArray[np.bool_]:
+        """Return which modules under a grid are dark, (n, n)."""
+        grid, features = laid.grid, self._features(laid)
+        wanted = fixed_modules(grid.version).reshape(-1).astype(np.float64)
+        known = wanted != 0
+        penalty = np.diag([self.ridge * known.sum()] * (features.shape[1] - 1) + [1e-6])
+        fixed = features[known]
+        guess = features @ np.linalg.solve(fixed.T @ fixed + penalty, fixed.T @ wanted[known])
+        penalty *= len(features) / known.sum() / 3
+        for _ in range(self.rounds):
+            trust = np.where(known, 1.0, np.abs(guess).clip(0, 1) ** 2)[:, None] * features
+            guess = features @ np.linalg.solve(
+                trust.T @ features + penalty, trust.T @ np.where(known, wanted, np.sign(guess))
+            )
+        size = grid.modules + 2
+        return np.asarray(guess.reshape(size, size)[1:-1, 1:-1] > 0)
+
+    def _features(self, laid: LaidGrid) -> npt.NDArray[np.float64]:
+        """Samples around every module and one ring of quiet zone, and a constant: ((n + 2)^2, features)."""
+        even = self._even(laid.rectified(cell=self.cells, quiet=self.reach + 1))
+        size, reach = (laid.grid.modules + 2) * self.cells, self.reach * self.cells
+        shifts = range(2 * reach + self.cells)
+        columns = [
+            even[y : y + size : self.cells, x : x + size : self.cells].reshape(-1) for y in shifts for x in shifts
+        ]
+        return np.column_stack([*columns, np.ones_like(columns[0])]).astype(np.float64)
+
+    def _even(self, seen: Floats) -> Floats:
+        """Brightness less its mean over the window, in units of its spread there."""
+        side = self.window * self.cells | 1
+        mean = cv2.blur(seen, (side, side))
+        spread = cv2.blur(seen * seen, (side, side)) - mean * mean
+        return np.asarray((seen - mean) / np.sqrt(np.maximum(spread, MIN_CONTRAST**2)), np.float32)
+
+
+def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
+    """Return ``dark`` (n, n) with the fixed modules as the standard has them, though a finger or glare hid them."""
+    fixed = fixed_modules(version)[1:-1, 1:-1]
+    return np.asarray(np.where(fixed == 0, dark, fixed > 0))
+
+
 QUICK = Equalizer(reach=1, cells=2, window=11, ridge=0.03)
 PATIENT = (
     Equalizer(reach=1, cells=2, window=31, ridge=0.03),
     Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
     Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
 )
-"""For the best grids alone: each costs as much as all that is tried before."""
+"""Slower ones, for the best two grids once everything quicker has failed."""
 
 
 def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | None:
@@ -310,26 +338,27 @@ def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | N
 
     Modules are thresholded, sharpened and equalized, then the flattened picture is read; patience is for the best two.
     """
-    for grid in grids:
-        for dark in _modules(picture, grid):
-            if code := _decoded(dark, grid):
-                return code, grid
-    for grid in grids[:2]:
+    laid = [LaidGrid(picture, grid) for grid in grids]
+    for one in laid:
+        for dark in _guesses(one):
+            if code := _decoded(dark, one.grid):
+                return code, one.grid
+    for one in laid[:2]:
         for equalizer in PATIENT:
-            if code := _decoded(equalizer.dark(picture, grid), grid):
-                return code, grid
-        flat = np.clip(rectify(picture, grid), 0, 255).astype(np.uint8)
+            if code := _decoded(equalizer.dark(one), one.grid):
+                return code, one.grid
+        flat = np.clip(rectify(picture, one.grid), 0, 255).astype(np.uint8)
         for amount in (0.0, 1.0):
             if codes := _zxing(sharpened(flat, amount, 5.0)):
-                return codes[0], grid
+                return codes[0], one.grid
     return None
 
 
-def _modules(picture: Floats, grid: Grid) -> Iterator[npt.NDArray[np.bool_]]:
+def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield guesses of which modules are dark, (n, n), the cheapest first."""
-    seen = rectify(picture, grid, cell=1, quiet=0)
+    seen = laid.rectified(cell=1, quiet=0)
     yield seen < (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
-    yield QUICK.dark(picture, grid)
+    yield QUICK.dark(laid)
     for amount in (0.6, 1.2):
         crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
         yield crisp < cv2.blur(crisp, (7, 7))

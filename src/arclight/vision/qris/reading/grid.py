@@ -30,11 +30,29 @@ _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
 @dataclass(frozen=True)
-class Template:
-    """The fixed modules of one version: where they are (P, 2) in the unit square, and +1 dark or -1 light (P,)."""
+class UnitPoints:
+    """Points (P, 2) of the unit square, as the map of a grid takes them: made once, used for every grid."""
 
-    points: Floats
-    values: Floats
+    linear: Floats
+    """(3, P): x, y, 1."""
+    bows: Floats
+    """(4, P): how far the bow of each edge (top, right, bottom, left) moves a point."""
+
+    @classmethod
+    def of(cls, points: Floats) -> UnitPoints:
+        x, y = points[:, 0], points[:, 1]
+        bow_x, bow_y = 4 * x * (1 - x), 4 * y * (1 - y)
+        bows = np.stack([bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x)])
+        return cls(np.stack([x, y, np.ones_like(x)]), bows)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The fixed modules of one version: where they are in the unit square, and what a picture should show there."""
+
+    points: UnitPoints
+    wanted: Floats
+    """(P,) brightness around a mean of 0: low where a module is dark."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +112,16 @@ def fixed_modules(version: int) -> npt.NDArray[np.int8]:
 
 @cache
 def template(version: int) -> Template:
-    """Return the fixed modules of a version, and the light border around the finder patterns, as points."""
+    """Return the fixed modules of a version, and the light border around the finder patterns."""
     fixed = fixed_modules(version)
     rows, columns = np.nonzero(fixed)
     points = (np.stack([columns, rows], 1) - 0.5) / side_in_modules(version)
-    return Template(points.astype(np.float32), fixed[rows, columns].astype(np.float32))
+    values = fixed[rows, columns].astype(np.float32)
+    return Template(UnitPoints.of(points.astype(np.float32)), values.mean() - values)
 
 
-def project_grid(shapes: Floats, points: Floats) -> Floats:
-    """Where ``points`` (P, 2) of the unit square lie in the picture under every one of ``shapes`` (N, 8, 2): (N, P, 2).
+def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
+    """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2): x and y, each (N, P).
 
     The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
     parabola that fades towards the opposite edge.
@@ -113,40 +132,47 @@ def project_grid(shapes: Floats, points: Floats) -> Floats:
     cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
     g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
     h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
-    x, y = points[:, 0], points[:, 1]
-    linear = np.stack([x, y, np.ones_like(x)])
-    bow_x, bow_y = 4 * x * (1 - x), 4 * y * (1 - y)
-    bows = np.stack([bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x)])  # top, right, bottom, left
-    depth = np.maximum(np.concatenate([g, h, np.ones_like(g)], 1) @ linear, 0.05)
+    depth = np.concatenate([g, h, np.ones_like(g)], 1) @ points.linear
+    np.maximum(depth, 0.05, out=depth)
     ways = np.stack([b - a + g * b, d - a + h * d, a], 1)
-    placed = np.empty((len(shapes), len(points), 2), np.float32)
+    bowed = bool(shapes[:, 4:].any())
+    placed = []
     for axis in range(2):
-        placed[..., axis] = ways[..., axis] @ linear / depth + shapes[:, 4:, axis] @ bows
-    return placed
+        places = ways[..., axis] @ points.linear
+        places /= depth
+        if bowed:
+            places += shapes[:, 4:, axis] @ points.bows
+        placed.append(places)
+    return placed[0], placed[1]
 
 
-def sample_bilinear(picture: Floats, places: Floats) -> Floats:
-    """The picture at ``places`` (N, P, 2), bilinear: (N, P)."""
-    x, y = np.ascontiguousarray(places[..., 0]), np.ascontiguousarray(places[..., 1])
+def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
+    """Interpolate the picture at places of any shape, such as (N, P)."""
     return np.asarray(cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE), np.float32)
 
 
 def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
-    """How well each of ``shapes`` (N, 8, 2) fits: correlation with the version's template in [-1, 1], (N,)."""
+    """Score how well each of ``shapes`` (N, 8, 2) fits: correlation with the version's template in [-1, 1], (N,)."""
     fixed = template(version)
-    seen = sample_bilinear(picture, project_grid(shapes, fixed.points))
-    seen = seen - seen.mean(1, keepdims=True)
-    wanted = fixed.values.mean() - fixed.values  # dark is low
-    norm = np.sqrt((seen * seen).sum(1) * (wanted * wanted).sum()) + 1e-6
-    return np.asarray(seen @ wanted / norm, np.float32)
+    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
+    seen -= seen.mean(1, keepdims=True)
+    norm = np.sqrt((seen * seen).sum(1) * (fixed.wanted * fixed.wanted).sum()) + 1e-6
+    return np.asarray(seen @ fixed.wanted / norm, np.float32)
 
 
 def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
     """Return the code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
     size = (grid.modules + 2 * quiet) * cell
-    along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / grid.modules
-    points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32)
-    return sample_bilinear(picture, project_grid(grid.shape[None], points).reshape(size, size, 2))
+    x, y = project_grid(grid.shape[None], _raster(grid.modules, cell, quiet))
+    return sample_bilinear(picture, x.reshape(size, size), y.reshape(size, size))
+
+
+@cache
+def _raster(modules: int, cell: int, quiet: int) -> UnitPoints:
+    """Centres of the pixels of a rectified code."""
+    size = (modules + 2 * quiet) * cell
+    along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / modules
+    return UnitPoints.of(np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32))
 
 
 def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
@@ -239,15 +265,18 @@ def _rough(
         straight = np.concatenate([proposal.corners, np.zeros((4, 2))])[None].astype(np.float32)
         proposed.setdefault(proposal.version, []).append(straight)
     rough: list[Grid] = []
+    apart = 0.08 * max(picture.shape) / 1.4
     for version, parts in sorted(proposed.items()):
         shapes = np.concatenate(parts)
         fit = template_correlation(soft, shapes, version)
         kept: list[Grid] = []
         for index in np.argsort(-fit)[:40]:
             grid = Grid(version, shapes[index], float(fit[index]))
-            if all(np.abs(grid.corners - other.corners).max() > 0.08 * max(picture.shape) / 1.4 for other in kept):
+            if all(np.abs(grid.corners - other.corners).max() > apart for other in kept):
                 kept.append(grid)
-        rough += kept[:3]
+            if len(kept) == 3:
+                break
+        rough += kept
     return sorted(rough, key=_worst_last)[:10]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.payload.codec import Kind, Payload, parse
 from arclight.vision.qris.payload.tlv import QrisError
 from arclight.vision.qris.reading.decode import (
@@ -33,7 +33,7 @@ WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
 
 
-DetectFn = Callable[[npt.NDArray[np.uint8]], "Detections"]
+DetectFn = Callable[[Image], "Detections"]
 """RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used."""
 
 
@@ -71,7 +71,7 @@ class _Box:
     confidence: float
 
 
-def scan(image: npt.NDArray[np.uint8], detector: DetectFn | None = None) -> list[Code]:
+def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
     """Every code found in ``image`` (H, W, 3) RGB or (H, W) grey, uint8, read ones first, left to right.
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
@@ -111,7 +111,7 @@ def _widened(box: Box, margin: float) -> Box:
 
 
 def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
-    """What a code's text is: its kind, its payload where it is a payment code, and what is wrong with a damaged one."""
+    """Classify a code's text: its kind, its payload if it is a payment code, and its faults if damaged."""
     if not text.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
         return "other", None, ()
     try:
@@ -121,7 +121,7 @@ def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
     return ("qris" if payload.is_qris else "emvco"), payload, ()
 
 
-def _checked(image: npt.NDArray[np.uint8]) -> Grey:
+def _checked(image: Image) -> Grey:
     shape: tuple[int, ...] = getattr(image, "shape", ())
     kind = getattr(image, "dtype", type(image).__name__)
     if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))):
