@@ -39,12 +39,12 @@ def main() -> None:
     from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.plan_search import Limits, search
-    from arclight.text.settings import Language
+    from arclight.text.settings import LanguageTask
     from arclight.text.settings import Text as Data
     from arclight.text.workload import workload
 
     device = hardware("h100")
-    settings = Language(model=MODEL, data=Data(sequence_length=SEQUENCE))
+    settings = LanguageTask(model=MODEL, data=Data(sequence_length=SEQUENCE))
     found = search(
         Chain(workload(settings, samples=SAMPLES, device=device)), Limits(GPUS, 0.95 * device.memory * 2**30)
     )

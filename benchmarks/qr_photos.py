@@ -26,12 +26,13 @@ from arclight.optim.settings import AdamW
 from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
 from arclight.vision import qris
 from arclight.vision.boxes import nms
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.images import decode_image
 from arclight.vision.qris.reading.decode import read_opencv, read_zxing
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
-from arclight.vision.tasks.settings import Augment, Detection
+from arclight.vision.tasks.settings import DetectionTask
 from benchmarks.results import Ratio, parser, publish, totals, versions
 
 GROUPS = ("phone", "packs")
@@ -109,7 +110,7 @@ def fine_tune(start: Path, photos: Path, work: Path, epochs: int) -> Detector:
     """The detector after a few epochs on the `train` photos; the best on the `val` photos is kept."""
     recipe = Recipe(
         name="photos", root=work,
-        task=Detection(
+        task=DetectionTask(
             data=photos / "data.yaml", image_size=FINE_SIZE, batch_size=8, workers=1, cache_labels=False, weights=start,
             optimizer=AdamW(lr=1e-3), schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(mosaic=0.6, close_mosaic=0.3, degrees=8.0),
         ),

@@ -24,7 +24,7 @@ from arclight.parallel import Plan, PlanStrategy
 from arclight.text import LanguageModel, TextDataModule, build_model
 from arclight.text.data.data_settings import Bytes, Text
 from arclight.text.loss import cross_entropy
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 from benchmarks.planning import plan_65536
 from benchmarks.results import SPREAD, Ratio, median, paired, parser, publish, versions
 
@@ -132,7 +132,7 @@ def fit(
 ) -> Any:
     """Train ``model`` on random tokens; the trainer."""
     vocabulary = build_on_meta(model).config.vocab_size
-    module = LanguageModel(Language(model=model, data=Text(sequence_length=length), sampling=None), vocabulary)
+    module = LanguageModel(LanguageTask(model=model, data=Text(sequence_length=length), sampling=None), vocabulary)
     trainer = al.Trainer(
         max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else PlanStrategy(plan),
         logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, **options,

@@ -26,9 +26,9 @@ from arclight.optim.outer import Outer
 from arclight.optim.settings import AdamW
 from arclight.recipe import RecipeError, explain, read
 from arclight.text.data.data_settings import Pretrained
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import TrainerSettings
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.tasks.settings import DetectionTask
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {
@@ -38,8 +38,8 @@ WHOLE_LINE = {
 }
 """Numbers without an interval, and why."""
 REQUIRED: dict[type, dict[str, Any]] = {
-    Noise: {"clip": 1.0, "multiplier": 1.0}, Detection: {"data": Path("data.yaml")}, Pretrained: {"path": Path("tok")},
-    Recipe: {"task": Language()}, FederatedRecipe: {"task": Language()},
+    Noise: {"clip": 1.0, "multiplier": 1.0}, DetectionTask: {"data": Path("data.yaml")}, Pretrained: {"path": Path("tok")},
+    Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
 }  # fmt: skip
 Member = tuple[type, tuple[Interval, ...]]
 

@@ -474,6 +474,6 @@ def test_explain_lists_every_field_of_every_kind() -> None:
 
 
 def test_reading_a_recipe_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, arclight.recipe as r, arclight.vision.tasks.settings as s; r.read(s.Detection, {'data': 'x'}); "
+    code = "import sys, arclight.recipe as r, arclight.vision.tasks.settings as s; r.read(s.DetectionTask, {'data': 'x'}); "
     code += "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

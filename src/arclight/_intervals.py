@@ -168,6 +168,11 @@ def fits(hint: Any, value: Any) -> bool:
     return True
 
 
+def kind_of(cls: type) -> str:
+    """Return the word that chooses a class in a recipe: its own ``recipe_kind``, or its name in lower case."""
+    return str(vars(cls).get("recipe_kind", cls.__name__.lower()))
+
+
 def describe(hint: Any) -> str:
     """Return a type as a person would say it."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -187,4 +192,4 @@ def describe(hint: Any) -> str:
         return f"table of {describe(inner[1])}"
     names = {type(None): "none", str: "text", float: "number", bool: "true | false", Path: "path", Any: "any value"}
     name = str(names.get(hint) or getattr(hint, "__name__", hint))
-    return name.lower() if dataclasses.is_dataclass(hint) else name
+    return kind_of(hint) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else name

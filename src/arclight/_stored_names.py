@@ -24,6 +24,7 @@ MOVED = {
     f"{_TEXT}.models.qwen3": f"{_TEXT}.families.qwen3",
     f"{_TEXT}.models.qwen3_moe": f"{_TEXT}.families.qwen3",
     f"{_TEXT}.models.vlm": f"{_TEXT}.vision_language.vision_llama",
+    f"{_TEXT}.sites": f"{_TEXT}.data.site_split",
     f"{_TEXT}.watching": f"{_TEXT}.language_model",
     f"{_CALLBACKS}.batch_size_finder": "arclight.trainer.tuner.batch_size_scaling",
     f"{_CALLBACKS}.device_stats_monitor": f"{_CALLBACKS}.monitoring.device_stats_monitor",
@@ -49,18 +50,26 @@ MOVED = {
     "arclight.vision.plots": "arclight.vision.results.plots",
     "arclight.vision.processing": "arclight.vision.tasks.processing",
     "arclight.vision.settings": "arclight.vision.tasks.settings",
+    "arclight.vision.sites": "arclight.vision.data.site_split",
 }
-"""Former module: the module that has all of its public classes now."""
+"""Former module: the module that has its public classes now, but for those that are renamed below."""
 
 RENAMED = {
-    f"{_TEXT}.language_model:Speed": "TokenThroughput",
-    f"{_TEXT}.language_model:Samples": "TextSamples",
+    f"{_TEXT}.data.site_split:Share": f"{_TEXT}.data.site_split:SiteShare",
+    f"{_TEXT}.language_model:Speed": f"{_TEXT}.language_model:TokenThroughput",
+    f"{_TEXT}.language_model:Samples": f"{_TEXT}.language_model:TextSamples",
+    f"{_TEXT}.settings:Language": f"{_TEXT}.settings:LanguageTask",
+    f"{_TEXT}.vision_language.vision_llama:VisionConfig": f"{_TEXT}.vision_language.siglip:VisionConfig",
+    f"{_TEXT}.vision_language.vision_llama:VisionEncoder": f"{_TEXT}.vision_language.siglip:VisionEncoder",
+    "arclight.vision.data.site_split:Share": "arclight.vision.data.site_split:SiteShare",
+    "arclight.vision.tasks.settings:Augment": "arclight.vision.data.augment_settings:Augment",
+    "arclight.vision.tasks.settings:Detection": "arclight.vision.tasks.settings:DetectionTask",
 }
-"""``module:Class`` with the module's present name: the class's present name."""
+"""``module:Class`` with the module's present name: the place and name that the class has now."""
 
 
 def current(name: str) -> str:
     """Return the present name of ``package.module:Class``: the name itself, if that was never changed."""
     module, colon, qualified = name.partition(":")
-    module = MOVED.get(module, module)
-    return f"{module}{colon}{RENAMED.get(f'{module}:{qualified}', qualified)}"
+    place = f"{MOVED.get(module, module)}{colon}{qualified}"
+    return RENAMED.get(place, place)

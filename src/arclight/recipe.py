@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
-from arclight._intervals import describe, todays_name
+from arclight._intervals import describe, kind_of, todays_name
 from arclight._stored_names import current
 
 T = TypeVar("T")
@@ -289,7 +289,7 @@ def _spellings(hint: Any, text: str) -> Iterator[Any]:
 
 def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
     """An instance of one of ``classes``, chosen by kind."""
-    kinds = {cls.__name__.lower(): cls for cls in classes}
+    kinds = {kind_of(cls): cls for cls in classes}
     if not isinstance(said.value, Mapping | str):
         return said.wrong(f": need a table ({' | '.join(kinds)}), got {_shown(said.value)}")
     file, flag = said.tables()
@@ -363,7 +363,7 @@ def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
         return {"kind": value.target} | {name: _plain(item, fields[name][0]) for name, item in value.arguments.items()}
     if dataclasses.is_dataclass(value):
         cls = type(value)
-        kind = cls.__name__.lower() if cls in classes else f"{cls.__module__}:{cls.__qualname__}"
+        kind = kind_of(cls) if cls in classes else f"{cls.__module__}:{cls.__qualname__}"
         table: dict[str, Any] = {} if hint in (cls, cls | None) else {"kind": kind}
         for name, (of, usual) in _fields(cls).items():
             item, usual = getattr(value, name), getattr(default, name) if type(default) is cls else usual
@@ -401,7 +401,7 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
         place = f"{path}.{name}" if path else name
         settings.append(Setting(place, kind, describe(hint), default, docs.get(name, "")))
         for cls in classes:
-            chosen = cls.__name__.lower() if len(classes) > 1 or empty else ""
+            chosen = kind_of(cls) if len(classes) > 1 or empty else ""
             below = place + "[]" * (_item(hint) is not None)
             settings += explain(cls, below, chosen, default if type(default) is cls else None)
     return settings

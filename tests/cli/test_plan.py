@@ -19,7 +19,7 @@ from arclight.parallel.planning import estimate
 from arclight.parallel.planning.chain import Chain
 from arclight.parallel.planning.explain import distinct_durations
 from arclight.recipe import read
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 from arclight.text.workload import workload
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -95,7 +95,7 @@ def test_a_plan_is_verified_at_its_real_size(recipe: str, typed: Typed) -> None:
 
 
 def test_another_share_than_predicted_is_said() -> None:
-    chain = Chain(workload(Language(model="llama3-debug"), samples=8, device=hardware("cpu"), vocab_size=256))
+    chain = Chain(workload(LanguageTask(model="llama3-debug"), samples=8, device=hardware("cpu"), vocab_size=256))
     made = estimate(chain, Plan(dp_shard=2))
     shares = [Share(0, 4 * 2**20, 5 * 2**20, 1.0), Share(1, 2**20, 2**20, 1.0)]
     assert line(made, shares) == (

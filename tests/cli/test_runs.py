@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
 ) -> None:
     usual = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: usual(path, mode) and not str(path).endswith("closed"))
-    monkeypatch.setattr("arclight.cli.run_setup.build_task", lambda _: pytest.fail("the task was built"))
+    monkeypatch.setattr("arclight.cli.commands.train.build_task", lambda _: pytest.fail("the task was built"))
     Path("closed").mkdir()
     Path("file").touch()
     for line, said in (
@@ -359,10 +359,10 @@ def detector(folder: Path) -> Path:
     pytest.importorskip("cv2")
     from arclight import Trainer
     from arclight.vision import Detector
-    from arclight.vision.tasks.settings import Detection
+    from arclight.vision.tasks.settings import DetectionTask
 
     run = RunFolder("runs", "detector")
-    detector = Detector(Detection(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
+    detector = Detector(DetectionTask(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
     trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(detector, torch.utils.data.DataLoader([0]))
     trainer.save_checkpoint(run.checkpoints / "last.ckpt")

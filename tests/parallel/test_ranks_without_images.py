@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Plan, initialize, parallelize
 from arclight.text import build_model
-from arclight.text.vision_language.vision_llama import Images, VisionConfig
+from arclight.text.vision_language.siglip import Images, VisionConfig
 
 
 def sees() -> Any:

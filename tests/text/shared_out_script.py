@@ -18,7 +18,7 @@ from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.text import ByteTokenizer, build_model, from_hf, generate, to_hf
 from arclight.text.diffusion.flux import Conditions, Flux, FluxConfig
 from arclight.text.hf.read import Folder
-from arclight.text.vision_language.vision_llama import Images, VisionConfig
+from arclight.text.vision_language.siglip import Images, VisionConfig
 
 PLANS = {
     "llama": Plan(tp=2), "gpt2": Plan(dp_shard=2), "qwen3-tied": Plan(dp_shard=2), "deepseek-v3": Plan(dp_shard=2, ep=2)

@@ -14,19 +14,8 @@ from torch.nn import functional as F
 
 from arclight.parallel import initialize
 from arclight.text import from_hf, to_hf
-from arclight.text.diffusion.flux import (
-    FLUX_SIZES,
-    Conditions,
-    DoubleBlock,
-    Flux,
-    FluxConfig,
-    SingleBlock,
-    flow_loss,
-    sample,
-    schedule,
-    to_latents,
-    to_tokens,
-)  # fmt: skip
+from arclight.text.diffusion.flow_matching import flow_loss, sample, schedule, to_latents, to_tokens
+from arclight.text.diffusion.flux import FLUX_SIZES, Conditions, DoubleBlock, Flux, FluxConfig, SingleBlock
 
 SMALL = FluxConfig(
     in_channels=8, text_dim=12, summary_dim=10, dim=32, heads=2, hidden=128, double_layers=2, single_layers=2, axes=(4, 6, 6)

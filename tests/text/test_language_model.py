@@ -18,7 +18,7 @@ from arclight.text import ByteTokenizer, LanguageModel, to_hf
 from arclight.text.data.data_settings import Text
 from arclight.text.language_model import TokenThroughput
 from arclight.text.model.decoder import active_parameters, flops_per_token
-from arclight.text.settings import Language, Sampling
+from arclight.text.settings import LanguageTask, Sampling
 
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
 TEXT = "the cat sat on the mat and the dog sat on the log; " * 200
@@ -54,10 +54,10 @@ class Data(al.DataModule):
 
 
 def fit(
-    tmp_path: Path, steps: int = 30, ckpt: Any = None, batch_size: int = 8, settings: Language | None = None, **options: Any
+    tmp_path: Path, steps: int = 30, ckpt: Any = None, batch_size: int = 8, settings: LanguageTask | None = None, **options: Any
 ) -> Any:  # fmt: skip
     al.seed_everything(5)
-    model = LanguageModel(settings or Language(overrides=SMALL, sampling=None), ByteTokenizer().vocab_size)
+    model = LanguageModel(settings or LanguageTask(overrides=SMALL, sampling=None), ByteTokenizer().vocab_size)
     options = {"val_check_interval": 10, "log_every_n_steps": 5, "gradient_clip_val": 1.0} | options
     trainer = al.Trainer(
         max_steps=steps, default_root_dir=tmp_path, enable_progress_bar=False, accelerator="cpu", **options
@@ -126,11 +126,11 @@ def test_a_checkpoint_opens_alone_and_refuses_another_vocabulary(tmp_path: Path)
     with pytest.raises(ValueError, match="has 300 tokens, the model was made for"):
         opened.use_tokenizer(Other())
     with pytest.raises(ValueError, match=r"vocab_size = 100 of overrides"):
-        LanguageModel(Language(overrides={"vocab_size": 100})).use_tokenizer(ByteTokenizer())
+        LanguageModel(LanguageTask(overrides={"vocab_size": 100})).use_tokenizer(ByteTokenizer())
 
 
 def test_operations_by_hand() -> None:
-    model = LanguageModel(Language(overrides=SMALL), vocab_size=256)
+    model = LanguageModel(LanguageTask(overrides=SMALL), vocab_size=256)
     model.configure_model()
     attention, forward = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 96
     multiplied = 2 * (attention + forward + 2 * 64) + 64 + 256 * 64
@@ -141,7 +141,7 @@ def test_operations_by_hand() -> None:
 
 def test_experts_are_balanced_while_a_model_trains(tmp_path: Path) -> None:
     overrides = {"layers": 3, "dim": 64, "heads": 4, "hidden": 96, "query_rank": 32}
-    settings = Language(model="deepseek-v3-debug", overrides=overrides, sampling=None)
+    settings = LanguageTask(model="deepseek-v3-debug", overrides=overrides, sampling=None)
     trainer, model = fit(tmp_path, settings=settings, accumulate_grad_batches=2)
     routers = [model.model.layers[str(number)].feed_forward.router for number in (1, 2)]
     for router in routers:
@@ -161,7 +161,9 @@ def test_it_starts_from_weights_that_exist(tmp_path: Path) -> None:
     to_hf(model.model, tmp_path / "hf")
     for weights in (tmp_path / "run.ckpt", tmp_path / "hf"):
         al.seed_everything(9)
-        settings = Language(overrides=SMALL, weights=weights, sampling=None, optimizer=SGD(lr=1e-30, weight_decay=0.0))
+        settings = LanguageTask(
+            overrides=SMALL, weights=weights, sampling=None, optimizer=SGD(lr=1e-30, weight_decay=0.0)
+        )
         other = LanguageModel(settings, ByteTokenizer().vocab_size)
         runner = al.Trainer(max_steps=1, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
         runner.fit(other, datamodule=Data())
@@ -183,11 +185,11 @@ def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         tokenizer = Other()
 
     for weights in (tmp_path / "run.ckpt", tmp_path / "hf"):
-        other = LanguageModel(Language(overrides=SMALL, weights=weights, sampling=None), 259)
+        other = LanguageModel(LanguageTask(overrides=SMALL, weights=weights, sampling=None), 259)
         runner = al.Trainer(max_steps=1, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
         with pytest.raises(MisconfigurationError, match="another tokenizer"):
             runner.fit(other, datamodule=OtherData())
-    larger = LanguageModel(Language(overrides=SMALL, weights=tmp_path / "hf"), 259)
+    larger = LanguageModel(LanguageTask(overrides=SMALL, weights=tmp_path / "hf"), 259)
     larger.hparams["vocab_size"] = None
     OtherData.tokenizer.names *= 2
     with pytest.raises(MisconfigurationError, match=r"vocab_size = 320 of .*hf, or overrides, is less than the 518"):
@@ -197,8 +199,8 @@ def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_sequences_and_samples_keep_to_the_positions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few = SMALL | {"max_positions": 40}
     with pytest.raises(MisconfigurationError, match=r"sequence_length = 48 is more than the 40 positions"):
-        LanguageModel(Language(overrides=few, data=Text(sequence_length=48)), 259)
-    settings = Language(overrides=few, data=Text(sequence_length=32), sampling=Sampling(prompts=("the cat",)))
+        LanguageModel(LanguageTask(overrides=few, data=Text(sequence_length=48)), 259)
+    settings = LanguageTask(overrides=few, data=Text(sequence_length=32), sampling=Sampling(prompts=("the cat",)))
     with caplog.at_level("INFO", "arclight"):
         fit(tmp_path, 10, settings=settings)
     assert "after step 10: 'the cat' continues" in caplog.text

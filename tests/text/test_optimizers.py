@@ -15,7 +15,7 @@ from arclight.optim import SGD, AdamW, Constant, Mixed, NorMuon
 from arclight.parallel import Plan
 from arclight.parallel.strategy import PlanStrategy
 from arclight.text import ByteTokenizer, LanguageModel
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 
 SIZES = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "hidden": 48}
 MIXED = Mixed(
@@ -47,7 +47,7 @@ def _batch(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def fit(folder: Path, plan: Plan | None = None, ckpt: Any = None) -> dict[str, Any]:
     """Four steps of eight windows; what the checkpoint of the end holds."""
     al.seed_everything(5)
-    settings = Language(overrides=SIZES, sampling=None, optimizer=MIXED, schedule=Constant())
+    settings = LanguageTask(overrides=SIZES, sampling=None, optimizer=MIXED, schedule=Constant())
     strategy = PlanStrategy(plan, start_method="fork") if plan is not None else "auto"
     devices, shares = (plan.world_size, plan.data_parallel) if plan is not None else (1, 1)
     trainer = al.Trainer(

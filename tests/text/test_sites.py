@@ -12,7 +12,7 @@ from arclight.text.data.corpus import documents_of, open_split
 from arclight.text.data.data_module import TextDataModule
 from arclight.text.data.data_settings import BPE, Bytes, Text
 from arclight.text.data.site_split import Source
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 from arclight.vision.data.site_split import Merchant
 
 
@@ -29,12 +29,12 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def task(data, tmp_path: Path, **settings) -> Language:
+def task(data, tmp_path: Path, **settings) -> LanguageTask:
     given = {"tokenizer": Bytes(), "sequence_length": 16, "batch_size": 2, "held_out": 0.2, "cache": tmp_path / "cache"}
-    return Language(data=Text(data=data if isinstance(data, dict) else str(data), **{**given, **settings}))
+    return LanguageTask(data=Text(data=data if isinstance(data, dict) else str(data), **{**given, **settings}))
 
 
-def written(language: Language) -> dict[str, set[str]]:
+def written(language: LanguageTask) -> dict[str, set[str]]:
     """Split to the texts that a task's data module prepares."""
     data = TextDataModule(language.data)
     data.prepare_data()

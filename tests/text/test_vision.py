@@ -12,7 +12,8 @@ from tests.text.hf_models import hf_folder
 
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, build_model, from_hf, generate, to_hf
-from arclight.text.vision_language.vision_llama import Images, VisionConfig, VisionEncoder, VisionLlama, native_size
+from arclight.text.vision_language.siglip import Images, VisionConfig, VisionEncoder, native_size
+from arclight.text.vision_language.vision_llama import VisionLlama
 
 SIZES = [(5, 3), (2, 7), (4, 4), (1, 1)]
 

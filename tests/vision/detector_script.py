@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import arclight as al
-from arclight.vision.tasks.settings import Augment, Detection
+from arclight.vision.data.augment_settings import Augment
+from arclight.vision.tasks.settings import DetectionTask
 
 
 class DieAtStep(al.Callback):
@@ -30,7 +31,7 @@ def main() -> None:
     data, root, *flags = sys.argv[1:]
     torch.set_num_threads(1)
     al.seed_everything(3)
-    settings = Detection(
+    settings = DetectionTask(
         data=Path(data),
         image_size=64,
         batch_size=4,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from arclight.vision.data import augment as changes
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.letterbox import GREY, letterbox
-from arclight.vision.tasks.settings import Augment
 
 SIZE = 320
 STILL = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)

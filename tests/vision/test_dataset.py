@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from arclight.data import ResumableLoader
 from arclight.vision.data import dataset as dataset_module
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import check_labels, label_path
 from arclight.vision.data.letterbox import unletterbox
-from arclight.vision.tasks.settings import Augment
 
 Write = Callable[..., Path]
 

@@ -70,10 +70,10 @@ def test_a_checkpoint_opens_as_the_averaged_detector(trained: Path) -> None:
 
 
 def test_weights_carry_over_to_a_new_task(trained: Path, scenes: Path) -> None:
-    from arclight.vision.tasks.settings import Detection
+    from arclight.vision.tasks.settings import DetectionTask
 
     first = Detector.load_from_checkpoint(trained / "end.ckpt")
-    second = Detector(Detection(data=scenes, weights=trained / "end.ckpt"), names=["a", "b", "c"])
+    second = Detector(DetectionTask(data=scenes, weights=trained / "end.ckpt"), names=["a", "b", "c"])
     ours, theirs = second.model.state_dict(), first.model.state_dict()
     same = [name for name in ours if ours[name].shape == theirs[name].shape]
     assert len(same) == len(ours) - 6  # the three heads' weights and biases are for other classes

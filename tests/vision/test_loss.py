@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from arclight.vision import build_model
 from arclight.vision.boxes import nms, xyxy_to_xywh
-from arclight.vision.models.loss import Gains, assign, detection_loss, scaled_gains, yolo_loss
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.models.loss import Gains, assign, scaled_gains, yolo_loss
 
 GAINS = Gains(box=0.05, obj=1.0, cls=0.5)
 ANCHORS = build_model("yolov5n").anchors
@@ -172,20 +170,19 @@ def test_anchors_four_times_too_large_are_left_out():
 
 
 def test_gains_scale_with_classes_and_image_size():
-    settings = Detection(data=Path("data.yaml"), image_size=320, box_gain=0.05, obj_gain=1.0, cls_gain=0.5)
-    assert scaled_gains(settings, num_classes=8) == pytest.approx((0.05, 0.25, 0.05))
-    assert scaled_gains(settings, num_classes=80, levels=4) == pytest.approx((0.0375, 0.1875, 0.375))
+    assert scaled_gains(GAINS, num_classes=8, image_size=320) == pytest.approx((0.05, 0.25, 0.05))
+    assert scaled_gains(GAINS, num_classes=80, image_size=320, levels=4) == pytest.approx((0.0375, 0.1875, 0.375))
 
 
 def test_descending_the_loss_finds_the_boxes():
     targets = torch.tensor([[0, 0, 0.3, 0.4, 0.3, 0.2], [0, 1, 0.7, 0.6, 0.15, 0.4], [1, 1, 0.5, 0.5, 0.8, 0.9]])
     model = build_model("yolov5n", 2)
-    settings = Detection(data=Path("data.yaml"), image_size=128)
+    gains = scaled_gains(GAINS, num_classes=2, image_size=128)
     raw = [level.detach().requires_grad_() for level in raw_levels(n=2, height=128, width=128, num_classes=2)]
     optimizer = torch.optim.Adam(raw, lr=0.2)
     for _ in range(250):
         optimizer.zero_grad()
-        total, _ = detection_loss(raw, targets, model, settings)
+        total, _ = yolo_loss(raw, targets, model.anchors, gains)
         total.backward()
         optimizer.step()
     first, second = nms(model.decode(raw).detach(), conf_threshold=0.5)

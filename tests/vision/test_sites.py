@@ -15,19 +15,19 @@ from arclight.text.data.site_split import Source
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.data.site_split import Merchant
 from arclight.vision.tasks.detection import DetectionData
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.tasks.settings import DetectionTask
 
 
 @pytest.fixture
-def task(tmp_path: Path, write_dataset: Callable[..., Path]) -> Detection:
+def task(tmp_path: Path, write_dataset: Callable[..., Path]) -> DetectionTask:
     write_dataset(tmp_path, 24, "train")
     yaml = write_dataset(tmp_path, 12, "val")
     images = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jpg"))
     (tmp_path / "merchants.json").write_text(json.dumps({name: f"m{n % 6}" for n, name in enumerate(images)}))
-    return Detection(data=yaml, image_size=64, workers=0)
+    return DetectionTask(data=yaml, image_size=64, workers=0)
 
 
-def images(task: Detection) -> dict[str, set[str]]:
+def images(task: DetectionTask) -> dict[str, set[str]]:
     data = DetectionData(task)
     data.trainer = None
     data.setup("fit")
@@ -35,14 +35,14 @@ def images(task: Detection) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("partition", [Merchant(), IID(), Dirichlet(alpha=5.0, seed=1), None])
-def test_sites_are_disjoint_and_together_all(task: Detection, partition: Merchant | IID | Dirichlet | None) -> None:
+def test_sites_are_disjoint_and_together_all(task: DetectionTask, partition: Merchant | IID | Dirichlet | None) -> None:
     sites = [images(task.site(number, 3, partition)) for number in range(3)]
     for split, central in images(task).items():
         assert sum(len(site[split]) for site in sites) == len(central)
         assert set.union(*(site[split] for site in sites)) == central
 
 
-def test_all_photos_of_a_merchant_are_at_one_site(task: Detection, tmp_path: Path) -> None:
+def test_all_photos_of_a_merchant_are_at_one_site(task: DetectionTask, tmp_path: Path) -> None:
     whose = json.loads((tmp_path / "merchants.json").read_text())
     homes: dict[str, set[int]] = {}
     for number in range(3):
@@ -61,7 +61,7 @@ def test_folders_and_names_tell_merchants_too(tmp_path: Path, write_dataset: Cal
             merchant = "ab"[int(path.stem) % 2]
             (path.parent / merchant).mkdir(exist_ok=True)
             path.rename(path.parent / merchant / f"{merchant}-{path.name}")
-    task = Detection(data=yaml, image_size=64, workers=0)
+    task = DetectionTask(data=yaml, image_size=64, workers=0)
     by_folder = [images(task.site(number, 2, Merchant(by="folder"))) for number in range(2)]
     assert by_folder == [images(task.site(number, 2, Merchant(by="prefix"))) for number in range(2)]
     assert sorted({Path(image).parent.name for image in site["train"]} for site in by_folder) in (
@@ -70,7 +70,7 @@ def test_folders_and_names_tell_merchants_too(tmp_path: Path, write_dataset: Cal
     )
 
 
-def test_what_cannot_be_is_said(task: Detection, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said(task: DetectionTask, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source divides no images"):
         task.site(0, 2, Source())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tells no merchants apart"):
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_said(task: Detection, tmp_path: Path) -> None:
         images(task.site(0, 2, Merchant()))
 
 
-def test_what_every_site_would_get_is_known_beforehand(task: Detection) -> None:
+def test_what_every_site_would_get_is_known_beforehand(task: DetectionTask) -> None:
     task.check_sites(6, Merchant())
     with pytest.raises(DatasetError, match=r"6 sources .* too few for 7 sites"):
         task.check_sites(7, Merchant())

@@ -25,7 +25,7 @@ RECIPE = "recipe.toml"
 
 
 class UsageError(ValueError):
-    """What was typed cannot be done."""
+    """Report something typed that cannot be done."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,7 +114,7 @@ def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argpa
 
 
 def is_federated(source: str) -> bool:
-    """Whether a recipe is a file with a table [federation]."""
+    """Return True for a recipe file with a table [federation]."""
     if Path(source).suffix != ".toml" or not Path(source).is_file():
         return False
     try:
@@ -236,6 +236,14 @@ def check_writable(place: Path, named: str) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "cannot be written to" if folder.is_dir() else "is no folder"
         raise UsageError(f"{named} {place}: {folder} {what}; name another place")
+
+
+def check_program_name(path: Path) -> None:
+    """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
+    if path.suffix != ".onnx":
+        name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
+        raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
+    check_writable(path, "--out")
 
 
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""From the words typed after ``arclight`` to the function that does it. Nothing is imported before it is needed."""
+"""Dispatch the words typed after ``arclight`` to the function of their verb, importing nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Train": {
         "plan": ("arclight.cli.plan.recipe:plan", "find the fastest plan for a number of GPUs, without having them"),
-        "train": ("arclight.cli.run_setup:train", "train from a recipe, or resume a run"),
+        "train": ("arclight.cli.commands.train:train", "train from a recipe, or resume a run"),
         "federate": (
             "arclight.cli.federate.federated_run:federate",
             "train one model on the data of many sites, which stay there",
@@ -107,7 +107,10 @@ def dispatch(verb: str, rest: list[str]) -> int:
 
 
 def is_fault_of_use(error: Exception) -> bool:
-    """Whether the message says all that a person needs: our own errors do, and those about files and addresses that were named."""
+    """Return True if the message says all that a person needs.
+
+    Our own errors do, and those about files and addresses that were named.
+    """
     ours = type(error).__module__.partition(".")[0] == "arclight"
     read_only = isinstance(error, OSError) and error.errno == READ_ONLY
     return ours or isinstance(error, FAULTS_OF_USE) or read_only or bool(getattr(error, "says_what_to_do", False))

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any
 
+from arclight._intervals import kind_of
 from arclight.cli.style import bold, coloured, dim
 from arclight.recipe import Setting, explain
 
@@ -48,7 +49,7 @@ def recipe_help(parser: ArgumentParser, schema: type, topic: str = "", own: Sequ
 
 
 def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]:
-    """What other tables there are, in a line each, and how their fields are shown."""
+    """List the other tables, a line each, and say how their fields are shown."""
     docs = {setting.path: setting.doc for setting in settings}
     tables = dict.fromkeys(setting.path.rpartition(".")[0] for setting in settings)
     names = [table for table in tables if table and table not in own and table.rpartition(".")[0] in ("", *own)]
@@ -120,7 +121,7 @@ def shown(default: Any) -> str | None:
     if default is MISSING:
         return None
     if dataclasses.is_dataclass(default):
-        return type(default).__name__.lower()
+        return kind_of(type(default))
     if isinstance(default, list | tuple):
         return ",".join(str(shown(item)) for item in default) or "[]"
     if default is None:

@@ -1,4 +1,4 @@
-"""What a run folder keeps beside its results, so that the run can be repeated: recipe, environment, log."""
+"""Record a run beside its results, so that it can be repeated: recipe, environment, log."""
 
 from __future__ import annotations
 

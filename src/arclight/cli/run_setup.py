@@ -1,15 +1,16 @@
-"""``arclight train``: a recipe becomes a run folder."""
+"""Build what a run needs from its settings: task, plan, trainer, callbacks, and the checkpoint to start from.
+
+A recipe, or the settings of a user's own module, comes in; `build_task` and `make_trainer` are where every verb that
+runs a trainer begins.
+"""
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import RECIPE, UsageError, check_writable, read_recipe, recipe_parser
-from arclight.cli.runs import run_folder
-from arclight.cli.user_module import named_module
+from arclight.cli.arguments import UsageError
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
@@ -17,66 +18,6 @@ if TYPE_CHECKING:
     from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
     from arclight.trainer.settings import Diloco, TrainerSettings
-
-
-def train(arguments: list[str]) -> None:
-    if (own := named_module(arguments)) is not None:
-        from arclight.cli.user_run import own_run
-
-        return own_run("train", own, arguments[1:])
-    parser = recipe_parser("train", "Train from a recipe, into a new run folder.")
-    parser.add_argument(
-        "--resume",
-        metavar="last|PATH",
-        help="resume a run: last for the newest run of this name, or the PATH of a run folder or checkpoint",
-    )
-    recipe, options = read_recipe(parser, with_recipe_of_run(arguments))
-
-    from arclight.cli.interruption import Interruption
-    from arclight.cli.run_record import Preparation, RunRecord
-    from arclight.trainer.callbacks import RunReport
-
-    place = arguments[0] if options.resume == "last" and Path(arguments[0], "checkpoints").is_dir() else options.resume
-    among = recipe.root / recipe.name if recipe.checkpoint.folder is None else None
-    folder, checkpoint = resume_from(place, among=among)
-    if folder is None and not recipe.trainer.fast_dev_run:
-        check_writable(recipe.root / recipe.name, "root")
-    check_task_of(recipe, checkpoint)
-    module, data = build_task(recipe)
-    if recipe.plan is not None:
-        check_plan(recipe.plan, module)
-    interruption = Interruption()
-    parts = [*callbacks(recipe), RunRecord(recipe), RunReport(), interruption]
-    trainer = make_trainer(recipe, callbacks=parts, run_folder=folder)
-    with interruption.explained(trainer, "arclight train --resume {run}"), Preparation():
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    return report_places(trainer)
-
-
-def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
-    """Raise UsageError where the run that is resumed, if its recipe is there, has learned another task."""
-    run = run_folder(Path(checkpoint)) if checkpoint not in (None, "last") else None
-    if run is None or not (run / RECIPE).is_file():
-        return
-    task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
-    before = str(task.get("kind", "")) if isinstance(task, dict) else str(task or "")
-    here = type(recipe.task).__name__.lower()
-    if before and ":" not in before and type(recipe.task).__module__.startswith("arclight.") and before != here:
-        raise UsageError(
-            f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: one cannot resume the other"
-        )
-
-
-def with_recipe_of_run(arguments: list[str]) -> list[str]:
-    """Put the recipe of the run first that ``--resume`` names, where no recipe is named."""
-    if not arguments or not arguments[0].startswith("-"):
-        return arguments
-    flags = [word.partition("=") for word in arguments]
-    for (flag, equals, text), following in zip(flags, [*arguments[1:], ""]):
-        run = run_folder(Path(text if equals else following)) if flag == "--resume" else None
-        if run is not None and (run / RECIPE).is_file():
-            return [str(run / RECIPE), *arguments]
-    return arguments
 
 
 def report_places(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""What a recipe for a training run may say."""
+"""Schema of a recipe for a training run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated
 
 from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.tasks.settings import DetectionTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Recipe(Checked):
     """Folder of all runs."""
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
     """Seed of every random stream, from 0 to 2**32 - 1."""
-    task: Detection | Language
+    task: DetectionTask | LanguageTask
     """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Length, precision and devices of training."""

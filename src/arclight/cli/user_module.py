@@ -78,14 +78,14 @@ def named_module(arguments: Sequence[str]) -> type | None:
 
 
 def names_target(arguments: Sequence[str]) -> bool:
-    """Whether the first word has the form ``package.module:Name`` and is no file."""
+    """Return True if the first word has the form ``package.module:Name`` and is no file."""
     if not arguments or not TARGET.fullmatch(arguments[0]) or arguments[0].partition(":")[0].endswith(".py"):
         return False
     return not Path(arguments[0]).exists()
 
 
 def imported(target: str) -> Any:
-    """What ``package.module:Name`` names; the current folder is looked in too, after all that is installed."""
+    """Import ``package.module:Name``; the current folder is searched last."""
     if not TARGET.fullmatch(target):
         raise UsageError(f"{target} names no class: write package.module:Name")
     if os.getcwd() not in sys.path:

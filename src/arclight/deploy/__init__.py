@@ -1,4 +1,7 @@
-"""From a trained module to a program: quantize, export, run and benchmark any ``nn.Module``.
+"""Deployment: quantize, export, run and benchmark any trained ``nn.Module``.
+
+A module and example inputs come in; `quantizing` makes integers of it, `formats` writes it as a program that is proven to agree
+with it, and `programs` runs and times what was written. `capture` and `parity` are what these share. Open `formats.export` first.
 
 >>> quantized = quantize(model, calibration_batches)
 >>> program = export(quantized, "model.onnx", example_inputs=images)

@@ -1,4 +1,4 @@
-"""How far two runs of the same model are apart, output by output."""
+"""Measure the distance between two runs of one model, output by output."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -22,6 +21,7 @@ from arclight.serve.middleware import CONTENT_TYPE, Envelope, Lingering, Metrics
 from arclight.serve.settings import Limits
 
 if TYPE_CHECKING:
+    from arclight.vision.data.images import Image
     from arclight.vision.results.detections import Detections
 
 
@@ -106,7 +106,7 @@ def create_app(
 
     @app.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> JSONResponse:
-        """Whether the server is up (live) and takes photos (ready, else 503)."""
+        """Report if the server is up (live) and takes photos (ready, else 503)."""
         state = Health(live=True, ready=ready, program=program, precision=precision, version=app.version)
         return JSONResponse(asdict(state), status_code=200 if ready else 503)
 
@@ -136,7 +136,6 @@ async def refuse_address(request: Request, error: Exception) -> Response:
     return Refusal(error.status_code, sentence, headers=error.headers).response()
 
 
-Image: TypeAlias = npt.NDArray[np.uint8]
 Detect: TypeAlias = "Callable[[Image], Detections]"
 
 
@@ -165,7 +164,7 @@ class Milliseconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the detector found in a photo and what the codes in it say."""
+    """Boxes found in a photo, and the codes read in it."""
 
     image: Size
     boxes: list[Box]

@@ -1,4 +1,4 @@
-"""What happens around every request: counting, security headers, and answers that reach a client still sending."""
+"""Middleware around every request: counters, security headers, answers to clients still sending."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 @dataclass
 class Metrics:
-    """What happened since the server started; touched only by the event loop's thread."""
+    """Counters since the server started; only the event loop's thread writes them."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answers by (path, status)."""

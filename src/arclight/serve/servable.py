@@ -29,7 +29,7 @@ _REQUEST_SECONDS = 60.0
 
 
 class ServableModule(nn.Module):
-    """What a module has that can be served; mixed into a Module."""
+    """Interface of a module that can be served; mixed into a Module."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ServableModule(nn.Module):
 
 @dataclass
 class Reply:
-    """What the server said."""
+    """Status and text of a server's reply."""
 
     status_code: int
     text: str
@@ -87,7 +87,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Whether the module answered; None before it was asked."""
+        """Return True if the module answered; None before it was asked."""
         return None if self.resp is None else self.resp.status_code == 200
 
     @rank_zero_only

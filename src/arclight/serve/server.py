@@ -28,18 +28,14 @@ def serve(program_path: str | Path, *, host: str = "127.0.0.1", port: int = 8000
     server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
     """
     require("fastapi", extra="serve")
-    from arclight.deploy import Program, ProgramError
     from arclight.serve.app import create_app
+    from arclight.vision.tasks.processing import load_detector_program
 
     limits = limits or Limits()
     with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
-        program = Program.load(program_path)
-        if (task := program.metadata.get("task")) != "detect":
-            raise ProgramError(
-                f"{program_path} is not a detector (its task is {task!r}): serve answers photos with boxes"
-            )
+        program = load_detector_program(program_path)
         app = create_app(
-            lambda image: program.predict([image])[0],
+            program.predict_one,
             program=Path(program_path).stem,
             precision=program.precision,
             limits=limits,
@@ -113,7 +109,7 @@ def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach ``host``; a name other than localhost counts as reachable."""
+    """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What one server accepts before it says no."""
+"""Limits of one server, beyond which it refuses requests."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from arclight.text.model.kv_cache import KVCache
 
 
 class Options(TypedDict, total=False):
-    """How :func:`generate` chooses tokens and when it ends."""
+    """Options of :func:`generate`: how tokens are chosen, and when generation ends."""
 
     temperature: float
     """What logits are divided by; 0 takes the likeliest token."""
@@ -48,7 +48,7 @@ def generate(
     model: Decoder, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]] | Tensor, max_new_tokens: int = 128, *, stream: bool = False,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """What the model says after a prompt (without it), or after each of several (texts or token ids), computed together.
+    """Continue a prompt, or several computed together (texts or token ids); prompts are not repeated.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of

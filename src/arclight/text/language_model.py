@@ -25,7 +25,7 @@ from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, cross_entropy
 from arclight.text.model.balance import routers, scale_balance_loss, update_expert_bias, weigh_balance_loss
 from arclight.text.model.decoder import flops_per_token
-from arclight.text.settings import Language, Sampling
+from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
 from arclight.trainer.throughput import compute_dtype, get_available_flops
 
@@ -47,7 +47,7 @@ class LanguageModel(Module):
     maps token ids (B, T) to logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
     """
 
-    def __init__(self, settings: Language, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
+    def __init__(self, settings: LanguageTask, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
         super().__init__()
         if settings.weights is not None and "vocab_size" not in settings.overrides:  # whose vocabulary is its own
             size, _ = vocabulary_of(settings.weights)
@@ -169,7 +169,7 @@ class LanguageModel(Module):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def split_batch(self, batch: dict[str, Tensor]) -> Split:
-        """What the model gets, and what the loss is about; see `arclight.parallel.step_protocol`."""
+        """Split a batch into the model's inputs and the loss's targets; see `arclight.parallel.step_protocol`."""
         tokens = batch["tokens"]
         kwargs: dict[str, Any] = {name: batch[name] for name in ("positions", "documents") if name in batch}
         if self.runner is not None and "positions" not in kwargs:
@@ -243,7 +243,10 @@ class LanguageModel(Module):
 
 
 def vocabulary_of(weights: Path) -> tuple[int | None, str | None]:
-    """How many tokens a Hugging Face folder's or a checkpoint's model knows, and the digest of its tokenizer; None where untold."""
+    """Read the vocabulary size and tokenizer digest of a Hugging Face folder or checkpoint.
+
+    Either is None where the folder does not say.
+    """
     if (weights / "config.json").is_file():
         from arclight.text.data.tokenizer import Tokenizer
         from arclight.text.hf.read import read_config

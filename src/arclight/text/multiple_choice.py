@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model answered; counts, so that those of several processes can be added."""
+    """Answers of a model, as counts that several processes can add."""
 
     questions: int
     correct: int

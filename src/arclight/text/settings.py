@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, PositiveInt
 from arclight.data.sites import IID, Dirichlet
@@ -33,8 +33,10 @@ class Sampling(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language(Checked):
+class LanguageTask(Checked):
     """Pre-train a language model on text."""
+
+    recipe_kind: ClassVar[str] = "language"
 
     model: str = "llama3-debug"
     """Architecture and size: llama3-debug, llama3-8b, qwen3-0.6b, gpt2-124m, ...; a wrong name lists them."""
@@ -55,7 +57,7 @@ class Language(Checked):
     sampling: Sampling | None = field(default_factory=Sampling)
     """Sample text after each validation; none for no samples."""
 
-    def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> Language:
+    def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> LanguageTask:
         """The same task on one site's documents; its weights come from elsewhere. Raises ValueError for a partition that divides no text."""
         if not isinstance(partition, Source | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
@@ -68,7 +70,7 @@ class Language(Checked):
 
         TextDataModule(self.site(0, count, partition).data).selection.check()
 
-    def with_data(self, data: str) -> Language:
+    def with_data(self, data: str) -> LanguageTask:
         """The same task on a site's own text, all of it. Raises ValueError where that would teach it a tokenizer of its own."""
         if isinstance(self.data.tokenizer, BPE):
             raise ValueError(

@@ -14,14 +14,14 @@ from arclight.parallel.planning.chain import Workload
 from arclight.text.families.zoo import build_model
 from arclight.text.language_model import VOCABULARY_MULTIPLE
 from arclight.text.loss import cross_entropy
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 
 
 def workload(
-    settings: Language, *, samples: int, device: Hardware, vocab_size: int | None = None, compiled: bool = True,
+    settings: LanguageTask, *, samples: int, device: Hardware, vocab_size: int | None = None, compiled: bool = True,
     compute: torch.dtype = torch.bfloat16,
 ) -> Workload:  # fmt: skip
-    """What ``settings`` train with ``samples`` sequences a step, on ``device``.
+    """Describe what ``settings`` train with ``samples`` sequences a step on ``device``.
 
     vocab_size: ids of the tokenizer, where the settings do not give the model's. Raises ValueError for an unknown model.
     """
@@ -38,7 +38,7 @@ def workload(
     )  # fmt: skip
 
 
-def fields(settings: Language, vocab_size: int | None = None) -> dict[str, Any]:
+def fields(settings: LanguageTask, vocab_size: int | None = None) -> dict[str, Any]:
     """Fields of the model's configuration that are not its usual ones; ``vocab_size`` as for :func:`workload`."""
     overrides = dict(settings.overrides)
     if vocab_size is not None:
@@ -61,7 +61,7 @@ def _moments(optimizer: Any) -> int:
     return 2  # Muon keeps one of matrices, and AdamW's two of all else
 
 
-def with_batches(settings: Language, batch_size: int) -> Language:
+def with_batches(settings: LanguageTask, batch_size: int) -> LanguageTask:
     """The same settings with so many samples a step on each process that reads data."""
     data = dataclasses.replace(settings.data, batch_size=batch_size, global_batch_size=None)
     return dataclasses.replace(settings, data=data)

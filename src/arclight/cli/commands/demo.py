@@ -18,7 +18,8 @@ from arclight.deploy.settings import Int8
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
-from arclight.vision.tasks.settings import Augment, Detection
+from arclight.vision.data.augment_settings import Augment
+from arclight.vision.tasks.settings import DetectionTask
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +59,7 @@ def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, s
         name="demo",
         root=root,
         seed=seed,
-        task=Detection(
+        task=DetectionTask(
             data=data, model="yolov5n", image_size=320, batch_size=16, workers=1, optimizer=AdamW(lr=2e-3),
             schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(close_mosaic=0.25),
         ),
@@ -163,7 +164,7 @@ class Demo:
             if "/val/" not in name:
                 continue
             image = decode_image(data / name)
-            found = qris.scan(image, lambda image: program.predict([image])[0])
+            found = qris.scan(image, program.predict_one)
             texts = [code.text for code in found if code.text is not None]
             payloads = [code["payload"] for code in codes]
             counts["codes"] += len(payloads)
@@ -228,5 +229,5 @@ class Demo:
 
 
 def command() -> str:
-    """How this program is called from here: by its name where the shell finds it, else by its path."""
+    """Return how this program is called from here: its name if the shell finds it, else its path."""
     return "arclight" if shutil.which("arclight") else os.path.relpath(sys.argv[0])

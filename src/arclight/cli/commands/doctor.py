@@ -158,7 +158,7 @@ def extras() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """What the installed distribution asks for; nothing where the package runs from its sources."""
+    """List what the installed distribution requires; nothing if the package runs from its sources."""
     try:
         return importlib.metadata.requires(distribution()) or []
     except importlib.metadata.PackageNotFoundError:

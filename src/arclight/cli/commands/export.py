@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser, UsageError, check_writable
+from arclight.cli.arguments import Parser, UsageError, check_program_name
+from arclight.cli.commands import language
 from arclight.cli.runs import checkpoint_of, described
 from arclight.cli.style import working
 from arclight.deploy.settings import Int8
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 
 def export(arguments: list[str]) -> None:
-    from arclight.cli.commands import language
-
     if language.trained_language(arguments):
         return language.export(arguments)
     _write(
@@ -29,8 +28,6 @@ def export(arguments: list[str]) -> None:
 
 
 def quantize(arguments: list[str]) -> None:
-    from arclight.cli.commands import language
-
     if language.trained_language(arguments):
         return language.quantize(arguments)
     _write(
@@ -96,14 +93,6 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         program = export_detector(detector, options.out, photos, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program)}")
-
-
-def check_program_name(path: Path) -> None:
-    """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
-    if path.suffix != ".onnx":
-        name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
-        raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
-    check_writable(path, "--out")
 
 
 def load_detector(path: Path) -> Detector:

@@ -1,4 +1,4 @@
-"""What the verbs do with a run that trained a language model: write text, hand weights on."""
+"""Verbs of a run that trained a language model: write text, answer questions, export weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser, UsageError, check_writable, write_json
-from arclight.cli.commands.export import check_program_name
+from arclight.cli.arguments import Parser, UsageError, check_program_name, check_writable, write_json
 from arclight.cli.runs import checkpoint_of, described, run_folder
 from arclight.cli.style import working
 from arclight.deploy.settings import Int8
@@ -22,7 +21,7 @@ WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def trained_language(words: list[str]) -> bool:
-    """Whether the first word names a run (or a checkpoint in one) of a language model."""
+    """Return True if the first word names a run (or a checkpoint in one) of a language model."""
     if not words or words[0].startswith("-"):
         return False
     run = run_folder(Path(words[0]))

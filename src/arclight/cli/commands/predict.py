@@ -114,17 +114,9 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
     thresholds = {"conf_threshold": options.conf, "iou_threshold": options.iou}
     changed = {name: value for name, value in thresholds.items() if value is not None}
     if options.program is not None:
-        from arclight.deploy import Program
+        from arclight.vision.tasks.processing import load_detector_program
 
-        program = Program.load(options.program)
-        if program.metadata.get("task") != "detect":
-            raise UsageError(
-                f"--program {options.program} is no detector: its task is {program.metadata.get('task')!r}"
-            )
-        if changed:
-            processing: Any = dataclasses.replace(program.processing, **changed)  # type: ignore[type-var]
-            program = Program.load(options.program, processing=processing)
-        return lambda image: program.predict([image])[0], options.source
+        return load_detector_program(options.program, **changed).predict_one, options.source
     first, *sources = options.source
     place = Path(first)
     if run_folder(place) is None and not (place / "manifest.json").is_file():

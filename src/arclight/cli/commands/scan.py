@@ -30,13 +30,12 @@ def scan(arguments: list[str]) -> int:
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     options = parser.parse_args(arguments)
 
-    from arclight.deploy import Program
     from arclight.vision import qris
     from arclight.vision.data.image_source import ImageSource
+    from arclight.vision.tasks.processing import load_detector_program
 
     console = console_of()
-    program = Program.load(options.program) if options.program is not None else None
-    detector = (lambda image: program.predict([image])[0]) if program is not None else None
+    detector = load_detector_program(options.program).predict_one if options.program is not None else None
     frames = ImageSource(options.source, vid_stride=options.stride)
     found: dict[str, list[dict[str, Any]]] = {}
     for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):

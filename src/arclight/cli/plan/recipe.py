@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
 from arclight.cli.user_module import names_target
 from arclight.parallel.plan import Plan, bytes_of
-from arclight.text.settings import Language
+from arclight.text.settings import LanguageTask
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
@@ -28,7 +28,7 @@ def plan(arguments: list[str]) -> int:
         return plan_model(arguments)
     recipe, options = read_recipe(_parser(), arguments)
     task = recipe.task
-    if not isinstance(task, Language):
+    if not isinstance(task, LanguageTask):
         raise UsageError(
             "arclight plan reads recipes of language models; for any other model, write arclight plan package.module:Model --example "
             "package.module:name (see arclight plan package.module:Model --help)"
@@ -62,7 +62,7 @@ def plan(arguments: list[str]) -> int:
     return 0 if verified else 1
 
 
-def _verified(task: Language, best: Estimate) -> bool:
+def _verified(task: LanguageTask, best: Estimate) -> bool:
     """Build the best plan's processes at its real size, say in a line what came out, and whether it is what was predicted."""
     from arclight.cli.plan.verification import line, verify
     from arclight.text.workload import fields
@@ -136,7 +136,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
 
     from arclight.text.workload import workload
 
-    assert isinstance(recipe.task, Language)
+    assert isinstance(recipe.task, LanguageTask)
     data = recipe.task.data
     samples = options.samples
     if samples is None:
@@ -154,7 +154,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
     )  # fmt: skip
 
 
-def _vocabulary(task: Language) -> int | None:
+def _vocabulary(task: LanguageTask) -> int | None:
     """Ids of the tokenizer, where the recipe does not give the model's."""
     from arclight.text.data.data_module import TextDataModule
 
@@ -224,7 +224,7 @@ def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
     from arclight.recipe import write as text_of
     from arclight.text.workload import with_batches
 
-    assert isinstance(recipe.task, Language)
+    assert isinstance(recipe.task, LanguageTask)
     path: Path = options.write
     if path.exists():
         raise UsageError(f"{path} already exists: name another file, or remove it")

@@ -142,7 +142,7 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, *, int8: 
 
 
 def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None) -> dict[str, Any]:
-    """What was quantized, how far it is from the float model, and on what kernels it runs."""
+    """Report what was quantized, its distance to the float model, and its kernels."""
     counts = onnx_graph.kernels(draft, draft.parent)
     planned, integer = len(quantized.quantized_layers), sum(counts[name] for name in onnx_graph.INTEGER_KERNELS)
     if integer < INTEGER_SHARE * planned:

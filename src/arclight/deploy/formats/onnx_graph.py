@@ -1,4 +1,4 @@
-"""From a captured graph to an ONNX file, and which kernels ONNX Runtime makes of it."""
+"""Convert captured graphs to ONNX, and count the kernels that ONNX Runtime makes of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(model: onnx.ModelProto, path: Path) -> None:
 
 
 def kernels(path: Path, scratch: Path) -> Counter[str]:
-    """How often each operator is in the graph that ONNX Runtime really runs on this CPU for the file at ``path``.
+    """Count the operators of the graph that ONNX Runtime really runs on this CPU for a file.
 
     ``scratch`` is a folder that may be written to.
     """

@@ -1,4 +1,4 @@
-"""How fast programs are beside each other: interleaved runs, medians, and ratios with their spread."""
+"""Time programs beside each other: interleaved runs, medians, and ratios with their spread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What turns a user's inputs into tensors and a program's tensors into results."""
+"""Processing around a program: users' inputs to tensors, tensors to results."""
 
 from __future__ import annotations
 

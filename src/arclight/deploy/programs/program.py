@@ -102,7 +102,7 @@ class Program:
 
     @cached_property
     def processing(self) -> Processing:
-        """What ``predict`` puts around the program; ProgramError where neither the file nor the caller names one."""
+        """Return the processing around ``predict``; ProgramError if neither file nor caller names one."""
         if self._given_processing is not None:
             return self._given_processing
         if "processing" not in self.metadata:
@@ -144,6 +144,10 @@ class Program:
                 raise ProgramError(f"postprocess gave {len(answers)} results for {len(batch)} inputs")
             results.extend(answers)
         return results
+
+    def predict_one(self, item: Any) -> Any:
+        """Return the result for a single input; see `predict`."""
+        return self.predict([item])[0]
 
     def with_threads(self, threads: int) -> Program:
         """The same program on ``threads`` CPU threads."""

@@ -1,4 +1,4 @@
-"""How the range of an activation is found: the one whose rounding costs least."""
+"""Observers that choose the range of an activation in which rounding costs least."""
 
 from __future__ import annotations
 

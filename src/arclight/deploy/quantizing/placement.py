@@ -1,4 +1,4 @@
-"""Where integers begin and end: which tensors of an exported graph are quantized.
+"""Placement of integers: which tensors of an exported graph are quantized.
 
 A runtime uses an integer kernel only where an operator reads *and* writes quantized tensors, so placement decides
 speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
@@ -99,7 +99,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         """Nothing to check: every annotation above is one that the integer kernels take."""
 
     def _integer(self, node: Node) -> bool:
-        """Whether ``node`` will read integers."""
+        """Return True if ``node`` will read integers."""
         if node in self._kept or not _is_float(node):
             return False
         if node.target not in LAYERS:
@@ -151,7 +151,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         pt2e.annotate(tail, inputs={}, output=self._quantized[tail])
 
     def _spec(self, source: Node) -> Any:
-        """How a reader sees ``source``: as it was written."""
+        """Return the specification in which a reader sees ``source``: that of its writer."""
         return self._quantized.get(source, self.activation)
 
     def _tail(self, node: Node) -> Node:
@@ -173,7 +173,7 @@ def _like(node: Node, new: Node) -> Node:
 
 
 def _read_by_silu(node: Node) -> bool:
-    """Whether nothing but x * sigmoid(x) reads ``node``."""
+    """Return True if nothing but x * sigmoid(x) reads ``node``."""
     readers = _readers(node)
     gates = [reader for reader in readers if reader.target is aten.sigmoid.default]
     products = [reader for reader in readers if reader.target is aten.mul.Tensor]

@@ -106,7 +106,7 @@ def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) 
 
 
 def is_annotated(node: Node) -> bool:
-    """Whether anything was asked for ``node``."""
+    """Return True if anything was asked for ``node``."""
     return _ANNOTATION_KEY in node.meta
 
 

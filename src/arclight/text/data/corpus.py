@@ -179,7 +179,7 @@ def shards_in(folder: str | Path) -> dict[str, TokenShards]:
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Whether ``folder`` is a corpus that `write_corpus` wrote."""
+    """Return True if ``folder`` is a corpus that `write_corpus` wrote."""
     return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
 
 
@@ -195,7 +195,7 @@ def _jobs(
     documents: Iterable[Document], split: Callable[[Document], str] | None, shard_bytes: int, folder: Path,
     names: dict[str, list[str]], progress: Callable[[int, int], None] | None,
 ) -> Iterator[_Job]:  # fmt: skip
-    """What each shard is made of: its file, its texts and their bytes. Notes the shards of each split in ``names``."""
+    """Yield the file, the texts and the bytes of each shard, noting the shards of each split in ``names``."""
     waiting: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     count = total = 0

@@ -50,7 +50,7 @@ class TextDataModule(DataModule):
         self.parts: dict[str, tuple[str, ...]] = {
             name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
         }
-        self.selection = SiteSplit(settings, self.parts)
+        self.selection = SiteSplit(settings.share, self.parts, settings.field)
         self._ready = [Path(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
         if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
             raise MisconfigurationError(
@@ -254,7 +254,7 @@ class TextDataModule(DataModule):
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Which vocabulary and which tokens a checkpoint was trained on, and what the order of its samples comes from."""
+        """Save the digests of vocabulary and tokens, and the state that the order of samples follows."""
         return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

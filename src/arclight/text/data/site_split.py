@@ -1,4 +1,4 @@
-"""Which documents of a text are one site's, of those of a federation."""
+"""Split a text's documents among the sites of a federation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 from arclight.data.sites import IID, Dirichlet, Numbered, drawn, enough, packed
 
 if TYPE_CHECKING:
-    from arclight.text.data.data_settings import Text
     from arclight.text.data.sources import Document
 
 By = Literal["folder", "file", "name", "field"]
@@ -45,13 +44,13 @@ class SiteShare(Numbered):
 
 
 class SiteSplit:
-    """The documents that settings of text leave to their site; all where they name none.
+    """The documents of one site; all of them where no site is given.
 
-    parts: the names of the text's sources, each with the files and folders that it is read from.
+    parts: the names of the text's sources, each with the files and folders that it is read from. field: of a row, which holds the text.
     """
 
-    def __init__(self, settings: Text, parts: dict[str, tuple[str, ...]]) -> None:
-        self.settings, self.parts, self.site = settings, parts, settings.share
+    def __init__(self, site: SiteShare | None, parts: dict[str, tuple[str, ...]], field: str) -> None:
+        self.site, self.parts, self.field = site, parts, field
 
     @cached_property
     def names(self) -> list[str]:
@@ -100,7 +99,7 @@ class SiteSplit:
 
         site = self.site
         if site is None or (isinstance(site.partition, Source) and site.partition.by == "name"):
-            yield from chain.from_iterable(documents(place, self.settings.field) for place in self.parts[name])
+            yield from chain.from_iterable(documents(place, self.field) for place in self.parts[name])
             return
         empty = True
         for source, document in self._told_apart(name):
@@ -177,7 +176,7 @@ class SiteSplit:
                     yield from self._by_field(name, path)
                 else:
                     source = self._source(name, order, path)
-                    yield from ((source, document) for document in documents(path, self.settings.field))
+                    yield from ((source, document) for document in documents(path, self.field))
 
     def _by_field(self, name: str, path: Path) -> Iterator[tuple[str, Document]]:
         from arclight.text.data.sources import Document, SourceError, rows
@@ -186,14 +185,17 @@ class SiteSplit:
             raise SourceError(f'{path} has no rows whose fields tell sources apart: by = "folder" or "file" needs none')
         field = self.site.partition.field if self.site and isinstance(self.site.partition, Source) else "source"
         for place, row in rows(path):
-            for wanted in (self.settings.field, field):
+            for wanted in (self.field, field):
                 if not isinstance(row, dict) or not isinstance(row.get(wanted), str):
                     raise SourceError(f"{place} has no text in a field {wanted!r}")
-            text: str = row[self.settings.field]
+            text: str = row[self.field]
             yield f"{name}\0{row[field]}", Document(place, text, len(text.encode()))
 
     def _source(self, name: str, order: int, path: Path) -> str:
-        """What a file belongs to: part, number of the place in it, and what is below that. Nothing says where the text lies."""
+        """Return the source that a file belongs to: part, number of the place in it, and the path below.
+
+        Nothing in it says where the text lies.
+        """
         if self._by == "name":
             return name
         from arclight.text.data.sources import root_of

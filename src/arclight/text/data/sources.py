@@ -1,4 +1,4 @@
-"""Where text comes from: files of several kinds, read as documents in an order that never changes."""
+"""Sources of text: files of several kinds, read as documents in an order that never changes."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class StreamDecoder:
         return new
 
     def end(self) -> str:
-        """What is left: U+FFFD for a character that never was completed."""
+        """Return the rest: U+FFFD for a character that never was completed."""
         return self._bytes.decode(b"", final=True) if self._tokenizer.pieces is not None else self._new()
 
     def _new(self) -> str:

@@ -1,4 +1,4 @@
-"""Images from text by flow matching: FLUX.1's transformer (Black Forest Labs 2024), its loss and its sampler.
+"""FLUX.1's transformer (Black Forest Labs 2024): the velocity of image tokens between noise and an image that a text describes.
 
 Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
 scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class FluxConfig:
 
 @dataclass
 class Conditions:
-    """What an image is made from."""
+    """Conditions that an image is made from."""
 
     text: Tensor
     """Features of its tokens (B, L, E)."""
@@ -64,7 +63,7 @@ class Conditions:
 
 
 def _linear(module: nn.Module, names: dict[str, float], biases: bool = True) -> dict[str, Initial]:
-    """How maps begin: weights at random, 0 where the deviation is; biases 0."""
+    """Initialise linear maps: weights at random, or 0 for a deviation of 0; biases 0."""
     found: dict[str, Initial] = {f"{name}.weight": Normal(std) if std else Constant(0.0) for name, std in names.items()}
     return found | {f"{name}.bias": Constant(0.0) for name in names if module.get_submodule(name).bias is not None}
 
@@ -128,7 +127,7 @@ def attend(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, rotation: Rot
 
 
 class Stream(nn.Module):
-    """What text or image has of its own in a double block."""
+    """Parameters that text or image has of its own in a double block."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -232,71 +231,6 @@ class Flux(nn.Module):
         ]
         together = torch.cat(angles, -1)[None]
         return RotaryEmbedding(together.cos(), together.sin())
-
-
-def to_tokens(latents_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Squares of two by two latents become tokens (B, N, 4 C), row by row; and their places (N, 3): 0, row, column."""
-    batch, channels, height, width = latents_BCHW.shape
-    if height % 2 or width % 2:
-        raise ValueError(f"latents of {height} x {width} do not divide into squares of two by two")
-    cut = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    rows, columns = torch.arange(height // 2), torch.arange(width // 2)
-    places = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), rows, columns)
-    return cut.flatten(3).flatten(1, 2), places.to(latents_BCHW.device)
-
-
-def to_latents(tokens_BNI: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of :func:`to_tokens` for latents of ``height`` x ``width``."""
-    cut = tokens_BNI.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))  # (B, h, w, C, 2, 2)
-    latents: Tensor = cut.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-    return latents
-
-
-def flow_loss(
-    model: Flux, image_BNI: Tensor, places_NA: Tensor, conditions: Conditions, generator: torch.Generator | None = None
-) -> Tensor:  # fmt: skip
-    """Mean squared error of the velocity noise - image on the line between them (Liu et al. 2022), at times drawn from the
-    logistic of a normal distribution (Esser et al. 2024). The random numbers are drawn on the generator's device.
-    """
-    device = generator.device if generator is not None else image_BNI.device
-    noise = torch.randn(image_BNI.shape, generator=generator, device=device).to(image_BNI)
-    times = torch.randn(len(image_BNI), generator=generator, device=device).sigmoid().to(image_BNI.device)
-    along = times[:, None, None].to(image_BNI.dtype)
-    velocity = model((1 - along) * image_BNI + along * noise, places_NA, times, conditions)
-    loss: Tensor = F.mse_loss(velocity.float(), (noise - image_BNI).float())
-    return loss
-
-
-def schedule(steps: int, tokens: int, shifted: bool = True) -> list[float]:
-    """``steps`` + 1 times from 1 to 0; ``shifted`` spends more of them near noise the more tokens an image has, as FLUX.1 dev does:
-    e^m / (e^m + 1 / t - 1), with m on the line through 0.5 at 256 and 1.15 at 4096 tokens.
-    """
-    times = [1 - step / steps for step in range(steps + 1)]
-    if not shifted:
-        return times
-    strength = math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
-    return [strength / (strength - 1 + 1 / time) if time else 0.0 for time in times]
-
-
-@torch.no_grad()
-def sample(
-    model: Flux, noise_BNI: Tensor, places_NA: Tensor, conditions: Conditions, steps: int = 28, shifted: bool = True,
-    without: Conditions | None = None, strength: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """Image tokens from noise by Euler's method, against the velocity from time 1 to 0.
-
-    With conditions ``without`` (an empty text), velocities are led away from theirs by ``strength`` (Ho and Salimans 2022).
-    """
-    image = noise_BNI
-    times = schedule(steps, noise_BNI.shape[1], shifted)
-    for now, then in pairwise(times):
-        at = torch.full((len(image),), now, device=image.device)
-        velocity = model(image, places_NA, at, conditions)
-        if without is not None:
-            free = model(image, places_NA, at, without)
-            velocity = free + strength * (velocity - free)
-        image = image + (then - now) * velocity
-    return image
 
 
 FLUX_SIZES = {

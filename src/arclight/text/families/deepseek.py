@@ -53,7 +53,7 @@ class Yarn:
 
     @property
     def rotation_factor(self) -> float:
-        """What turned parts of queries and keys are multiplied with."""
+        """Return the factor of the turned parts of queries and keys."""
         if self.mscale and self.mscale_all_dim:
             return self.temperature(self.mscale) / self.temperature(self.mscale_all_dim)
         return self.temperature(1.0)

@@ -29,7 +29,7 @@ class GPT2Config(DecoderConfig):
 
 
 class BlockConfig(Protocol):
-    """What blocks must know, wherever they are used."""
+    """Sizes that a block must know, wherever it is used."""
 
     @property
     def dim(self) -> int: ...

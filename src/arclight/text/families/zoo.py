@@ -18,7 +18,8 @@ from arclight.text.families.llama4 import Llama4, Llama4Config
 from arclight.text.families.qwen3 import Qwen3, Qwen3Config, Qwen3MoE, Qwen3MoEConfig
 from arclight.text.model.layers import RopeScaling
 from arclight.text.model.moe import MoEConfig
-from arclight.text.vision_language.vision_llama import VisionConfig, VisionLlama, VisionLlamaConfig
+from arclight.text.vision_language.siglip import VisionConfig
+from arclight.text.vision_language.vision_llama import VisionLlama, VisionLlamaConfig
 
 Family = tuple[str, type[nn.Module], dict[str, Any]]
 
@@ -191,7 +192,7 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """What was typed on a command line, as TOML means it; None for "none"."""
+    """Parse a value typed on a command line as TOML; None for "none"."""
     if value == "none":
         return None
     with contextlib.suppress(tomllib.TOMLDecodeError, TypeError):

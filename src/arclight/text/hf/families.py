@@ -1,4 +1,4 @@
-"""What Hugging Face calls things, family by family: fields of config.json and names of parameters."""
+"""Tables of families at Hugging Face: fields of config.json and names of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arclight.text.families.llama import Llama, LlamaConfig
 from arclight.text.families.qwen3 import Qwen3, Qwen3Config
 from arclight.text.hf.state_keys import Key
 from arclight.text.model.layers import RopeScaling
-from arclight.text.vision_language.vision_llama import VisionConfig, VisionEncoder
+from arclight.text.vision_language.siglip import VisionConfig, VisionEncoder
 
 REQUIRED = object()
 """In the place of a default: config.json must say."""

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder, or a model of transformers, to one of our models."""
+"""Read a Hugging Face folder, or a model of transformers, into one of our models."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class InMemory:
         return self._tensors[name]
 
     class Part:
-        """What safetensors calls a slice."""
+        """One tensor of a folder, read in parts: the slice of safetensors."""
 
         def __init__(self, tensor: Tensor) -> None:
             self._tensor = tensor

@@ -1,4 +1,4 @@
-"""How parameters of one naming correspond to those of another, as data."""
+"""Map parameter names of one convention to those of another, as data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ class Piece:
 
 
 def pieces(keys: list[Key], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
-    """What to write for our parameters ``keys``, each tensor once; raises ValueError where a part of one is missing."""
+    """List what to write for our parameters ``keys``, each tensor once.
+
+    Raises ValueError where a part of one is missing.
+    """
     together: dict[str, list[Key]] = {}
     for key in keys:
         together.setdefault(key.theirs, []).append(key)
@@ -137,7 +140,7 @@ def same_tensors(found: dict[str, Tensor]) -> list[list[str]]:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, Bounds]:
-    """What this process holds of ``tensor``, and which part of the whole that is."""
+    """Return this process's part of ``tensor``, and its bounds in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple((0, size) for size in tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,4 +1,4 @@
-"""From one of our models to a Hugging Face folder."""
+"""Write one of our models as a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Language models, one readable file per family: single-device code that declares how it may be spread and how it begins.
+"""Parts that language models are made of: single-device code that declares how it may be sharded and initialised.
+
+Token ids come in; `decoder` is the trunk that all families share, `layers` its norms, rotary embeddings and feed-forward part,
+`attention` who sees whom and how that is computed, `moe` mixtures of experts and `balance` their loads, `kv_cache` the keys and
+values kept while text is generated. Whole families lie in `arclight.text.families`. Open `decoder` first.
 
 ``sharding`` of a module names for its children (``""`` is the module itself) how tensor parallelism cuts them: ``column`` and
 ``row`` (a linear map by its outputs or inputs), ``vocabulary`` (embeddings by rows), ``head`` (the output by its rows, for a
@@ -15,8 +19,6 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.text.families.llama import Llama as Llama
-    from arclight.text.families.llama import LlamaConfig as LlamaConfig
     from arclight.text.model.decoder import Decoder as Decoder
     from arclight.text.model.decoder import DecoderConfig as DecoderConfig
 
@@ -25,7 +27,5 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "Decoder": "arclight.text.model.decoder",
         "DecoderConfig": "arclight.text.model.decoder",
-        "Llama": "arclight.text.families.llama",
-        "LlamaConfig": "arclight.text.families.llama",
     },
 )

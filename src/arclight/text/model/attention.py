@@ -19,7 +19,9 @@ _FEW = 128
 
 @dataclass
 class Mask:
-    """Which keys a query sees. All conditions must hold; a tensor that is None stands for 0, 1, 2, ...
+    """Mask of the keys that a query sees: all conditions must hold.
+
+    A tensor that is None stands for 0, 1, 2, ...
 
     index: place of each token in its sequence, (T,) or (B, T); of queries and of keys, which differ where keys of earlier steps are
     cached or a process holds part of the queries only. documents: ids (B, T) of packed documents, each in one piece. positions: place of
@@ -44,7 +46,7 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Whether the mask is the lower triangle over equal places of queries and keys, or nothing at all."""
+        """Return True for the lower triangle over equal places of queries and keys, or no mask at all."""
         if not self.causal and self.window is None and self.chunk is None:
             return self.documents_q is None
         tensors = (self.index_q, self.index_k, self.documents_q)
@@ -73,7 +75,9 @@ class Mask:
         )
 
     def segments(self, batch: int, length: int, device: torch.device) -> tuple[Tensor, int]:
-        """Where pieces that do not see one another begin in the ``batch * length`` tokens, with the end, and the longest piece.
+        """Return where pieces that do not see one another begin, with the end, and the longest piece.
+
+        The places are among the ``batch * length`` tokens.
 
         Raises ValueError where queries and keys are not the same whole sequences.
         """
@@ -111,7 +115,7 @@ class Mask:
         return batch
 
     def _sees(self, device: torch.device) -> Callable[[Any, Any, Any, Any], Tensor]:
-        """Whether, in sequence b, query i sees key j: a function of index tensors, which broadcast."""
+        """Return a function of broadcast indices that tells if, in sequence b, query i sees key j."""
 
         def at(ids: Tensor | None, row: Any, place: Any) -> Any:
             if ids is None:
@@ -207,7 +211,7 @@ def _varlen(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, mask: Mask, scale: f
 
 
 class InnerAttention(nn.Module):
-    """Where a block's attention is computed, and where context parallelism is put in from outside."""
+    """Attention of a block as a module, so that context parallelism can be put in from outside."""
 
     def __init__(self, backend: Backend = "auto", scale: float | None = None) -> None:
         super().__init__()

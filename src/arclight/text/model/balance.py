@@ -1,4 +1,4 @@
-"""How the loads of experts are kept equal while a model trains: the bias that needs no loss, and the weight of the loss."""
+"""Balance the loads of experts in training: by a bias that needs no loss, or by a weighed loss."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from arclight.text.model.layers import RMSNorm, RotaryEmbedding, in_compute_type
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What the trunk must know; families add what their blocks must."""
+    """Sizes of the trunk; families add those of their blocks."""
 
     vocab_size: int
     dim: int
@@ -47,7 +47,7 @@ class DecoderConfig:
 
 @dataclass
 class BlockContext:
-    """What every block of one forward pass gets beside the hidden states."""
+    """Inputs of every block in one forward pass, beside the hidden states."""
 
     masks: dict[str, Mask]
     positions: Tensor
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
         **extra: Any,
     ) -> Tensor:  # fmt: skip
-        """What ``output`` maps to logits: (B, T, D)."""
+        """Compute the hidden states (B, T, D) that ``output`` maps to logits."""
         new = tokens_BT.shape[1]
         around = self.surroundings(new, tokens_BT.device, positions, documents, cache)
         if extra.keys() - self.inputs:

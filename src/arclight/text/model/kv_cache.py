@@ -38,7 +38,10 @@ class KVCache:
         self._layers = {name: tuple(x[rows] for x in kept) for name, kept in self._layers.items()}
 
     def mask(self, new: int, device: torch.device) -> tuple[Mask, Tensor]:
-        """What the next ``new`` tokens see, and their places in their sequences, (T,) or (B, T)."""
+        """Return the mask of the next ``new`` tokens, and their places in their sequences.
+
+        Places are (T,) or (B, T).
+        """
         places = torch.arange(self.used, self.used + new, device=device)
         if self.padding is None:
             # The newest token alone sees all keys: without a mask in full, kernels may choose their fastest way.

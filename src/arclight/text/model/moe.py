@@ -23,7 +23,10 @@ from arclight.text.model.layers import FeedForward
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """How a layer of experts routes. Two are equal where they compute the same, however they are balanced while they train."""
+    """Routing of a layer of experts.
+
+    Two are equal where they compute the same, however they are balanced while they train.
+    """
 
     experts: int
     top_k: int

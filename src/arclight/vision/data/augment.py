@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.fabric.extras import require
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.images import Image
 from arclight.vision.data.letterbox import GREY
-from arclight.vision.tasks.settings import Augment
 
 cv2 = require("cv2", extra="vision")
 

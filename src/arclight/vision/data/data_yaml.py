@@ -14,7 +14,7 @@ from arclight.vision.data.labels import DatasetError
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What a data.yaml says: names of the classes, and for each split its folders, images and .txt lists."""
+    """Content of a data.yaml: class names, and the folders, images and .txt lists of each split."""
 
     file: Path
     names: tuple[str, ...]

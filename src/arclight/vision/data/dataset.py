@@ -19,12 +19,12 @@ from torch.utils.data import Dataset
 
 from arclight.fabric.extras import require
 from arclight.vision.data import augment as changes
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
 from arclight.vision.data.labels import DatasetError, DatasetReport, check_labels
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.site_split import SiteSplit
-from arclight.vision.tasks.settings import Augment
 
 cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class DetectionDataset(Dataset[Sample]):
     # Damaged files
 
     def _first_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
-        """What ``read`` makes of the image at ``index``, or of the first one after it that is sound; and its index."""
+        """Read the image at ``index``, or the first sound one after it; also returns its index."""
         for candidate in chain(range(index, len(self)), range(index)):
             try:
                 return read(self.images[candidate]), candidate

@@ -1,4 +1,4 @@
-"""What an image file says about itself before anything is decoded: format, size, orientation, completeness.
+"""Headers of image files, read before anything is decoded: format, size, orientation, completeness.
 
 Only the formats named here are ever handed to a decoder, and none before its size is known, so that a small file
 which claims to be huge costs nothing. Every reader takes the file's bytes (or a memory map of them, of which
@@ -26,7 +26,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What the header of an image says; ``width`` and ``height`` are of the stored pixels, before ``orientation``."""
+    """Header of an image; ``width`` and ``height`` are of the stored pixels, before ``orientation``."""
 
     format: str
     width: int

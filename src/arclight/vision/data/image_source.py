@@ -1,4 +1,4 @@
-"""Where images for prediction come from: files, folders, patterns, videos, arrays, and lists of those."""
+"""Images for prediction from files, folders, patterns, videos, arrays, and lists of those."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class FileProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """What was found in one split of a data set; ``print`` it, or take it as data with ``as_dict``."""
+    """Report on one split of a data set; ``print`` it, or take it as data with ``as_dict``."""
 
     name: str
     images: int
@@ -123,7 +123,10 @@ class _OutOfRangeError(ValueError):
 
 
 def label_path(image: Path) -> Path:
-    """Where the labels of ``image`` are: its last folder ``images`` becomes ``labels``; without one, beside it."""
+    """Return the label file of ``image``: its last folder ``images`` becomes ``labels``.
+
+    Without such a folder it lies beside the image.
+    """
     parts = list(image.parent.parts)
     for index in range(len(parts) - 1, -1, -1):
         if parts[index] == "images":
@@ -327,7 +330,7 @@ def _write_cache(file: Path, fingerprint: str, images: list[Path], found: Labell
 
 
 def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledImages | None:
-    """What an earlier scan of exactly these files found; None where there is none, or it cannot be read."""
+    """Load an earlier scan of exactly these files; None if there is none, or it cannot be read."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             if str(stored["fingerprint"]) != fingerprint:

@@ -1,4 +1,4 @@
-"""Which images of a data set are one site's, of those of a federation."""
+"""Split the images of a data set among the sites of a federation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SiteSplit:
         return drawn(partition, self._name(image).encode(), merchant, count)
 
     def merchant(self, image: Path) -> str:
-        """Whose an image is. Raises DatasetError where that is not known."""
+        """Return the owner of an image. Raises DatasetError if nobody knows."""
         from arclight.vision.data.labels import DatasetError
 
         by = getattr(self.site.partition, "by", None) or "list"

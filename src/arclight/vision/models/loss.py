@@ -7,20 +7,14 @@ Everything runs on the device without waiting for it: objects that match no anch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from arclight.vision.boxes import complete_iou
-from arclight.vision.tasks.settings import Detection
-
-if TYPE_CHECKING:
-    from arclight.vision.models.yolov5 import Yolo
-
-ANCHOR_T = 4.0
-"""An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+from arclight.vision.models.anchors import ANCHOR_T
 
 LEVEL_BALANCE = (4.0, 1.0, 0.4)
 """Weights of the objectness loss at strides 8, 16 and 32: fine levels have more cells and learn more slowly."""
@@ -35,7 +29,7 @@ class Gains(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Which predictions of one level answer for which objects: K = 9 M candidates, of which those in ``mask`` count."""
+    """Predictions of one level that answer for objects: K = 9 M candidates, those in ``mask`` count."""
 
     image: Tensor
     anchor: Tensor
@@ -49,26 +43,18 @@ class Assignment(NamedTuple):
     mask: Tensor
 
 
-def scaled_gains(settings: Detection, num_classes: int, levels: int = 3) -> Gains:
-    """The gains of ``settings``, stated for 3 levels, 80 classes and 640 pixels, for another model and image size.
+def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 3) -> Gains:
+    """Scale ``gains``, stated for 3 levels, 80 classes and 640 pixels, to another model and image size.
 
     Sums over levels grow with their number; the class loss is a mean over classes; objectness is a mean over cells, of
     which a larger image has more that are empty (YOLOv5).
     """
     per_level = 3 / levels
     return Gains(
-        box=settings.box_gain * per_level,
-        obj=settings.obj_gain * per_level * (settings.image_size / 640) ** 2,
-        cls=settings.cls_gain * per_level * num_classes / 80,
+        box=gains.box * per_level,
+        obj=gains.obj * per_level * (image_size / 640) ** 2,
+        cls=gains.cls * per_level * num_classes / 80,
     )
-
-
-def detection_loss(
-    raw: Sequence[Tensor], targets: Tensor, model: Yolo, settings: Detection
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch of ``model`` and its parts: ``yolo_loss`` with its anchors and the gains of ``settings``."""
-    gains = scaled_gains(settings, model.head.num_classes, len(model.stride))
-    return yolo_loss(raw, targets, model.anchors, gains)
 
 
 def yolo_loss(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from arclight import checkpoint as checkpoints
+from arclight.vision.models.anchors import ANCHORS_PX
 
 BN_EPS, BN_MOMENTUM = 1e-3, 0.03  # part of the architecture: weights trained with other values give other outputs
 
@@ -224,7 +225,7 @@ class Layer(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How a member of the family scales the table: factors of repeats and of channels."""
+    """Factors of repeats and of channels by which a member of the family scales the table."""
 
     depth: float
     width: float
@@ -270,13 +271,6 @@ SCALES: dict[str, Scale] = {
 }
 
 STRIDES = (8, 16, 32)
-
-ANCHORS_PX: tuple[tuple[tuple[int, int], ...], ...] = (
-    ((10, 13), (16, 30), (33, 23)),
-    ((30, 61), (62, 45), (59, 119)),
-    ((116, 90), (156, 198), (373, 326)),
-)
-"""(width, height) in pixels of the three anchors at each stride, as published for COCO at 640 pixels."""
 
 
 def build_model(

@@ -51,7 +51,7 @@ class Boxes:
 
 @dataclass(frozen=True, eq=False)
 class Detections:
-    """What was found in one image.
+    """Detections of one image.
 
     >>> found = detector.detect([photo])[0]
     >>> found.boxes.xyxy, found.boxes.conf, [found.names[int(c)] for c in found.boxes.cls]

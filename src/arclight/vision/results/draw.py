@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
 
 cv2 = require("cv2", extra="vision")
 
-Image = NDArray[np.uint8]
 Colour = tuple[int, int, int]
 
 PALETTE: tuple[Colour, ...] = (

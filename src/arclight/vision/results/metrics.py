@@ -1,4 +1,4 @@
-"""How good a detector is: average precision as COCO defines it, precision and recall, and what is taken for what.
+"""Score detectors: average precision as COCO defines it, precision and recall, confusion.
 
 The numbers are those of pycocotools for boxes (no crowd regions) on the same detections. Shapes: C classes, T = 10
 overlap thresholds, k predictions and m true boxes of an image.
@@ -15,6 +15,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from arclight.vision.boxes import box_iou
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,7 +31,10 @@ CONFUSION_CONFIDENCE, CONFUSION_IOU = 0.25, 0.45
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DetectionResults:
-    """What a detector scored. Classes without a true box have no average precision: NaN, left out of every mean."""
+    """Scores of a detector.
+
+    Classes without a true box have no average precision: NaN, left out of every mean.
+    """
 
     map50: float
     """Mean over classes of average precision at an overlap of 0.5; NaN if there is no true box at all."""
@@ -145,7 +150,7 @@ class DetectionMetrics:
                 raise ValueError(
                     f"a {what} has class {strange[0]}, but classes are numbered 0 to {self.num_classes - 1}"
                 )
-        iou = box_iou(predicted[:, :4], true[:, 1:])
+        iou = box_iou(torch.from_numpy(predicted[:, :4]), torch.tensor(true[:, 1:])).numpy()
         hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
         counted = np.zeros(len(predicted), np.bool_)
         for c in np.unique(classes):
@@ -242,15 +247,6 @@ def _rows(array: ArrayLike, width: int, what: str) -> Floats:
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ValueError(f"{what} of an image must have shape (n, {width}), their shape is {rows.shape}")
     return rows
-
-
-def box_iou(a: Floats, b: Floats) -> Floats:
-    """(n, m) intersection over union of xyxy boxes in float64; ``boxes.box_iou`` is for tensors."""
-    size = np.minimum(a[:, None, 2:], b[:, 2:]) - np.maximum(a[:, None, :2], b[:, :2])
-    common = np.clip(size, 0, None).prod(axis=-1)
-    union = (a[:, 2:] - a[:, :2]).prod(axis=-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(axis=-1) - common
-    iou: Floats = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
-    return iou
 
 
 def match(iou: Floats) -> Bools:

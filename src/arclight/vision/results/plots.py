@@ -1,4 +1,8 @@
-"""Pictures of how a detector does, for the run's report."""
+"""Plots of a detector's results for the run's report: the precision-recall curve, the confusion matrix, sample predictions.
+
+Charts are SVG texts that need no style sheet, font or script, and follow the reader's light or dark theme, alone in a
+browser, as an image in a page, or pasted into one.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arclight.trainer import Callback
-from arclight.vision.data.images import decode_image
+from arclight.vision.data.images import Image, decode_image
 from arclight.vision.results.draw import grid
 from arclight.vision.results.metrics import CONFUSION_CONFIDENCE, CONFUSION_IOU, RECALL_GRID, DetectionResults, Floats
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
     from arclight.vision.data.dataset import DetectionDataset
-    from arclight.vision.tasks.detection import Detector
+    from arclight.vision.results.detections import Detections
 
 
 SAMPLES = 12
@@ -32,38 +36,42 @@ class DetectionPlots(Callback):
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        detector: Detector = pl_module
-        if not trainer.is_global_zero or not trainer.loggers or detector.results is None:
+        if not trainer.is_global_zero or not trainer.loggers or pl_module.results is None:
             return
+        folder = trainer.run_folder.plots
+        captions = write_charts(pl_module.results, pl_module.names, folder)
         whole = not getattr(
             trainer.strategy, "in_stages", False
-        )  # else no process has a model that could look at photos
+        )  # of a pipeline no process has a model to look at photos
         photos = getattr(trainer.datamodule, "val", None) if whole else None
-        write_plots(detector, photos, trainer.run_folder.plots)
+        if photos is not None and len(photos):
+            captions |= write_predictions(pl_module.detect, photos, folder)
+        (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
 
 
-def write_plots(detector: Detector, photos: DetectionDataset | None, folder: Path) -> None:
-    """The plots of ``detector.results`` and sample predictions on ``photos``, with captions, into ``folder``."""
-    import cv2
-
+def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = detector.results
-    (folder / "pr_curve.svg").write_text(pr_curve(results, detector.names), encoding="utf-8")
-    (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, detector.names), encoding="utf-8")
-    captions = {
+    (folder / "pr_curve.svg").write_text(pr_curve(results, names), encoding="utf-8")
+    (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, names), encoding="utf-8")
+    return {
         "pr_curve.svg": "Precision against recall on the validation images, at an overlap of 0.5.",
         "confusion_matrix.svg": "What was there (columns) and what was found (rows), at confidence 0.25 and overlap 0.45.",
     }
-    if photos is not None and len(photos):
-        picks = np.linspace(0, len(photos) - 1, min(SAMPLES, len(photos))).astype(int)
-        images = [decode_image(photos.images[int(i)]) for i in picks]
-        shown = [found.plot() for found in detector.detect(images)]
-        sheet = grid(shown, columns=4, side=320)
-        cv2.imwrite(
-            str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 85]
-        )
-        captions["predictions.jpg"] = "Predictions on validation images."
-    (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
+
+
+def write_predictions(
+    detect: Callable[[Sequence[Image]], Sequence[Detections]], photos: DetectionDataset, folder: Path
+) -> dict[str, str]:
+    """Write what ``detect`` finds in some of ``photos`` as one picture into ``folder``; gives its caption."""
+    import cv2
+
+    picks = np.linspace(0, len(photos) - 1, min(SAMPLES, len(photos))).astype(int)
+    found = detect([decode_image(photos.images[int(i)]) for i in picks])
+    sheet = grid([detections.plot() for detections in found], columns=4, side=320)
+    quality = [cv2.IMWRITE_JPEG_QUALITY, 85]
+    cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), quality)
+    return {"predictions.jpg": "Predictions on validation images."}
 
 
 _STYLE = """
@@ -176,7 +184,7 @@ def _pr_legend(rows: Sequence[tuple[str, str, float]], results: DetectionResults
 
 
 def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
-    """What was there (columns) and what was found (rows); an SVG text.
+    """Draw what was there (columns) and what was found (rows); an SVG text.
 
     Shares are of the labelled boxes of a column; in the last column, of false alarms, they are of the boxes found as
     that class.

@@ -68,7 +68,7 @@ def _float_batches(photos: DetectionDataset, count: int) -> Iterator[torch.Tenso
 
 
 def parity_summary(program: Program) -> str:
-    """How closely a program computes what its model computes, as measured when it was written."""
+    """Summarise how closely a program computes what its model computes, as measured when it was written."""
     parity = program.metadata["parity"]
     worst = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
     outputs = parity.get("outputs", {})  # programs of the release before have none

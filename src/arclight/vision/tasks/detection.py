@@ -18,12 +18,12 @@ from arclight.vision.boxes import nms
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import fit_anchors
-from arclight.vision.models.loss import scaled_gains, yolo_loss
+from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import Yolo, build_model, load_pretrained
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.tasks.processing import DetectionProcessing
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.tasks.settings import DetectionTask
 
 _LOG = logging.getLogger("arclight")
 
@@ -38,11 +38,11 @@ EVALUATION_IOU = 0.6
 class Detector(Module):
     """Trains and runs an object detector.
 
-    >>> detector = Detector(Detection(data="data.yaml", model="yolov5n", image_size=320), names=["qr_code"])
+    >>> detector = Detector(DetectionTask(data="data.yaml", model="yolov5n", image_size=320), names=["qr_code"])
     >>> detections = detector.detect([photo])[0]            # photo: RGB uint8 (H, W, 3)
     """
 
-    def __init__(self, settings: Detection, names: Sequence[str]) -> None:
+    def __init__(self, settings: DetectionTask, names: Sequence[str]) -> None:
         super().__init__()
         if settings.image_size % 32:
             raise ValueError(f"image_size must be a multiple of 32, got {settings.image_size}")
@@ -50,7 +50,8 @@ class Detector(Module):
         self.settings, self.names = settings, list(names)
         self.model = build_model(settings.model, num_classes=len(self.names))
         self.model.names = self.names
-        self.gains = scaled_gains(settings, len(self.names))
+        gains = Gains(box=settings.box_gain, obj=settings.obj_gain, cls=settings.cls_gain)
+        self.gains = scaled_gains(gains, len(self.names), settings.image_size)
         self.metrics = DetectionMetrics(num_classes=len(self.names))
         self.results: Any = None
         """Metrics of the newest validation; see DetectionMetrics.compute."""
@@ -66,7 +67,7 @@ class Detector(Module):
 
     @property
     def processing(self) -> DetectionProcessing:
-        """How photos become input and output becomes boxes, as a deployed program does it too."""
+        """Return the processing from photos to input and from output to boxes, as programs do it too."""
         s = self.settings
         return DetectionProcessing(
             names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
@@ -200,7 +201,7 @@ class Detector(Module):
 class DetectionData(DataModule):
     """Loaders over a YOLO-format data set."""
 
-    def __init__(self, settings: Detection) -> None:
+    def __init__(self, settings: DetectionTask) -> None:
         self.settings = settings
         self.spec = read_data_yaml(settings.data)
 

@@ -1,10 +1,11 @@
-"""From photos to a detector's input, and from its output to boxes: the same for a module and for a deployed program."""
+"""Processing of photos to a detector's input and of its output to boxes, in modules and programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ from arclight.vision.boxes import nms
 from arclight.vision.data.letterbox import Letterbox, letterbox, unletterbox
 from arclight.vision.results.detections import Detections
 
+if TYPE_CHECKING:
+    from arclight.deploy import Program
+
 
 @dataclass(frozen=True)
 class Context:
-    """What is needed to map boxes back: the photos and where each lies in its square."""
+    """Photos, and where each lies in its square: what is needed to map boxes back."""
 
     images: list[np.ndarray[Any, Any]]
     placements: list[Letterbox]
@@ -59,3 +63,21 @@ class DetectionProcessing:
             boxes = unletterbox(array[:, :4], placement, image.shape[:2])
             results.append(Detections.from_arrays(boxes, array[:, 4], array[:, 5], names=self.names, image=image))
         return results
+
+
+def load_detector_program(path: Path | str, **thresholds: float) -> Program:
+    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`.
+
+    Raises ProgramError for the program of another task.
+    """
+    from arclight.deploy import Program, ProgramError
+
+    program = Program.load(path)
+    if (task := program.metadata.get("task")) != "detect":
+        raise ProgramError(
+            f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
+        )
+    if thresholds:
+        processing: Any = replace(program.processing, **thresholds)  # type: ignore[type-var]
+        program = Program.load(path, processing=processing)
+    return program

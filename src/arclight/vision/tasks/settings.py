@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from arclight._intervals import (
     Checked,
@@ -14,11 +14,11 @@ from arclight._intervals import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    ProperFraction,
 )
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
+from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.site_split import Merchant, SiteShare
 
 if TYPE_CHECKING:
@@ -26,40 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment(Checked):
-    """Random changes to training images; each default suits codes and text, whose mirror image does not exist."""
-
-    mosaic: Fraction = 1.0
-    """Probability of composing four images into one, in [0, 1]."""
-    mixup: Fraction = 0.0
-    """Probability of blending two images, in [0, 1]."""
-    degrees: Annotated[float, Interval(ge=0, le=180)] = 0.0
-    """Largest rotation, degrees."""
-    translate: Fraction = 0.1
-    """Largest shift, as a share of the image side."""
-    scale: ProperFraction = 0.5
-    """Largest change of size: factors in [1 - scale, 1 + scale]."""
-    shear: Annotated[float, Interval(ge=0, lt=90)] = 0.0
-    """Largest shear, degrees."""
-    perspective: Annotated[float, Interval(ge=0, le=0.001)] = 0.0
-    """Largest perspective term, in [0, 0.001]."""
-    hsv_h: Fraction = 0.015
-    """Largest change of hue, share of the circle."""
-    hsv_s: Fraction = 0.7
-    """Largest change of saturation, share."""
-    hsv_v: Fraction = 0.4
-    """Largest change of brightness, share."""
-    fliplr: Fraction = 0.0
-    """Probability of mirroring left-right, in [0, 1]; leave at 0 for codes and text."""
-    flipud: Fraction = 0.0
-    """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
-    close_mosaic: Fraction = 0.1
-    """Final fraction of training without mosaics."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Detection(Checked):
+class DetectionTask(Checked):
     """Train an object detector on a YOLO-format data set."""
+
+    recipe_kind: ClassVar[str] = "detection"
 
     data: Path
     """The data set: a data.yaml with train, val and names."""
@@ -102,7 +72,7 @@ class Detection(Checked):
     iou_threshold: Fraction = 0.45
     """IoU threshold of non-maximum suppression, in [0, 1]."""
 
-    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:
+    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> DetectionTask:
         """The same task on one site's images; its weights come from elsewhere. Raises ValueError for a partition that divides no images."""
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
@@ -121,7 +91,7 @@ class Detection(Checked):
         assert share is not None
         SiteSplit(read_data_yaml(self.data), share).check()
 
-    def with_data(self, data: str) -> Detection:
+    def with_data(self, data: str) -> DetectionTask:
         """The same task on a site's own images, all of them."""
         return dataclasses.replace(self, weights=None, data=Path(data), share=None)
 

@@ -16,7 +16,7 @@ from arclight.optim.settings import SGD
 from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy
 from arclight.parallel.pipeline.steps.parallelize_steps import parallelize_steps
 from arclight.text.language_model import LanguageModel
-from arclight.text.settings import Language, Sampling
+from arclight.text.settings import LanguageTask, Sampling
 
 MIXTURE = {"layers": 2, "dim": 64, "hidden": 64, "heads": 4, "moe": {"balance_loss": 0.3, "bias_rate": 0.0}}
 
@@ -34,7 +34,7 @@ class Chosen(al.Callback):
 
 def trained(folder: Path, strategy: Any, overrides: dict[str, Any], model: str, *callbacks: al.Callback) -> Any:
     """Two steps with labels that are not to be predicted, validation and samples."""
-    settings = Language(
+    settings = LanguageTask(
         model=model, overrides=overrides, sampling=Sampling(new_tokens=2), optimizer=SGD(lr=0.1), schedule=Constant()
     )
     return fit(
@@ -69,7 +69,7 @@ def test_memory_that_is_not_enough_is_refused(tmp_path: Path) -> None:
     ("option", "value"), [("memory", "1GiB"), ("evaluation_micro_batches", 2), ("reduction", "sum"), ("example", {})]
 )
 def test_what_tensor_parallel_stages_cannot_do_is_refused(option: str, value: Any) -> None:
-    module = LanguageModel(Language(overrides=SMALL), 256)
+    module = LanguageModel(LanguageTask(overrides=SMALL), 256)
     module.configure_model()
     plan = Plan(tp=2)
     with pytest.raises(PlanError, match=rf"Pipeline\({option}=\.\.\.\) needs stages that are cut.*tp = 2 spreads"):
@@ -83,7 +83,7 @@ def test_what_tensor_parallel_stages_cannot_do_is_refused(option: str, value: An
 
 
 def test_losses_that_are_added_in_backward_count_beside_means_of_counts_alone() -> None:
-    module = LanguageModel(Language(overrides=SMALL), 256)
+    module = LanguageModel(LanguageTask(overrides=SMALL), 256)
     mesh: Any = SimpleNamespace(plan=Plan(pp=2))
     wishes = Pipeline(2, reduction="micro_mean").wishes
     with pytest.raises(PlanError, match=r"LanguageModel adds losses in backward \(scale_losses\)"):

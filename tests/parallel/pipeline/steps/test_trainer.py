@@ -23,7 +23,7 @@ from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching
 from arclight.trainer.strategies import select
 from arclight.vision import Detector
-from arclight.vision.tasks.settings import Detection
+from arclight.vision.tasks.settings import DetectionTask
 
 
 class Classifier(al.Module):
@@ -473,7 +473,7 @@ def test_a_detector_as_it_is(tmp_path: Path) -> None:
 
     def fitted(folder: str, strategy: Any, *callbacks: al.Callback) -> tuple[list[float], dict[str, float], Any]:
         torch.manual_seed(1)
-        settings = Detection(data=Path("none"), image_size=64, memory_format="contiguous")
+        settings = DetectionTask(data=Path("none"), image_size=64, memory_format="contiguous")
         detector, record = Detector(settings, names=["code"]), Record()
         run = trainer(tmp_path / folder, strategy, record, *callbacks, max_epochs=1)
         run.fit(detector, scenes(3, 4), scenes(2, 3))

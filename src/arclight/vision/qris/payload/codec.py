@@ -51,7 +51,7 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What a valid payment code says; amounts are in ``currency`` (ISO 4217 number, 360 is rupiah)."""
+    """Content of a valid payment code; amounts are in ``currency`` (ISO 4217 number, 360 is rupiah)."""
 
     merchant_name: str
     city: str
@@ -90,7 +90,7 @@ class Payload:
 
 
 def parse(text: str) -> Payload:
-    """What ``text`` says; raises QrisError that names every violation with its tag and offset, and nothing else."""
+    """Parse ``text``; raises QrisError that names every violation with its tag and offset."""
     if len(text) > rules.MAX_LENGTH:
         message = f"the payload has {len(text)} characters; at most {rules.MAX_LENGTH} are allowed"
         raise QrisError([Problem("", rules.MAX_LENGTH, message)])
@@ -104,7 +104,7 @@ def parse(text: str) -> Payload:
 
 
 def is_qris(text: str) -> bool:
-    """Whether ``text`` is a valid payload whose tag 51 names the national switch."""
+    """Return True for a valid payload whose tag 51 names the national switch."""
     return classify(text) == "qris"
 
 

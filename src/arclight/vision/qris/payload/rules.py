@@ -1,4 +1,7 @@
-"""What EMVCo (QR Code Specification for Payment Systems, merchant-presented mode 1.1) and QRIS demand of each field."""
+"""Rules of EMVCo and QRIS for each field of a payment payload.
+
+EMVCo: QR Code Specification for Payment Systems, merchant-presented mode 1.1.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def nested(field: Field) -> tuple[list[Field], list[Problem]]:
 
 
 def is_qris(by_tag: Mapping[str, Field]) -> bool:
-    """Whether tag 51 names the national switch."""
+    """Return True if tag 51 names the national switch."""
     switch = by_tag.get(QRIS_TAG)
     return switch is not None and any(f.tag == "00" and f.value == QRIS_GUID for f in nested(switch)[0])
 

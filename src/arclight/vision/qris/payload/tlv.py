@@ -41,7 +41,7 @@ class Field:
 
 
 def is_digits(text: str) -> bool:
-    """Whether ``text`` is one or more of 0-9; other scripts' digits are not."""
+    """Return True if ``text`` is one or more of 0-9; other scripts' digits are not."""
     return text.isascii() and text.isdigit()
 
 

@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import choose
 from arclight.vision.qris.scenes.drawing import (
     any_colour,
@@ -24,7 +25,7 @@ from arclight.vision.qris.scenes.drawing import (
     vivid,
     write,
 )
-from arclight.vision.qris.scenes.symbols import Colour, Image
+from arclight.vision.qris.scenes.symbols import Colour
 
 Field = npt.NDArray[np.float32]
 

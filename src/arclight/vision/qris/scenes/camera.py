@@ -1,4 +1,4 @@
-"""What light and a phone's camera do to a scene: shading, casts, glare, shadows, blur, noise."""
+"""Camera of a scene: where flat things appear in the picture, and what light and a phone do to it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.backgrounds import Field, clouds, soften, white_noise
 from arclight.vision.qris.scenes.drawing import Sprite, cv2
-from arclight.vision.qris.scenes.symbols import Image, Points
+from arclight.vision.qris.scenes.symbols import Points
 
 
 def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> Image:
@@ -156,7 +157,7 @@ class Bend:
         return self.width * float(np.sin(self.angle)) / self.angle
 
     def forward(self, points: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Where points of the flat sheet are seen."""
+        """Map points of the flat sheet to where they are seen."""
         flat = np.asarray(points, np.float64)
         theta = (flat[:, 0] / self.width * 2 - 1) * self.angle
         x = (np.sin(theta) / np.sin(self.angle) + 1) * self.seen / 2

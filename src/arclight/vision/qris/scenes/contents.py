@@ -1,4 +1,4 @@
-"""What generated codes say: invented merchants' payment payloads, and the other things people put into QR codes."""
+"""Contents of generated codes: invented merchants' payment payloads, and what else codes hold."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import choose, digits, words
 from arclight.vision.qris.scenes.drawing import (
     FONTS,
@@ -24,7 +25,7 @@ from arclight.vision.qris.scenes.drawing import (
     write,
     write_centred,
 )
-from arclight.vision.qris.scenes.symbols import Colour, Image
+from arclight.vision.qris.scenes.symbols import Colour
 
 
 def _cells(cells: npt.NDArray[np.generic], side: float) -> Image:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import WORDS, choose
-from arclight.vision.qris.scenes.symbols import Colour, Image, PrintedCode
+from arclight.vision.qris.scenes.symbols import Colour, PrintedCode
 
 cv2 = require("cv2", extra="vision")
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.backgrounds import BACKGROUNDS
 from arclight.vision.qris.scenes.contents import qris_content
 from arclight.vision.qris.scenes.drawing import Sprite, blank, contrasting, cv2, rounded, vivid, write_centred
-from arclight.vision.qris.scenes.symbols import Colour, Image
+from arclight.vision.qris.scenes.symbols import Colour
 
 CONCENTRATION = 0.35
 """Of the Dirichlet distributions that a merchant's surroundings and carriers are drawn from: a few of each are usual."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import (
     Content,
     any_content,
@@ -37,7 +38,7 @@ from arclight.vision.qris.scenes.drawing import (
     write,
     write_centred,
 )
-from arclight.vision.qris.scenes.symbols import Colour, Image, Look, random_look, stamp
+from arclight.vision.qris.scenes.symbols import Colour, Look, random_look, stamp
 
 Draw = Callable[[np.random.Generator, float], Sprite]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import any_content, choose, digits, other_content, words
 from arclight.vision.qris.scenes.distractors import barcode
 from arclight.vision.qris.scenes.drawing import (
@@ -25,7 +26,7 @@ from arclight.vision.qris.scenes.drawing import (
     write,
     write_centred,
 )
-from arclight.vision.qris.scenes.symbols import Image, Look, PrintedCode, random_look, stamp
+from arclight.vision.qris.scenes.symbols import Look, PrintedCode, random_look, stamp
 
 
 def document(rng: np.random.Generator, side: float) -> Sprite:

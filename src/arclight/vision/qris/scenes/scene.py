@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes import posters, prints
 from arclight.vision.qris.scenes.backgrounds import background, plain, soften, studio
 from arclight.vision.qris.scenes.camera import (
@@ -26,7 +27,6 @@ from arclight.vision.qris.scenes.contents import Content, choose
 from arclight.vision.qris.scenes.distractors import distractor, fingers, hand, strap
 from arclight.vision.qris.scenes.drawing import Sprite, cv2
 from arclight.vision.qris.scenes.merchants import MerchantStyle
-from arclight.vision.qris.scenes.symbols import Image
 
 COARSE = 160
 """Side of the map on which overlaps are judged, cells."""

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
 from arclight.vision.qris.scenes.contents import Content, choose
 
 cv2 = require("cv2", extra="vision")
 segno = require("segno", extra="vision")
 
-Image = npt.NDArray[np.uint8]
 Points = npt.NDArray[np.float32]
 Colour = tuple[int, int, int]
 Modules = Literal["squares", "dots", "rounded"]
@@ -26,7 +26,7 @@ CELL = 8
 
 @dataclass(frozen=True)
 class Look:
-    """How a symbol is printed: colours (RGB), quiet zone in modules, shape of its modules, logo in the middle."""
+    """Look of a printed symbol: colours (RGB), quiet zone in modules, shape of modules, logo."""
 
     ink: Colour = (0, 0, 0)
     paper: Colour = (255, 255, 255)
