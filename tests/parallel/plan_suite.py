@@ -74,7 +74,7 @@ class Case:
 
 EXPERTS: dict[str, Any] = {"head_dim": 8}
 LATENT: dict[str, Any] = {
-    "kv_heads": None, "query_rank": 24, "latent": 16, "plain_width": 8, "turned_width": 4, "value_width": 8
+    "kv_heads": None, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8
 }  # fmt: skip
 UNBALANCED = LATENT | {"moe": dataclasses.replace(model_config("deepseek-v3-debug").moe, balance_loss=0.0)}
 """Without the loss that is a mean over sequences: parts of them and micro-batches have others."""

@@ -254,8 +254,8 @@ class Experts(Language):
     def __init__(self) -> None:
         super().__init__()
         self.model = build_model(
-            "deepseek-v3-debug", vocab_size=96, dim=32, layers=4, heads=4, hidden=48, query_rank=24, latent=16, plain_width=8,
-            turned_width=4, value_width=8,
+            "deepseek-v3-debug", vocab_size=96, dim=32, layers=4, heads=4, hidden=48, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
+            qk_rope_head_dim=4, v_head_dim=8,
         ).double()  # fmt: skip
         initialize(self.model, 3)
 

@@ -276,7 +276,7 @@ def test_experts_lie_one_by_one_in_a_file_or_all_in_one_tensor(case: str, folder
 
 
 def test_experts_that_hugging_face_does_not_know_are_not_written(tmp_path: Path) -> None:
-    model = build_model("deepseek-v3-16b", vocab_size=64, dim=32, layers=2, hidden=32, latent=16)
+    model = build_model("deepseek-v3-16b", vocab_size=64, dim=32, layers=2, hidden=32, kv_lora_rank=16)
     with pytest.raises(ValueError, match=r"moe\.score is 'softmax'; the family at Hugging Face knows only 'sigmoid'"):
         to_hf(model, tmp_path / "out")
 

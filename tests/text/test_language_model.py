@@ -140,7 +140,7 @@ def test_operations_by_hand() -> None:
 
 
 def test_experts_are_balanced_while_a_model_trains(tmp_path: Path) -> None:
-    overrides = {"layers": 3, "dim": 64, "heads": 4, "hidden": 96, "query_rank": 32}
+    overrides = {"layers": 3, "dim": 64, "heads": 4, "hidden": 96, "q_lora_rank": 32}
     settings = LanguageTask(model="deepseek-v3-debug", overrides=overrides, sampling=None)
     trainer, model = fit(tmp_path, settings=settings, accumulate_grad_batches=2)
     routers = [model.model.layers[str(number)].feed_forward.router for number in (1, 2)]

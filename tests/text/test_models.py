@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
+from arclight.text.families.zoo import model_config
 from arclight.text.model import layers
 from arclight.text.model.decoder import active_parameters, flops_per_token
 from arclight.text.model.kv_cache import KVCache
@@ -232,3 +233,10 @@ def test_shapes_are_told_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name, layers=2)
     assert model(torch.zeros(2, 8, dtype=torch.int64, device="meta")).shape == (2, 8, model.config.vocab_size)
+
+
+def test_fields_are_read_under_their_former_names() -> None:
+    with pytest.warns(UserWarning, match="query_rank is called q_lora_rank now"):
+        assert model_config("deepseek-v3-debug", query_rank=32).q_lora_rank == 32
+    with pytest.raises(ValueError, match="has no 'query_rank' to set"):
+        model_config("llama3-debug", query_rank=32)

@@ -14,7 +14,7 @@ from arclight.cli.arguments import UsageError
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
-    from arclight.cli.user_module import OwnRun
+    from arclight.cli.user_module import UserRun
     from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
     from arclight.trainer.settings import Diloco, TrainerSettings
@@ -52,7 +52,7 @@ def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
     return module, data
 
 
-def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
+def make_trainer(recipe: Recipe | UserRun, **objects: Any) -> Trainer:
     """A trainer as the recipe says, writing where the recipe says. Raises UsageError where its settings do not fit."""
     from arclight import Trainer
 
@@ -122,7 +122,7 @@ def check_plan(plan: Plan, module: Module) -> None:
         raise UsageError(f"plan: {error}") from error
 
 
-def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
+def callbacks(recipe: Recipe | UserRun) -> list[Callback]:
     """The callbacks that the recipe has settings for."""
     from arclight import LearningRateMonitor
 

@@ -31,7 +31,7 @@ TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnRun:
+class UserRun:
     """One run of a module of your own, completely described."""
 
     model: Imported
@@ -115,7 +115,7 @@ def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> OwnRun:
+def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> UserRun:
     """The run that ``options.config``, ``options.data`` and the flags describe. Raises UsageError with every problem."""
     table: dict[str, Any] = {}
     for path in options.config:
@@ -133,7 +133,7 @@ def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> 
     if data is None and ("data" in table or any(word.startswith("--data.") for word in flags)):
         raise UsageError("the data has settings but no class: name it with --data package.module:Class")
     with problems_listed(f"{target_of(model)} cannot be run"):
-        run = read(OwnRun, table, flags)
+        run = read(UserRun, table, flags)
     if run.model.target != target_of(model):
         raise UsageError(f"--model.kind is {run.model.target}, but {target_of(model)} was named first")
     return run
@@ -179,7 +179,7 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     return both
 
 
-def config_text(run: OwnRun) -> str:
+def config_text(run: UserRun) -> str:
     """The run as TOML that ``--config`` reads back, defaults of the constructors included."""
     return write(
         dataclasses.replace(run, model=completed(run.model), data=run.data and completed(run.data)),

@@ -14,7 +14,7 @@ from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
 from arclight.cli.run_record import RunRecord
 from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_places, resume_from
-from arclight.cli.user_module import OwnRun
+from arclight.cli.user_module import UserRun
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module, RunFolder
@@ -27,15 +27,15 @@ ABOUT = {
 }
 
 
-def own_run(verb: str, model: type, words: Sequence[str]) -> None:
+def run_user_module(verb: str, model: type, words: Sequence[str]) -> None:
     """Do what ``verb`` says with ``model``, a subclass of Module, as the words after it describe."""
-    parser = own_parser(verb)
+    parser = user_parser(verb)
     asked = [word for word in words if word not in ("-h", "--help")]
     options, flags = parser.parse_known_args(asked)
     if len(asked) < len(words):
-        print(own_help(parser, model, options))
+        print(user_help(parser, model, options))
         return
-    check_short_flags(flags, OwnRun)
+    check_short_flags(flags, UserRun)
     run = user_module.read_run(model, options, flags)
     text = user_module.config_text(run)
     if options.print_config:
@@ -48,7 +48,7 @@ def own_run(verb: str, model: type, words: Sequence[str]) -> None:
         evaluate(verb, run, options)
 
 
-def own_parser(verb: str) -> Parser:
+def user_parser(verb: str) -> Parser:
     usage = f"arclight {verb} package.module:Model [options] [--model.argument value ...] [--data.argument value ...]"
     parser = Parser(prog=f"arclight {verb}", usage=usage, description=ABOUT[verb], add_help=False)
     parser.add_argument("--data", metavar="TARGET", help="package.module:Class of the data; default: the module's own")
@@ -72,7 +72,7 @@ def own_parser(verb: str) -> Parser:
     return parser
 
 
-def train(run: OwnRun, text: str, options: Namespace) -> None:
+def train(run: UserRun, text: str, options: Namespace) -> None:
     from arclight.cli.interruption import Interruption
     from arclight.trainer.callbacks import RunReport
 
@@ -90,7 +90,7 @@ def train(run: OwnRun, text: str, options: Namespace) -> None:
     report_places(trainer)
 
 
-def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
+def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
     _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
     trainer = make_trainer(run, logger=False, enable_checkpointing=False)
@@ -99,7 +99,7 @@ def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
         write_json(options.json, results)
 
 
-def predict(run: OwnRun, options: Namespace) -> None:
+def predict(run: UserRun, options: Namespace) -> None:
     import torch
 
     _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
@@ -113,7 +113,7 @@ def predict(run: OwnRun, options: Namespace) -> None:
         print(f"The predictions are in {options.out}")
 
 
-def build(run: OwnRun) -> tuple[Module, DataModule | None]:
+def build(run: UserRun) -> tuple[Module, DataModule | None]:
     """The module and its data, on seeded generators. Raises UsageError where a constructor refuses a value."""
     from arclight import seed_everything
 
@@ -139,7 +139,7 @@ class ConfigRecord(RunRecord):
         self.write(path, f"arclight train {self.target} --config {path}")
 
 
-def own_help(parser: Parser, model: type, options: Namespace) -> str:
+def user_help(parser: Parser, model: type, options: Namespace) -> str:
     """The options, the constructors' arguments with types, defaults and docstrings, and all other settings."""
     from arclight._intervals import describe
     from arclight.cli.help import described, listing
@@ -165,5 +165,5 @@ def own_help(parser: Parser, model: type, options: Namespace) -> str:
         for argument, (hint, default) in arguments.items():
             row = Setting(f"{name}.{argument}", "", describe(hint), default, docs[argument])
             lines += described(row, longest, width)
-    others = [row for row in explain(OwnRun) if row.path.partition(".")[0] not in ("model", "data")]
+    others = [row for row in explain(UserRun) if row.path.partition(".")[0] not in ("model", "data")]
     return "\n".join([*lines, *listing(others, width)])

@@ -1,4 +1,4 @@
-"""An answer that says no: a status and one sentence that tells the client what to do."""
+"""Admission of requests: bodies read within bounds, few threads behind a short queue, and refusals that say what to do."""
 
 from __future__ import annotations
 

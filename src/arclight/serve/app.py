@@ -28,6 +28,103 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent / "page"
 
 
+Detect: TypeAlias = "Callable[[Image], Detections]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    xyxy_px: tuple[float, float, float, float]
+    """Left, top, right, bottom in pixels of the photo as it is shown (after its EXIF rotation)."""
+    confidence: float
+    """In [0, 1]."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Milliseconds:
+    decode: float
+    detect: float
+    scan: float
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Boxes found in a photo, and the codes read in it."""
+
+    image: Size
+    boxes: list[Box]
+    codes: list[dict[str, Any]]
+    """One object per code: corners_px, box_xyxy_px, confidence, text, kind, payload, problems."""
+    milliseconds: Milliseconds
+
+
+def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
+    """Decode, detect and read the codes; raises Refusal 422 where ``photo`` is not an image that can be read."""
+    from arclight.vision.data.images import ImageError, decode_image
+    from arclight.vision.qris import scan
+
+    started = time.perf_counter()
+    try:
+        image = decode_image(photo, max_pixels=limits.pixels)
+    except ImageError as error:
+        raise Refusal(422, one_sentence(error)) from None
+    decoded = time.perf_counter()
+    detections = detector(image)
+    detected = time.perf_counter()
+
+    codes = scan(image, lambda _: top_k(detections, limits.codes))
+    scanned = time.perf_counter()
+    return Answer(
+        image=Size(width=image.shape[1], height=image.shape[0]),
+        boxes=boxes(detections),
+        codes=[code.to_json() for code in codes],
+        milliseconds=Milliseconds(
+            decode=milliseconds(started, decoded),
+            detect=milliseconds(decoded, detected),
+            scan=milliseconds(detected, scanned),
+            total=milliseconds(started, scanned),
+        ),
+    )
+
+
+def top_k(detections: Detections, most: int) -> Detections:
+    """The ``most`` boxes of highest confidence."""
+    found = detections.boxes
+    kept = np.argsort(-found.conf, kind="stable")[:most]
+    return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
+
+
+def boxes(detections: Detections) -> list[Box]:
+    found = detections.boxes
+    return [
+        Box(
+            xyxy_px=(round(left, 1), round(top, 1), round(right, 1), round(bottom, 1)),
+            confidence=round(confidence, 4),
+            label=detections.names[int(category)],
+        )
+        for (left, top, right, bottom), confidence, category in zip(
+            found.xyxy.tolist(), found.conf.tolist(), found.cls.tolist(), strict=True
+        )
+    ]
+
+
+def milliseconds(start: float, end: float) -> float:
+    return round((end - start) * 1000, 2)
+
+
+def one_sentence(error: Exception) -> str:
+    """The message of an error for a client: one line, beginning with a capital and ending with a full stop."""
+    text = " ".join(str(error).split())
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Health:
     live: bool
@@ -134,100 +231,3 @@ async def refuse_address(request: Request, error: Exception) -> Response:
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
     sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."
     return Refusal(error.status_code, sentence, headers=error.headers).response()
-
-
-Detect: TypeAlias = "Callable[[Image], Detections]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    width: int
-    height: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    xyxy_px: tuple[float, float, float, float]
-    """Left, top, right, bottom in pixels of the photo as it is shown (after its EXIF rotation)."""
-    confidence: float
-    """In [0, 1]."""
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Milliseconds:
-    decode: float
-    detect: float
-    scan: float
-    total: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Boxes found in a photo, and the codes read in it."""
-
-    image: Size
-    boxes: list[Box]
-    codes: list[dict[str, Any]]
-    """One object per code: corners_px, box_xyxy_px, confidence, text, kind, payload, problems."""
-    milliseconds: Milliseconds
-
-
-def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
-    """Decode, detect and read the codes; raises Refusal 422 where ``photo`` is not an image that can be read."""
-    from arclight.vision.data.images import ImageError, decode_image
-    from arclight.vision.qris import scan
-
-    started = time.perf_counter()
-    try:
-        image = decode_image(photo, max_pixels=limits.pixels)
-    except ImageError as error:
-        raise Refusal(422, one_sentence(error)) from None
-    decoded = time.perf_counter()
-    detections = detector(image)
-    detected = time.perf_counter()
-
-    codes = scan(image, lambda _: top_k(detections, limits.codes))
-    scanned = time.perf_counter()
-    return Answer(
-        image=Size(width=image.shape[1], height=image.shape[0]),
-        boxes=boxes(detections),
-        codes=[code.to_json() for code in codes],
-        milliseconds=Milliseconds(
-            decode=milliseconds(started, decoded),
-            detect=milliseconds(decoded, detected),
-            scan=milliseconds(detected, scanned),
-            total=milliseconds(started, scanned),
-        ),
-    )
-
-
-def top_k(detections: Detections, most: int) -> Detections:
-    """The ``most`` boxes of highest confidence."""
-    found = detections.boxes
-    kept = np.argsort(-found.conf, kind="stable")[:most]
-    return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
-
-
-def boxes(detections: Detections) -> list[Box]:
-    found = detections.boxes
-    return [
-        Box(
-            xyxy_px=(round(left, 1), round(top, 1), round(right, 1), round(bottom, 1)),
-            confidence=round(confidence, 4),
-            label=detections.names[int(category)],
-        )
-        for (left, top, right, bottom), confidence, category in zip(
-            found.xyxy.tolist(), found.conf.tolist(), found.cls.tolist(), strict=True
-        )
-    ]
-
-
-def milliseconds(start: float, end: float) -> float:
-    return round((end - start) * 1000, 2)
-
-
-def one_sentence(error: Exception) -> str:
-    """The message of an error for a client: one line, beginning with a capital and ending with a full stop."""
-    text = " ".join(str(error).split())
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}."

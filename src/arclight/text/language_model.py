@@ -1,4 +1,4 @@
-"""Language modelling as an ordinary module: predict each next token, count bits per byte."""
+"""Language modelling as an ordinary module, and its callbacks: throughput, and text written after each validation."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Demo:
     def run(self) -> None:
         data = self.draw()
         detector, datamodule, run = self.train(data)
-        programs = self.export(detector, datamodule.train_photos())
+        programs = self.export(detector, datamodule.calibration_dataset())
         results = {name: self.measure(program, datamodule.val) for name, program in programs.items()}
         reading = self.scan(programs["int8"], data.parent)
         latency = self.time(programs)
@@ -132,21 +132,21 @@ class Demo:
         self.say(f"trained: mAP50 {module.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
         return module, datamodule, trainer.run_folder
 
-    def export(self, detector: Detector, photos: DetectionDataset) -> dict[str, Program]:
+    def export(self, detector: Detector, dataset: DetectionDataset) -> dict[str, Program]:
         from arclight.vision.tasks.deployment import export_detector, parity_summary
 
         programs = {}
         for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
             path = self.folder / "programs" / f"detector-{name}.onnx"
-            programs[name] = export_detector(detector, path, photos, int8)
+            programs[name] = export_detector(detector, path, dataset, int8)
             size = f"{programs[name].nbytes / 1e6:.1f} MB"
             self.say(f"{name} program: {path}, {size}, {parity_summary(programs[name])}")
         return programs
 
-    def measure(self, program: Program, photos: DetectionDataset) -> Any:
+    def measure(self, program: Program, dataset: DetectionDataset) -> Any:
         from arclight.vision.tasks.deployment import evaluate_program
 
-        results = evaluate_program(program, photos)
+        results = evaluate_program(program, dataset)
         self.say(f"{program.precision} program: mAP50 {results.map50:.3f}, mAP50-95 {results.map50_95:.3f}")
         return results
 

@@ -20,9 +20,9 @@ def test(arguments: list[str]) -> None:
 
 def evaluate(stage: str, arguments: list[str]) -> None:
     if (own := named_module(arguments)) is not None:
-        from arclight.cli.user_run import own_run
+        from arclight.cli.user_run import run_user_module
 
-        return own_run(stage, own, arguments[1:])
+        return run_user_module(stage, own, arguments[1:])
     if stage == "test" and any(word.partition("=")[0] == "--questions" for word in arguments):
         from arclight.cli.commands import language
 

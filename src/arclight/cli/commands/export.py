@@ -83,14 +83,14 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         raise UsageError(
             f"{data}, the data this detector was trained on, is not here: name images to verify the program with --data"
         )
-    photos = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
+    dataset = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
     recipe = (
         Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip))
         if int8
         else None
     )
     with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
-        program = export_detector(detector, options.out, photos, recipe)
+        program = export_detector(detector, options.out, dataset, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program)}")
 

@@ -23,9 +23,9 @@ Finder = Callable[[Any], "Detections"]
 
 def predict(arguments: list[str]) -> int:
     if (own := named_module(arguments)) is not None:
-        from arclight.cli.user_run import own_run
+        from arclight.cli.user_run import run_user_module
 
-        own_run("predict", own, arguments[1:])
+        run_user_module("predict", own, arguments[1:])
         return 0
     if language.trained_language(arguments):
         language.predict(arguments)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def train(arguments: list[str]) -> None:
     if (own := named_module(arguments)) is not None:
-        from arclight.cli.user_run import own_run
+        from arclight.cli.user_run import run_user_module
 
-        return own_run("train", own, arguments[1:])
+        return run_user_module("train", own, arguments[1:])
     parser = recipe_parser("train", "Train from a recipe, into a new run folder.")
     parser.add_argument(
         "--resume",

@@ -67,15 +67,15 @@ class DeepSeekConfig(DecoderConfig):
     dense_layers: int
     """First layers that have no experts."""
     moe: MoEConfig
-    query_rank: int | None
+    q_lora_rank: int | None
     """Width of the latent that queries are made from; None: they are made from the hidden states."""
-    latent: int = 512
+    kv_lora_rank: int = 512
     """Width of the latent that keys and values are made from."""
-    plain_width: int = 128
+    qk_nope_head_dim: int = 128
     """Part of a head's queries and keys that does not turn."""
-    turned_width: int = 64
+    qk_rope_head_dim: int = 64
     """Part that turns; its keys are the same for all heads."""
-    value_width: int = 128
+    v_head_dim: int = 128
     rope_theta: float = 10_000.0
     yarn: Yarn | None = None
     norm_eps: float = 1e-6
@@ -83,11 +83,11 @@ class DeepSeekConfig(DecoderConfig):
     @property
     def attention_width(self) -> float:
         """Width of a head, as the mean of its keys' and its values'."""
-        return (self.plain_width + self.turned_width + self.value_width) / 2
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim) / 2
 
     @property
     def softmax_scale(self) -> float:
-        scale = 1 / math.sqrt(self.plain_width + self.turned_width)
+        scale = 1 / math.sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= self.yarn.temperature(self.yarn.mscale_all_dim) ** 2
         return scale
@@ -96,7 +96,7 @@ class DeepSeekConfig(DecoderConfig):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024).
 
-    The cache holds latents and turned keys, latent + turned_width numbers per token; keys and values are made from them anew.
+    The cache holds latents and turned keys, kv_lora_rank + qk_rope_head_dim numbers per token; keys and values are made from them anew.
     """
 
     sharding: ClassVar[dict[str, str]] = {
@@ -107,35 +107,37 @@ class LatentAttention(nn.Module):
     def __init__(self, config: DeepSeekConfig, layer: str) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        width, rank = config.plain_width + config.turned_width, config.query_rank
+        width, rank = config.qk_nope_head_dim + config.qk_rope_head_dim, config.q_lora_rank
         self.wq = nn.Linear(config.dim, config.heads * width, bias=False) if rank is None else None
         self.wq_a = nn.Linear(config.dim, rank, bias=False) if rank is not None else None
         self.q_norm = RMSNorm(rank, _LATENT_EPS) if rank is not None else None
         self.wq_b = nn.Linear(rank, config.heads * width, bias=False) if rank is not None else None
-        self.wkv_a = nn.Linear(config.dim, config.latent + config.turned_width, bias=False)
-        self.kv_norm = RMSNorm(config.latent, _LATENT_EPS)
-        self.wkv_b = nn.Linear(config.latent, config.heads * (config.plain_width + config.value_width), bias=False)
-        self.wo = nn.Linear(config.heads * config.value_width, config.dim, bias=False)
+        self.wkv_a = nn.Linear(config.dim, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
+        self.wkv_b = nn.Linear(
+            config.kv_lora_rank, config.heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
+        self.wo = nn.Linear(config.heads * config.v_head_dim, config.dim, bias=False)
         self.inner = InnerAttention(scale=config.softmax_scale)
         made = ("wq",) if rank is None else ("wq_a", "wq_b")
         self.initial = {f"{name}.weight": Normal(config.std) for name in (*made, "wkv_a", "wkv_b")}
         self.initial["wo.weight"] = Normal(config.std_out)
 
-    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
-        config, rotation = self.config, around.rotation
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        config, rotation = self.config, context.rotation
         assert rotation is not None
-        q_BTHC = self._queries(x_BTD).unflatten(-1, (-1, config.plain_width + config.turned_width))
-        q_plain, q_turned = q_BTHC.split([config.plain_width, config.turned_width], dim=-1)
+        q_BTHC = self._queries(x_BTD).unflatten(-1, (-1, config.qk_nope_head_dim + config.qk_rope_head_dim))
+        q_plain, q_turned = q_BTHC.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         q_BTHC = torch.cat((q_plain, rotation.apply_interleaved(q_turned)), dim=-1)
-        latent_BTR, k_turned_BTC = self.wkv_a(x_BTD).split([config.latent, config.turned_width], dim=-1)
+        latent_BTR, k_turned_BTC = self.wkv_a(x_BTD).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         latent_B1TR = self.kv_norm(latent_BTR)[:, None]
         k_turned_B1TC = rotation.apply_interleaved(k_turned_BTC[:, :, None]).transpose(1, 2)
-        if around.cache is not None:
-            latent_B1TR, k_turned_B1TC = around.cache.extend(self.layer, latent_B1TR, k_turned_B1TC)
-        kv_BHTC = self.wkv_b(latent_B1TR[:, 0]).unflatten(-1, (-1, config.plain_width + config.value_width))
-        k_plain, v_BHTC = kv_BHTC.transpose(1, 2).split([config.plain_width, config.value_width], dim=-1)
+        if context.cache is not None:
+            latent_B1TR, k_turned_B1TC = context.cache.extend(self.layer, latent_B1TR, k_turned_B1TC)
+        kv_BHTC = self.wkv_b(latent_B1TR[:, 0]).unflatten(-1, (-1, config.qk_nope_head_dim + config.v_head_dim))
+        k_plain, v_BHTC = kv_BHTC.transpose(1, 2).split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
         k_BHTC = torch.cat((k_plain, k_turned_B1TC.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
-        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BHTC, v_BHTC, around.masks["full"])
+        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BHTC, v_BHTC, context.masks["full"])
         out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
         return out
 
@@ -165,7 +167,7 @@ class DeepSeek(Decoder):
         return Block(config, LatentAttention(config, str(number)), feed_forward)
 
     def rotation(self, positions: Tensor) -> RotaryEmbedding:
-        width, theta, yarn = self.config.turned_width, self.config.rope_theta, self.config.yarn
+        width, theta, yarn = self.config.qk_rope_head_dim, self.config.rope_theta, self.config.yarn
         make = partial(rope_frequencies if yarn is None else yarn.frequencies, width, theta)
         factor = 1.0 if yarn is None else yarn.rotation_factor
         return RotaryEmbedding.at(positions, kept_on_device((width, theta, yarn), make, positions), factor)

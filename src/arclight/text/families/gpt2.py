@@ -60,13 +60,13 @@ class Attention(nn.Module):
         self.initial["wo.weight"] = Normal(config.std_out)
         self.initial |= {f"{name}.bias": Constant(0.0) for name in ("wq", "wk", "wv", "wo")}
 
-    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BHTC, k_BHTC, v_BHTC = (
             w(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        if around.cache is not None:
-            k_BHTC, v_BHTC = around.cache.extend(self.layer, k_BHTC, v_BHTC)
-        out_BHTC = self.inner(q_BHTC, k_BHTC, v_BHTC, around.masks["full"])
+        if context.cache is not None:
+            k_BHTC, v_BHTC = context.cache.extend(self.layer, k_BHTC, v_BHTC)
+        out_BHTC = self.inner(q_BHTC, k_BHTC, v_BHTC, context.masks["full"])
         out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
         return out
 
@@ -96,8 +96,8 @@ class Block(nn.Module):
         self.feed_forward_norm = LayerNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, h_BTD: Tensor, around: BlockContext) -> Tensor:
-        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), around)
+    def forward(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
+        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), context)
         out: Tensor = h_BTD + self.feed_forward(self.feed_forward_norm(h_BTD))
         return out
 
@@ -116,7 +116,7 @@ class GPT2(Decoder):
     def final_norm(self, config: DecoderConfig) -> nn.Module:
         return LayerNorm(config.dim, config.norm_eps)
 
-    def embed(self, tokens_BT: Tensor, around: BlockContext) -> Tensor:
-        places = around.positions if around.positions.ndim == 2 else around.positions[None]
-        h_BTD: Tensor = super().embed(tokens_BT, around) + in_compute_type(self.positions(places))
+    def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
+        places = context.positions if context.positions.ndim == 2 else context.positions[None]
+        h_BTD: Tensor = super().embed(tokens_BT, context) + in_compute_type(self.positions(places))
         return h_BTD

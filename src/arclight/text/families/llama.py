@@ -61,16 +61,16 @@ class Attention(nn.Module):
         self.initial = {f"{name}.weight": Normal(config.std) for name in ("wq", "wk", "wv")}
         self.initial["wo.weight"] = Normal(config.std_out)
 
-    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = (w(x_BTD).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-        if around.rotation is not None:
-            q_BTHC, k_BTKC = around.rotation.apply(q_BTHC), around.rotation.apply(k_BTKC)
+        if context.rotation is not None:
+            q_BTHC, k_BTKC = context.rotation.apply(q_BTHC), context.rotation.apply(k_BTKC)
         k_BKTC, v_BKTC = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
-        if around.cache is not None:
-            k_BKTC, v_BKTC = around.cache.extend(self.layer, k_BKTC, v_BKTC)
-        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BKTC, v_BKTC, around.masks["full"])
+        if context.cache is not None:
+            k_BKTC, v_BKTC = context.cache.extend(self.layer, k_BKTC, v_BKTC)
+        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BKTC, v_BKTC, context.masks["full"])
         out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
         return out
 
@@ -85,8 +85,8 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, h_BTD: Tensor, around: BlockContext) -> Tensor:
-        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), around)
+    def forward(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
+        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), context)
         out: Tensor = h_BTD + self.feed_forward(self.feed_forward_norm(h_BTD))
         return out
 

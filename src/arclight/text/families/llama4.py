@@ -46,19 +46,19 @@ class Llama4Attention(Attention):
         self.config = config
         self.turns = config.turns(number)
 
-    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = (w(x_BTD).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))
         if self.turns:
-            assert around.rotation is not None
-            q_BTHC, k_BTKC = around.rotation.apply_interleaved(q_BTHC), around.rotation.apply_interleaved(k_BTKC)
+            assert context.rotation is not None
+            q_BTHC, k_BTKC = context.rotation.apply_interleaved(q_BTHC), context.rotation.apply_interleaved(k_BTKC)
             if self.config.qk_l2_norm:
                 q_BTHC, k_BTKC = self._normalised(q_BTHC), self._normalised(k_BTKC)
         elif self.config.temperature is not None:
-            q_BTHC = q_BTHC * self._growth(around.positions, self.config.temperature).to(q_BTHC.dtype)
+            q_BTHC = q_BTHC * self._growth(context.positions, self.config.temperature).to(q_BTHC.dtype)
         k_BKTC, v_BKTC = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
-        if around.cache is not None:
-            k_BKTC, v_BKTC = around.cache.extend(self.layer, k_BKTC, v_BKTC)
-        mask = around.masks["chunk" if self.turns else "full"]
+        if context.cache is not None:
+            k_BKTC, v_BKTC = context.cache.extend(self.layer, k_BKTC, v_BKTC)
+        mask = context.masks["chunk" if self.turns else "full"]
         out: Tensor = self.wo(self.inner(q_BTHC.transpose(1, 2), k_BKTC, v_BKTC, mask).transpose(1, 2).flatten(2))
         return out
 

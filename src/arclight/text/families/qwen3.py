@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): Llama's blocks with heads of their own width, whose queries and keys are normalised before they turn."""
+"""Qwen3 (Yang et al. 2025): Llama's blocks with normalised queries and keys; and the same with mixtures of experts."""
 
 from __future__ import annotations
 

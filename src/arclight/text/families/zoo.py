@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.families.deepseek import DeepSeek, DeepSeekConfig, Yarn
 from arclight.text.families.gpt2 import GPT2, GPT2Config
 from arclight.text.families.llama import Llama, LlamaConfig
@@ -95,8 +96,8 @@ _QWEN3_MOE: dict[str, Any] = {
 
 _DEEPSEEK_V3: dict[str, Any] = {
     "debug": DeepSeekConfig(
-        vocab_size=2048, dim=256, layers=4, heads=8, hidden=704, dense_layers=1, max_positions=2048, query_rank=96,
-        latent=64, plain_width=32, turned_width=16, value_width=32,
+        vocab_size=2048, dim=256, layers=4, heads=8, hidden=704, dense_layers=1, max_positions=2048, q_lora_rank=96,
+        kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32,
         moe=MoEConfig(
             experts=16, top_k=4, hidden=128, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=4,
             top_groups=2, bias_rate=1e-3, balance_loss=1e-4,
@@ -104,12 +105,12 @@ _DEEPSEEK_V3: dict[str, Any] = {
     ),
     "16b": DeepSeekConfig(
         vocab_size=102400, dim=2048, layers=27, heads=16, hidden=10944, dense_layers=1, max_positions=163840,
-        query_rank=None, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        q_lora_rank=None, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
         moe=MoEConfig(experts=64, top_k=6, hidden=1408, shared=2, bias_rate=1e-3),
     ),
     "236b": DeepSeekConfig(
         vocab_size=102400, dim=5120, layers=60, heads=128, hidden=12288, dense_layers=1, max_positions=163840,
-        query_rank=1536, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        q_lora_rank=1536, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
         moe=MoEConfig(
             experts=160, top_k=6, hidden=1536, shared=2, route_scale=16.0, groups=8, top_groups=3, group_best=1,
             bias_rate=1e-3,
@@ -117,7 +118,7 @@ _DEEPSEEK_V3: dict[str, Any] = {
     ),
     "671b": DeepSeekConfig(
         vocab_size=129280, dim=7168, layers=61, heads=128, hidden=18432, dense_layers=3, max_positions=163840,
-        query_rank=1536, yarn=Yarn(),
+        q_lora_rank=1536, yarn=Yarn(),
         moe=MoEConfig(
             experts=256, top_k=8, hidden=2048, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=8,
             top_groups=4, bias_rate=1e-3, balance_loss=1e-4,
@@ -152,6 +153,12 @@ FAMILIES: tuple[Family, ...] = (
     ("llama4", Llama4, _LLAMA4),
     ("llama3-vision", VisionLlama, _VISION),
 )
+FORMER_FIELDS = {
+    "query_rank": "q_lora_rank", "latent": "kv_lora_rank", "plain_width": "qk_nope_head_dim",
+    "turned_width": "qk_rope_head_dim", "value_width": "v_head_dim",
+}  # fmt: skip
+"""Fields of configurations by the names that they had in the release before; these are read for one more, with a warning."""
+
 MODELS = {f"{family}-{size}": (model, config) for family, model, sizes in FAMILIES for size, config in sizes.items()}
 
 
@@ -182,6 +189,9 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
     fields = [field.name for field in dataclasses.fields(config)]
     values = {}
     for key, value in overrides.items():
+        if key not in fields and FORMER_FIELDS.get(key) in fields:
+            former, key = key, FORMER_FIELDS[key]
+            rank_zero_warn(f"{name}: {former} is called {key} now; the next release will not know {former}")
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
             raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")

@@ -152,11 +152,11 @@ DEEPSEEK_V3 = Family(
     fields=TRUNK_FIELDS
     | {
         "dense_layers": ("first_k_dense_replace", 3),
-        "query_rank": ("q_lora_rank", 1536),
-        "latent": ("kv_lora_rank", 512),
-        "plain_width": ("qk_nope_head_dim", 128),
-        "turned_width": ("qk_rope_head_dim", 64),
-        "value_width": ("v_head_dim", 128),
+        "q_lora_rank": ("q_lora_rank", 1536),
+        "kv_lora_rank": ("kv_lora_rank", 512),
+        "qk_nope_head_dim": ("qk_nope_head_dim", 128),
+        "qk_rope_head_dim": ("qk_rope_head_dim", 64),
+        "v_head_dim": ("v_head_dim", 128),
     },
     fixed=LLAMA_FIXED,
     keys=(

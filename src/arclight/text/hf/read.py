@@ -42,7 +42,7 @@ def from_hf(
     else:
         _check_same(model, family, ours)
     if any(tensor.is_meta for tensor in tensors(model).values()):
-        for child in getattr(model, "beside", ()):
+        for child in getattr(model, "non_trunk", ()):
             if any(tensor.is_meta for tensor in tensors(model.get_submodule(child)).values()):
                 raise ValueError(f"{child} is on meta and gets no weights from this folder: give it its own first")
         tied = find_shared_parameters(model)
@@ -122,9 +122,9 @@ def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) 
 
 
 def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ignored: tuple[str, ...]) -> None:
-    beside = tuple(f"{child}." for child in getattr(model, "beside", ()))
+    non_trunk = tuple(f"{child}." for child in getattr(model, "non_trunk", ()))
     everything = tensors(whole)
-    targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(beside)}
+    targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(non_trunk)}
     missing, wrong, used = [], [], set()
     jobs: list[tuple[Tensor, Key]] = []
     for names in same_tensors(everything):

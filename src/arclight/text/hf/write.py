@@ -36,9 +36,9 @@ def to_hf(
     """
     folder, family, limit = Path(folder), family_of_model(model), byte_count(max_shard_size)
     held = tensors(model)
-    if beside := getattr(model, "beside", ()):
+    if non_trunk := getattr(model, "non_trunk", ()):
         raise ValueError(
-            f"{', '.join(beside)} have no place in a folder of {family.model_type}: write parts by themselves"
+            f"{', '.join(non_trunk)} have no place in a folder of {family.model_type}: write parts by themselves"
         )
     keys = []
     for names in same_tensors(held):

@@ -63,7 +63,7 @@ class Decoder(nn.Module):
     sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
     inputs: ClassVar[frozenset[str]] = frozenset()
     """What a family can be given beside tokens; blocks and ``embed`` find it in ``BlockContext.extra``."""
-    beside: ClassVar[tuple[str, ...]] = ()
+    non_trunk: ClassVar[tuple[str, ...]] = ()
     """Children that are no part of the trunk and get their weights from elsewhere."""
 
     def __init__(self, config: DecoderConfig, block: Callable[[int], nn.Module]) -> None:
@@ -104,22 +104,22 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Compute the hidden states (B, T, D) that ``output`` maps to logits."""
         new = tokens_BT.shape[1]
-        around = self.surroundings(new, tokens_BT.device, positions, documents, cache)
+        context = self.block_context(new, tokens_BT.device, positions, documents, cache)
         if extra.keys() - self.inputs:
             raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(extra.keys() - self.inputs))}")
-        around.extra |= extra
-        h_BTD = self.embed(tokens_BT, around) if self.tok_embeddings is not None else tokens_BT
+        context.extra |= extra
+        h_BTD = self.embed(tokens_BT, context) if self.tok_embeddings is not None else tokens_BT
         for layer in self.layers.values():
-            h_BTD = layer(h_BTD, around)
+            h_BTD = layer(h_BTD, context)
         if cache is not None:
             cache.used += new
         return self.norm(h_BTD) if self.norm is not None else h_BTD
 
-    def embed(self, tokens_BT: Tensor, around: BlockContext) -> Tensor:
+    def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
         assert self.tok_embeddings is not None
         return in_compute_type(self.tok_embeddings(tokens_BT))
 
-    def surroundings(
+    def block_context(
         self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
     ) -> BlockContext:  # fmt: skip
         """Masks and rotation of a pass over ``new`` tokens."""
@@ -170,8 +170,8 @@ def flops_per_token(model: nn.Module, sequence: int) -> float:
     """
     config: Any = model.config
     keys = sum(config.keys(layer, sequence) for layer in range(config.layers))
-    beside = sum(
-        active_parameters(model.get_submodule(name), embeddings=False) for name in getattr(model, "beside", ())
+    non_trunk = sum(
+        active_parameters(model.get_submodule(name), embeddings=False) for name in getattr(model, "non_trunk", ())
     )
     attention: float = 12 * config.heads * config.attention_width * keys
-    return 6 * (active_parameters(model, embeddings=False) - beside) + attention
+    return 6 * (active_parameters(model, embeddings=False) - non_trunk) + attention

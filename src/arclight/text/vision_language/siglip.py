@@ -111,9 +111,9 @@ class VisionEncoder(nn.Module):
         h_1NW = (self.patches(images.patches) + self.places(images.sizes))[None]
         documents = images.documents
         mask = Mask(causal=False, documents_q=documents, documents_k=documents)
-        around = BlockContext({"full": mask}, torch.arange(h_1NW.shape[1], device=h_1NW.device), None)
+        context = BlockContext({"full": mask}, torch.arange(h_1NW.shape[1], device=h_1NW.device), None)
         for layer in self.layers.values():
-            h_1NW = layer(h_1NW, around)
+            h_1NW = layer(h_1NW, context)
         out: Tensor = self.norm(h_1NW)[0]
         return out
 

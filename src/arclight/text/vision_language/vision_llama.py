@@ -49,7 +49,7 @@ class VisionLlama(Llama):
     """Called with ``images=Images(...)`` beside the tokens, whose placeholders are as many as the patches, in the same order."""
 
     inputs: ClassVar[frozenset[str]] = frozenset({"images"})
-    beside: ClassVar[tuple[str, ...]] = ("vision", "projector")
+    non_trunk: ClassVar[tuple[str, ...]] = ("vision", "projector")
     config: VisionLlamaConfig
 
     def __init__(self, config: VisionLlamaConfig) -> None:
@@ -61,9 +61,9 @@ class VisionLlama(Llama):
     def placeholders(self) -> tuple[int, ...]:
         return (self.config.image_token,)
 
-    def embed(self, tokens_BT: Tensor, around: BlockContext) -> Tensor:
-        h_BTD = super().embed(tokens_BT, around)
-        images: Images | None = around.extra.get("images")
+    def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
+        h_BTD = super().embed(tokens_BT, context)
+        images: Images | None = context.extra.get("images")
         places_BT = tokens_BT == self.config.image_token
         held, brought = int(places_BT.sum()), 0 if images is None else len(images.patches)
         if held != brought:

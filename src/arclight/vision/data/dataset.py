@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from arclight.fabric.extras import require
-from arclight.vision.data import augment as changes
+from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
@@ -85,11 +85,11 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     return batch
 
 
-class _Tile(NamedTuple):
+class _DecodedImage(NamedTuple):
     """A training image at the size of the input, ready to be placed."""
 
     image: Image
-    boxes: changes.Boxes
+    boxes: augmentation.Boxes
     path: Path
 
 
@@ -129,8 +129,8 @@ class DetectionDataset(Dataset[Sample]):
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self.mosaic_open = True
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
-        self._tiles: OrderedDict[int, _Tile] = OrderedDict()
-        self._tile_bytes = 0
+        self._recent: OrderedDict[int, _DecodedImage] = OrderedDict()
+        self._recent_bytes = 0
         if cache:
             self._fill_cache()
 
@@ -181,11 +181,11 @@ class DetectionDataset(Dataset[Sample]):
         pool = np.concatenate((np.asarray(indices), drawn))
         for index in indices:
             self._add_augmented(samples, int(index), pool, rng, self.augment)
-        self._forget_oldest()
+        self._drop_oldest()
         return samples
 
     def _add_letterboxed(self, samples: BatchBuffer, index: int) -> None:
-        image, index = self._first_sound(index, decode_image)
+        image, index = self._read_sound(index, decode_image)
         square, placed = letterbox(image, self.image_size)
         height, width = image.shape[:2]
         scale, pad_x, pad_y = placed
@@ -200,36 +200,36 @@ class DetectionDataset(Dataset[Sample]):
     def _add_augmented(
         self, samples: BatchBuffer, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
     ) -> None:
-        labelled = self._composed(index, pool, rng, augment)
+        labelled = self._compose(index, pool, rng, augment)
         if self.mosaic_open and rng.random() < augment.mixup:
-            labelled = changes.mixup(labelled, self._composed(int(rng.choice(pool)), pool, rng, augment), rng)
-        image, boxes = changes.flip(labelled, rng, augment)
-        image = changes.hsv_jitter(image, rng, augment)
+            labelled = augmentation.mixup(labelled, self._compose(int(rng.choice(pool)), pool, rng, augment), rng)
+        image, boxes = augmentation.flip(labelled, rng, augment)
+        image = augmentation.hsv_jitter(image, rng, augment)
         targets = boxes.copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
-        samples.add(image, targets, self._tile(index).path)
+        samples.add(image, targets, self._decoded(index).path)
 
-    def _composed(
+    def _compose(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
-    ) -> changes.Labelled:
+    ) -> augmentation.Labelled:
         if not (self.mosaic_open and rng.random() < augment.mosaic):
-            return changes.random_affine(self._tile(index)[:2], rng, augment, self.image_size)
+            return augmentation.random_affine(self._decoded(index)[:2], rng, augment, self.image_size)
         members = rng.permutation([index, *rng.choice(pool, 3)]).tolist()
-        return changes.mosaic([self._tile(member)[:2] for member in members], rng, augment, self.image_size)
+        return augmentation.mosaic([self._decoded(member)[:2] for member in members], rng, augment, self.image_size)
 
-    def _tile(self, index: int) -> _Tile:
-        tile = self._tiles.get(index)
-        if tile is None:
-            tile = self._tiles[index] = self._read_tile(index)
-            self._tile_bytes += tile.image.nbytes
-        self._tiles.move_to_end(index)
-        return tile
+    def _decoded(self, index: int) -> _DecodedImage:
+        decoded = self._recent.get(index)
+        if decoded is None:
+            decoded = self._recent[index] = self._decode(index)
+            self._recent_bytes += decoded.image.nbytes
+        self._recent.move_to_end(index)
+        return decoded
 
-    def _read_tile(self, index: int) -> _Tile:
+    def _decode(self, index: int) -> _DecodedImage:
         size = self.image_size
-        (image, (full_height, full_width)), index = self._first_sound(index, lambda path: decode_reduced(path, size))
+        (image, (full_height, full_width)), index = self._read_sound(index, lambda path: decode_reduced(path, size))
         scale = size / max(full_height, full_width)
         height, width = max(round(full_height * scale), 1), max(round(full_width * scale), 1)
         if image.shape[:2] != (height, width):
@@ -239,19 +239,19 @@ class DetectionDataset(Dataset[Sample]):
         rows = self.labels[index]
         low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, :1], low * (width, height), high * (width, height)), 1, dtype=np.float32)
-        return _Tile(image, boxes, self.images[index])
+        return _DecodedImage(image, boxes, self.images[index])
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         # Only between batches: within one, each image is decoded once whatever its size.
-        while not self.cache and self._tile_bytes > RECENT_BYTES:
-            _, tile = self._tiles.popitem(last=False)
-            self._tile_bytes -= tile.image.nbytes
+        while not self.cache and self._recent_bytes > RECENT_BYTES:
+            _, decoded = self._recent.popitem(last=False)
+            self._recent_bytes -= decoded.image.nbytes
 
     def _fill_cache(self) -> None:
         free = _available_memory()
         for index in range(len(self)):
-            self._tile(index)
-            expected = self._tile_bytes / (index + 1) * len(self)
+            self._decoded(index)
+            expected = self._recent_bytes / (index + 1) * len(self)
             if index >= min(15, len(self) - 1) and free is not None and expected > 0.8 * free:
                 raise DatasetError(
                     f"cache=True needs about {expected / 1e9:.1f} GB for {len(self)} images of {self.image_size} "
@@ -260,7 +260,7 @@ class DetectionDataset(Dataset[Sample]):
 
     # Damaged files
 
-    def _first_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
+    def _read_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
         """Read the image at ``index``, or the first sound one after it; also returns its index."""
         for candidate in chain(range(index, len(self)), range(index)):
             try:

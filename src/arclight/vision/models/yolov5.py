@@ -1,5 +1,6 @@
-"""The YOLOv5 network: it runs a table of layers, and decodes what its head says into boxes.
+"""The YOLOv5 family in one file: its blocks, the network with its decoding, and the table of its members.
 
+Attribute names (``conv``, ``bn``, ``cv1``, ``m``) are those of published YOLOv5 checkpoints: weights keep their names.
 Shapes: N images of H x W pixels, A anchor positions, C classes; 3 anchors at each of the strides 8, 16 and 32.
 """
 

@@ -40,12 +40,11 @@ class DetectionPlots(Callback):
             return
         folder = trainer.run_folder.plots
         captions = write_charts(pl_module.results, pl_module.names, folder)
-        whole = not getattr(
-            trainer.strategy, "in_stages", False
-        )  # of a pipeline no process has a model to look at photos
-        photos = getattr(trainer.datamodule, "val", None) if whole else None
-        if photos is not None and len(photos):
-            captions |= write_predictions(pl_module.detect, photos, folder)
+        # no process of a pipeline has a whole model to look at photos with
+        whole = not getattr(trainer.strategy, "in_stages", False)
+        dataset = getattr(trainer.datamodule, "val", None) if whole else None
+        if dataset is not None and len(dataset):
+            captions |= write_predictions(pl_module.detect, dataset, folder)
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
 
 
@@ -61,13 +60,13 @@ def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) 
 
 
 def write_predictions(
-    detect: Callable[[Sequence[Image]], Sequence[Detections]], photos: DetectionDataset, folder: Path
+    detect: Callable[[Sequence[Image]], Sequence[Detections]], dataset: DetectionDataset, folder: Path
 ) -> dict[str, str]:
-    """Write what ``detect`` finds in some of ``photos`` as one picture into ``folder``; gives its caption."""
+    """Write what ``detect`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption."""
     import cv2
 
-    picks = np.linspace(0, len(photos) - 1, min(SAMPLES, len(photos))).astype(int)
-    found = detect([decode_image(photos.images[int(i)]) for i in picks])
+    picks = np.linspace(0, len(dataset) - 1, min(SAMPLES, len(dataset))).astype(int)
+    found = detect([decode_image(dataset.images[int(i)]) for i in picks])
     sheet = grid([detections.plot() for detections in found], columns=4, side=320)
     quality = [cv2.IMWRITE_JPEG_QUALITY, 85]
     cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), quality)

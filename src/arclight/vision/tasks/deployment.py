@@ -23,15 +23,15 @@ CALIBRATION_BATCH = 8
 
 
 def export_detector(
-    detector: Detector, path: Path | str, photos: DetectionDataset, int8: Int8 | None = None
+    detector: Detector, path: Path | str, dataset: DetectionDataset, int8: Int8 | None = None
 ) -> Program:
-    """Write ``detector`` as one program file: float32, or with ``int8`` settings quantized on ``photos``.
+    """Write ``detector`` as one program file: float32, or with ``int8`` settings quantized on ``dataset``.
 
-    ``photos`` are letterboxed training images without augmentation; a few of them check the program against the model.
+    ``dataset``: letterboxed training images without augmentation; a few of them check the program against the model.
     The file says how photos become its input and its output becomes boxes, so ``Program.load(path).predict([photo])`` works.
     Raises ExportError or QuantizeError where the program would not compute what the model does.
     """
-    batches = list(_float_batches(photos, int8.calibration_batches if int8 is not None else 1))
+    batches = list(_float_batches(dataset, int8.calibration_batches if int8 is not None else 1))
     model: Any = fuse(detector.model.cpu())
     if int8 is not None:
         model = quantize(model, batches, recipe=int8, parts=_parts)
@@ -59,11 +59,11 @@ def _parts(predictions: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
 
 
-def _float_batches(photos: DetectionDataset, count: int) -> Iterator[torch.Tensor]:
-    """Up to ``count`` batches spread evenly over ``photos``, as the model takes them."""
-    picks = np.linspace(0, len(photos) - 1, min(len(photos), count * CALIBRATION_BATCH)).astype(int).tolist()
+def _float_batches(dataset: DetectionDataset, count: int) -> Iterator[torch.Tensor]:
+    """Up to ``count`` batches spread evenly over ``dataset``, as the model takes them."""
+    picks = np.linspace(0, len(dataset) - 1, min(len(dataset), count * CALIBRATION_BATCH)).astype(int).tolist()
     for start in range(0, len(picks), CALIBRATION_BATCH):
-        batch = collate(photos.__getitems__(picks[start : start + CALIBRATION_BATCH]))
+        batch = collate(dataset.__getitems__(picks[start : start + CALIBRATION_BATCH]))
         yield batch["images"].float() / 255
 
 
@@ -78,11 +78,11 @@ def parity_summary(program: Program) -> str:
     return f"agrees with its torch model to {worst}" + (f" ({', '.join(differences)})" if differences else "")
 
 
-def evaluate_program(program: Program, photos: DetectionDataset, batch_size: int = 8) -> DetectionResults:
+def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: int = 8) -> DetectionResults:
     """Average precision of a program, measured exactly as a detector's is during training."""
     metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
-    for start in range(0, len(photos), batch_size):
-        batch = collate(photos.__getitems__(range(start, min(start + batch_size, len(photos)))))
+    for start in range(0, len(dataset), batch_size):
+        batch = collate(dataset.__getitems__(range(start, min(start + batch_size, len(dataset)))))
         images = batch["images"].float() / 255
         kept = nms(program(images), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=metrics.num_classes > 1)
         metrics.update_batch(kept, batch["targets"], size=images.shape[-1])

@@ -230,7 +230,7 @@ class DetectionData(DataModule):
         if damaged:
             _LOG.warning("%d training images could not be decoded; others took their place", damaged)
 
-    def train_photos(self) -> DetectionDataset:
+    def calibration_dataset(self) -> DetectionDataset:
         """The training images as they are, for calibration."""
         return self._open("train")
 

@@ -1,4 +1,4 @@
-"""Things that look a little like QR codes and are not: they appear in scenes without a label."""
+"""Distractors of a scene: things that look a little like QR codes and have no label, and hands, cables and straps before them."""
 
 from __future__ import annotations
 
