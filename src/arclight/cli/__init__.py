@@ -1,4 +1,9 @@
-"""The ``arclight`` command: one verb for each thing a person does with a recipe, a program, a photo or a checkpoint."""
+"""The ``arclight`` command: one verb for each thing a person does with a recipe, program, photo or run.
+
+Words come in through `command`, which calls a verb of `commands` (or of `federate` and `plan`); `arguments` reads recipes and
+flags by `schema`, `run_setup` makes a run of them, `user_module` and `user_run` one of a person's own classes. Open `command`
+first.
+"""
 
 from typing import TYPE_CHECKING
 

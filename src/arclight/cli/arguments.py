@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def check_spelling(self, words: Sequence[str], fields: Iterable[str] = ()) -> None:
-        """Raises UsageError for a flag among ``words``, which are no option, that is none of ``fields`` and nearly an option."""
+        """Raise UsageError for an unknown flag among ``words`` that is nearly an option."""
         known = set(fields)
         for word in words:
             name = word.partition("=")[0]
@@ -58,7 +58,7 @@ USUAL_NAMES = {
 
 
 def check_short_flags(words: Sequence[str], schema: type) -> None:
-    """Raise UsageError for a flag that names a field without its table, or as other programs do, with the field it means."""
+    """Raise UsageError for a flag that lacks its table or has another program's name; suggest the field."""
     known = {field.name for field in dataclasses.fields(schema)}
     for word in words:
         name = word.partition("=")[0].removeprefix("--")
@@ -124,7 +124,7 @@ def is_federated(source: str) -> bool:
 
 
 def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[R, argparse.Namespace]:
-    """The recipe named first, with the flags that are not the verb's own laid over it; and the verb's own options.
+    """Read the recipe named first, with flags laid over it, and the verb's own options.
 
     ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked
     for. Raises UsageError with every problem.
@@ -163,7 +163,10 @@ def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Find the recipes that come with Arclight, by bare name: in the package, or beside the sources of a checkout."""
+    """Find the recipes that come with Arclight, by bare name.
+
+    They lie in the package, or beside the sources of a checkout.
+    """
     package = Path(arclight.__file__).parent
     folders = [package / "recipes", package.parents[1] / "recipes"]
     found = next((folder for folder in folders if folder.is_dir()), None)
@@ -171,7 +174,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_file(source: str) -> str:
-    """Return the file that ``source`` names: itself, the recipe of a run folder, or one that comes with Arclight.
+    """Resolve ``source``: itself, the recipe of a run folder, or one that comes with Arclight.
 
     The latter are found as lm-debug and, where there is no such file, as recipes/lm-debug.toml. Raises UsageError for
     the folder of a run of somebody's own class, whose settings are no recipe.
@@ -191,7 +194,7 @@ def recipe_file(source: str) -> str:
 
 
 def check_file(source: str | None) -> None:
-    """Raise UsageError where ``source`` is no file, and nearly the name of a recipe beside it or of one that is shipped."""
+    """Raise UsageError if ``source`` is no file but nearly the name of a recipe; suggest that."""
     path = Path(source or "")
     if source is None or path.exists() or ":" in source:
         return
@@ -220,7 +223,7 @@ def looks_like_a_recipe(path: Path) -> bool:
 
 @contextmanager
 def problems_listed(heading: str) -> Iterator[None]:
-    """Several problems of a recipe become one UsageError, a line each below the heading; one alone says enough."""
+    """Turn several problems of a recipe into one UsageError, a line each below the heading."""
     try:
         yield
     except RecipeError as error:
@@ -239,7 +242,7 @@ def check_writable(place: Path, named: str) -> None:
 
 
 def check_program_name(path: Path) -> None:
-    """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
+    """Raise UsageError for a name of another format than ONNX, or a place that cannot be written."""
     if path.suffix != ".onnx":
         name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
         raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
@@ -247,6 +250,6 @@ def check_program_name(path: Path) -> None:
 
 
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
-    """Write what a verb found where ``--json`` says, if it does. escaped: letters beyond ASCII as their numbers."""
+    """Write ``values`` where ``--json`` says, if it does. escaped: letters beyond ASCII as numbers."""
     if place is not None:
         place.write_text(json.dumps(values, indent=2, ensure_ascii=escaped) + "\n", encoding="utf-8")

@@ -128,7 +128,7 @@ def sentence(error: Exception) -> str:
 
 
 def misfit(listed: str) -> str:
-    """Sum up torch's list of all names that do not fit a model, which may be pages long, with the first of each kind."""
+    """Summarise torch's list of names that do not fit a model, with the first of each kind."""
     counts = []
     for heading, what in (("Missing", "the checkpoint lacks"), ("Unexpected", "the model has no place for")):
         if names := re.search(rf"{heading} key\(s\) in state_dict: (.*?)\. *$", listed, re.MULTILINE):

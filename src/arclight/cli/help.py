@@ -68,7 +68,7 @@ def _below(table: str) -> str:
 
 
 def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = lambda table: True) -> list[str]:
-    """The settings table by table, those that are to be shown, each with its type, default and explanation."""
+    """List the settings table by table, each with its type, default and explanation."""
     holds = {id(row) for row, first in pairwise(settings) if first.path.startswith(f"{row.path}.") and not first.kind}
     tables: dict[tuple[str, str, str], list[Setting]] = {}
     fields: dict[tuple[str, str], Setting] = {}

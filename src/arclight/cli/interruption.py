@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Interruption(Callback):
-    """Let the first ctrl-C end training as SIGTERM does, with a checkpoint of a whole step; a second ends it at once.
+    """End training on ctrl-C as SIGTERM does, with a checkpoint of a whole step; on a second at once.
 
     Before training begins there is nothing to save: then ctrl-C ends the program as usual.
     """
@@ -57,7 +57,7 @@ class Interruption(Callback):
 
     @contextmanager
     def explained(self, trainer: Trainer, command: str) -> Iterator[None]:
-        """Turn an end by ctrl-C into a KeyboardInterrupt that says what is kept, and that ``command`` goes on with it."""
+        """Turn an end by ctrl-C into a KeyboardInterrupt that names what is kept, and how to resume."""
         try:
             yield
         except (KeyboardInterrupt, SIGTERMException) as end:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def report_places(trainer: Trainer) -> None:
-    """Say where the run, its report and its best checkpoint are; the newest one where no value ranked them."""
+    """Print the places of the run, its report and its best checkpoint (the newest, if unranked)."""
     if not trainer.is_global_zero:
         return
     if trainer.fast_dev_run:
@@ -37,7 +37,7 @@ def report_places(trainer: Trainer) -> None:
 
 
 def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
-    """The module and its data, on seeded generators. Raises UsageError where settings of the task do not fit."""
+    """Build the module and its data, on seeded generators; UsageError if settings do not fit."""
     from arclight import Module, seed_everything
 
     seed_everything(recipe.seed, workers=True)
@@ -53,7 +53,7 @@ def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
 
 
 def make_trainer(recipe: Recipe | UserRun, **objects: Any) -> Trainer:
-    """A trainer as the recipe says, writing where the recipe says. Raises UsageError where its settings do not fit."""
+    """Build the trainer that the recipe describes; UsageError if its settings do not fit."""
     from arclight import Trainer
 
     try:
@@ -65,7 +65,10 @@ def make_trainer(recipe: Recipe | UserRun, **objects: Any) -> Trainer:
 
 
 def check_there_is_a_run(runs: Path, flag: str) -> None:
-    """Raise UsageError where ``flag last`` would find nothing. The first process looks, before any run folder is made."""
+    """Raise UsageError where ``flag last`` would find nothing.
+
+    The first process looks, before any run folder is made.
+    """
     from arclight.checkpoint import find_last
     from arclight.fabric.rank_zero import rank_zero_only
     from arclight.trainer import RunFolder
@@ -83,7 +86,7 @@ def check_there_is_a_run(runs: Path, flag: str) -> None:
 
 
 def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
-    """The plan as a recipe's ``diloco`` needs it. Raises UsageError where one asks for replicas and the other has none."""
+    """Adapt the plan to a recipe's ``diloco``; UsageError if only one of them has replicas."""
     if plan.apart and diloco is None:
         raise UsageError(
             'plan.replicas = "apart" leaves replicas apart for good: add a table [diloco], which brings them together'
@@ -96,7 +99,7 @@ def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
 
 
 def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
-    """The strategy of a recipe's plan, and as many devices as it needs. Raises UsageError where both say how to spread the work."""
+    """Return the strategy and devices of a recipe's plan; UsageError if trainer.strategy is set too."""
     if settings.strategy != "auto":
         raise UsageError(
             f"a [plan] is a strategy of its own: leave out trainer.strategy = {settings.strategy!r}, or the plan"
@@ -112,7 +115,7 @@ def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def check_plan(plan: Plan, module: Module) -> None:
-    """Before any process starts: raise UsageError where the plan does not fit the sizes that a module makes known, with the fix."""
+    """Raise UsageError, with the fix, if the plan does not fit the module's sizes; starts no process."""
     from arclight.parallel import PlanError
     from arclight.parallel.model.parallelize import check_sizes
 
@@ -123,7 +126,7 @@ def check_plan(plan: Plan, module: Module) -> None:
 
 
 def callbacks(recipe: Recipe | UserRun) -> list[Callback]:
-    """The callbacks that the recipe has settings for."""
+    """Build the callbacks that the recipe has settings for."""
     from arclight import LearningRateMonitor
 
     # the guard first: others must see only what it lets pass
@@ -136,7 +139,7 @@ def callbacks(recipe: Recipe | UserRun) -> list[Callback]:
 def resume_from(
     place: str | None, flag: str = "--resume", among: Path | None = None
 ) -> tuple[RunFolder | None, str | Path | None]:
-    """Choose the run folder to go on in (None for a new or the newest one) and the checkpoint to start from.
+    """Choose the run folder to resume in (None: a new or the newest one) and the checkpoint to load.
 
     ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
     if there is nothing to go on from: who asks for it does not want to begin anew.

@@ -1,4 +1,4 @@
-"""A person's own module and data as a run: every argument of their constructors is a setting, typed as it is annotated.
+"""A user's own module and data as a run: constructor arguments are settings, typed as annotated.
 
 ``arclight train package.module:Model --data package.module:Data --model.hidden 64 --config a.toml --config b.toml``: the
 files are laid over each other in the order named, the flags over them.
@@ -63,7 +63,7 @@ class UserRun:
 
 
 def named_module(arguments: Sequence[str]) -> type | None:
-    """The Module class that the first word names as ``package.module:Name``; None where it is anything else.
+    """Import the Module class that the first word names as ``package.module:Name``; else None.
 
     Raises UsageError where the word has that form, is no file, and names nothing.
     """
@@ -101,7 +101,7 @@ def target_of(cls: type) -> str:
 
 
 def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Name to (type, default) of what the constructor takes; Any where nothing is annotated, MISSING for no default."""
+    """Map each constructor argument to (type, default): Any if not annotated, MISSING for no default."""
     try:
         hints = typing.get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
     except NameError as error:
@@ -116,7 +116,10 @@ def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
 
 
 def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> UserRun:
-    """The run that ``options.config``, ``options.data`` and the flags describe. Raises UsageError with every problem."""
+    """Read the run that ``options.config``, ``options.data`` and the flags describe.
+
+    Raises UsageError with every problem.
+    """
     table: dict[str, Any] = {}
     for path in options.config:
         table = overlaid(table, load_config(path))
@@ -187,7 +190,7 @@ def config_text(run: UserRun) -> str:
 
 
 def completed(made: Imported) -> Imported:
-    """``made`` with the defaults that it leaves out, where they are data that reads back as the same value."""
+    """Add the defaults that ``made`` leaves out, if they read back as the same value."""
     cls, arguments = imported(made.target), {}
     given = {name: value.value if isinstance(value, Enum) else value for name, value in made.arguments.items()}
     for name, (_, default) in parameters(cls).items():

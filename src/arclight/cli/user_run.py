@@ -1,4 +1,4 @@
-"""``arclight train|validate|test|predict package.module:Model``: a person's own module, trained and measured."""
+"""``arclight train|validate|test|predict package.module:Model``: a user's own module."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def predict(run: UserRun, options: Namespace) -> None:
 
 
 def build(run: UserRun) -> tuple[Module, DataModule | None]:
-    """The module and its data, on seeded generators. Raises UsageError where a constructor refuses a value."""
+    """Build the module and its data, on seeded generators; UsageError if a constructor refuses a value."""
     from arclight import seed_everything
 
     seed_everything(run.seed, workers=True)
@@ -140,7 +140,7 @@ class ConfigRecord(RunRecord):
 
 
 def user_help(parser: Parser, model: type, options: Namespace) -> str:
-    """The options, the constructors' arguments with types, defaults and docstrings, and all other settings."""
+    """Format the options, the constructors' arguments, and all other settings."""
     from arclight._intervals import describe
     from arclight.cli.help import described, listing
     from arclight.cli.style import bold, dim

@@ -1,4 +1,4 @@
-"""A model as one graph of tensor operations, captured by torch.export from a private copy."""
+"""Capture a private copy of a model as one graph of tensor operations, by torch.export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = tuple[Tensor, ...]
 
 
 def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
-    """The positional inputs of a model: a tensor, or several; TypeError for anything else."""
+    """Return the positional inputs of a model: a tensor, or several; TypeError for anything else."""
     inputs = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise TypeError(f"a batch must be a tensor or a sequence of tensors, got {type(batch).__name__}")
@@ -29,23 +29,23 @@ def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
 
 
 def as_outputs(outputs: Any) -> list[Tensor]:
-    """The tensors of a model's output, in the order of torch.export: nested tuples, lists and dicts flattened."""
+    """Flatten a model's output to tensors, in the order of torch.export."""
     flat: list[Tensor] = tree_leaves(outputs)
     return flat
 
 
 def resized(inputs: Inputs, batch: int) -> Inputs:
-    """``inputs`` with ``batch`` samples: the first ones, repeated in order where there are too few."""
+    """Resize ``inputs`` to ``batch`` samples: the first ones, repeated in order if there are too few."""
     return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the CPU, in float32, in evaluation mode and without gradients."""
+    """Copy ``model`` to the CPU, in float32, in evaluation mode and without gradients."""
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
 def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) -> ExportedProgram:
-    """``model`` exported on ``example``; with ``dynamic_batch`` the first dimension of every input may be any size.
+    """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
 
     Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number.
     """
@@ -82,7 +82,7 @@ _LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, what is printed, warned and logged by exporters is held back; an error carries it along as a note."""
+    """Hold back what exporters print, warn and log; an error carries it along as a note."""
     heard = io.StringIO()
     handler = logging.StreamHandler(heard)
     loggers = [logging.getLogger(name) for name in _LOGGERS]

@@ -25,7 +25,9 @@ class Parity:
 
 
 def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts | None = None) -> dict[str, Parity]:
-    """Compare each output, or each of its ``parts``, with its reference; together, a large one would hide a small one.
+    """Compare each output, or each of its ``parts``, with its reference.
+
+    Compared together, a large one would hide a small one.
 
     Without ``parts`` the names are the places of the outputs: "0", "1". Raises ValueError where shapes differ or a
     finite value has no finite counterpart.

@@ -1,4 +1,4 @@
-"""Admission of requests: bodies read within bounds, few threads behind a short queue, and refusals that say what to do."""
+"""Admit requests: bodies within bounds, few threads behind a short queue, refusals that say what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
 
 
 def busy(sentence: str) -> Refusal:
-    """429: nothing is wrong with the request, the server is full; the client may come back in a second."""
+    """Make a 429: the request is fine, the server is full; the client may come back in a second."""
     return Refusal(429, sentence, headers={"Retry-After": "1"})
 
 
@@ -38,7 +38,7 @@ MOST_FORM_PARTS = 16
 
 
 class Buffered:
-    """Bytes of all uploads held at one time; a client that would go above the limit is told to come back later."""
+    """Bytes of all uploads held at one time; a client beyond the limit is refused for now."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -97,7 +97,7 @@ async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
 
 
 def image_bytes(body: bytes, content_type: str) -> bytes:
-    """The image in a request body: the body itself, or the field ``file`` of a multipart form; raises Refusal 400."""
+    """Return the image in a request body, raw or as field ``file`` of a form; raises Refusal 400."""
     if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
         body = file_field(body, content_type)
     if not body:
@@ -106,7 +106,7 @@ def image_bytes(body: bytes, content_type: str) -> bytes:
 
 
 def file_field(body: bytes, content_type: str) -> bytes:
-    """Contents of the first field named ``file``; raises Refusal 400 where the form is malformed or lacks it."""
+    """Return the first field named ``file``; raises Refusal 400 for a malformed form, or none."""
     multipart = require("python_multipart.multipart", extra="serve")
     _, options = multipart.parse_options_header(content_type)
     found: list[bytes] = []

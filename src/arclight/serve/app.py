@@ -1,4 +1,4 @@
-"""The web application: ``/detect``, ``/health``, ``/metrics`` and the page, over any callable detector."""
+"""The web application over any detector: ``/detect``, ``/health``, ``/metrics`` and the page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Answer:
 
 
 def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
-    """Decode, detect and read the codes; raises Refusal 422 where ``photo`` is not an image that can be read."""
+    """Decode, detect and read the codes; raises Refusal 422 if ``photo`` is no readable image."""
     from arclight.vision.data.images import ImageError, decode_image
     from arclight.vision.qris import scan
 
@@ -95,7 +95,7 @@ def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
 
 
 def top_k(detections: Detections, most: int) -> Detections:
-    """The ``most`` boxes of highest confidence."""
+    """Keep the ``most`` boxes of highest confidence."""
     found = detections.boxes
     kept = np.argsort(-found.conf, kind="stable")[:most]
     return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
@@ -120,7 +120,7 @@ def milliseconds(start: float, end: float) -> float:
 
 
 def one_sentence(error: Exception) -> str:
-    """The message of an error for a client: one line, beginning with a capital and ending with a full stop."""
+    """Format an error's message for a client: one line, a capital first and a full stop last."""
     text = " ".join(str(error).split())
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
@@ -165,7 +165,7 @@ BODY = {
 def create_app(
     detector: Detect, *, program: str = "detector", precision: str = "unknown", limits: Limits | None = None
 ) -> FastAPI:
-    """An application that answers photos with the detections of ``detector`` and the codes read in them.
+    """Build the application that answers photos with ``detector``'s detections and the codes read in them.
 
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
@@ -220,13 +220,13 @@ def create_app(
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:
-    """The answer to a request that was turned down."""
+    """Answer a request that was turned down."""
     assert isinstance(refusal, Refusal)
     return refusal.response()
 
 
 async def refuse_address(request: Request, error: Exception) -> Response:
-    """The answer to a request for something that is not there."""
+    """Answer a request for something that is not there."""
     assert isinstance(error, HTTPException)
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
     sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."

@@ -1,4 +1,4 @@
-"""The server process: load a program, bind, answer until told to stop."""
+"""Run the server process: load a program, bind, answer until told to stop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AddressError(OSError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Reserve an address. Raises AddressError, which says what to do, if it is in use or not of this machine."""
+    """Reserve an address; AddressError says what to do if it is in use or not of this machine."""
     if not 0 <= port <= 65535:
         raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
     try:
@@ -76,7 +76,7 @@ def _refused(host: str, port: int, error: OSError) -> AddressError:
 
 
 def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket.socket | None = None) -> None:
-    """Block while uvicorn serves ``app``, on a reserved address if there is one, and say where it can be opened.
+    """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it.
 
     Warns on standard error if ``host`` is not this machine alone.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on a request and on what all requests together may hold; beyond them a client gets a 4xx at once."""
+    """Bounds on a request and on all requests together; beyond them a client gets a 4xx at once."""
 
     body_bytes: int = 25_000_000
     """Largest request body, bytes."""

@@ -1,7 +1,8 @@
-"""Images: detectors and their data, from labelled photos to boxes drawn on them, and the QRIS payment codes among them.
+"""Images: object detectors and their data, and the QRIS payment codes among the objects.
 
-The YOLOv5 family is described as data in ``zoo`` and runs in ``yolo``; ``loss``, ``boxes`` and ``metrics`` are pure
-functions on arrays. A finished prediction is a ``Detections``, whatever produced it.
+Labelled photos come in through `data`; `models` are the networks, `tasks` what trains and deploys them, `results` what they find
+and how good that is. `boxes` is the geometry that these share; `qris` reads, writes and draws payment codes. Open
+`tasks.detection` first. A finished prediction is a ``Detections``, whatever produced it.
 """
 
 from typing import TYPE_CHECKING

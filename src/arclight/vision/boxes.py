@@ -17,19 +17,19 @@ _CHUNK = 256  # candidates tested together; small enough that their overlap matr
 
 
 def xywh_to_xyxy(boxes: Tensor) -> Tensor:
-    """(..., 4) centres and sizes to corners."""
+    """Convert (..., 4) centres and sizes to corners."""
     xy, half = boxes[..., :2], boxes[..., 2:] / 2
     return torch.cat((xy - half, xy + half), dim=-1)
 
 
 def xyxy_to_xywh(boxes: Tensor) -> Tensor:
-    """(..., 4) corners to centres and sizes."""
+    """Convert (..., 4) corners to centres and sizes."""
     low, high = boxes[..., :2], boxes[..., 2:]
     return torch.cat(((low + high) / 2, high - low), dim=-1)
 
 
 def areas(boxes: Tensor) -> Tensor:
-    """(...) areas of xyxy boxes (..., 4)."""
+    """Compute the areas (...) of xyxy boxes (..., 4)."""
     return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
 
 
@@ -43,14 +43,14 @@ def _intersections(a: Tensor, b: Tensor) -> Tensor:
 
 
 def box_iou(a: Tensor, b: Tensor) -> Tensor:
-    """(n, m) intersection over union of the xyxy boxes a (n, 4) and b (m, 4); 0 where both are empty."""
+    """Compute (n, m) intersection over union of the xyxy boxes a (n, 4) and b (m, 4); 0 if both are empty."""
     common = _intersections(a, b)
     union = areas(a)[:, None] + areas(b) - common
     return torch.where(union > 0, common / union, 0.0)
 
 
 def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
-    """(...) complete IoU of pairs of xywh boxes (..., 4), in (-1.5, 1], differentiable.
+    """Compute complete IoU (...) of pairs of xywh boxes (..., 4), in (-1.5, 1], differentiable.
 
     IoU minus the squared distance of the centres over the squared diagonal of the common hull, minus a term for unlike
     aspect ratios (Zheng et al. 2020, "Distance-IoU Loss", equations 10 to 12).
@@ -78,7 +78,7 @@ def nms(
     top_k: int | None = TOP_K,
     multi_label: bool = False,
 ) -> list[Tensor]:
-    """Decoded predictions (N, A, 5 + C) to each image's boxes, best first.
+    """Select each image's boxes from decoded predictions (N, A, 5 + C), best first.
 
     Returns N tensors (k, 6), k <= max_det: xyxy, confidence = objectness x class score, class. Boxes suppress only
     boxes of their class. ``multi_label`` lets a position name several classes (validation), else it names its best.
@@ -157,14 +157,17 @@ def greedy_nms(boxes: Tensor, classes: Tensor, iou_threshold: float, max_det: in
 
 
 def _overlap(a: Tensor, a_classes: Tensor, b: Tensor, b_classes: Tensor, iou_threshold: float) -> Tensor:
-    """(n, m) True where boxes of one class overlap by more than the threshold; no division, so they may be empty."""
+    """Return (n, m) True where boxes of one class overlap by more than the threshold.
+
+    There is no division, so boxes may be empty.
+    """
     common = _intersections(a, b)
     limit = (areas(a)[:, None] + areas(b)).sub_(common).mul_(iou_threshold)
     return (common > limit).logical_and_(a_classes[:, None] == b_classes)
 
 
 def _greedy(overlap: Tensor) -> Tensor:
-    """(n,) True for the rows that greedy suppression keeps, given the symmetric relation ``overlap`` (n, n).
+    """Return (n,) True for the rows that greedy suppression keeps, given the symmetric ``overlap`` (n, n).
 
     A row is kept if no kept row before it overlaps it. Applied to all rows at once until nothing changes, that rule
     gives the greedy answer: after k rounds at least the first k rows are final (Cluster-NMS, Zheng et al. 2021).

@@ -63,7 +63,7 @@ def qris(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Report every split that the data set has. The labels are read afresh, and nothing is written beside them."""
+    """Report every split of the data set, from labels read afresh; nothing is written beside them."""
     from arclight.vision.data.data_yaml import read_data_yaml
     from arclight.vision.data.labels import DatasetError, check_labels
 

@@ -54,7 +54,10 @@ def demo(arguments: list[str]) -> None:
 
 
 def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, seed: int = 0) -> Recipe:
-    """The demo's training run. Its schedule counts steps of this small data set: hardly any warm-up, then down to almost nothing."""
+    """Make the demo's recipe.
+
+    Its schedule counts steps of this small data set: hardly any warm-up, then down to almost nothing.
+    """
     return Recipe(
         name="demo",
         root=root,

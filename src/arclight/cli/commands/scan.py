@@ -56,7 +56,7 @@ def scan(arguments: list[str]) -> int:
 
 
 def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
-    """One image and its codes. What a code says was written by a stranger: it is shown as text, never as markup."""
+    """Show one image and its codes. Their text is a stranger's: it is shown as text, never as markup."""
     from rich.text import Text
     from rich.tree import Tree
 

@@ -1,4 +1,4 @@
-"""Export: a model becomes a program file, which is kept only if it computes what the model computes."""
+"""Export a model as a program, which is kept only if it computes what the model computes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def export(
     max_difference: float | None = None,
     parts: Parts | None = None,
 ) -> Program:
-    """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return the program.
+    """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return it.
 
     ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``metadata`` is
     stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest

@@ -25,7 +25,7 @@ INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloa
 def convert(
     exported: ExportedProgram, *, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
-    """The ONNX model of ``exported``, its free dimension called batch; ExportError for what ONNX cannot express."""
+    """Convert ``exported`` to ONNX, its free dimension called batch; ExportError if ONNX cannot express it."""
     require("onnxscript", extra="deploy")
     try:
         with torch.no_grad(), quiet():
@@ -41,7 +41,7 @@ def convert(
 
 
 def write(model: onnx.ModelProto, path: Path) -> None:
-    """``model`` as one file; ExportError where it is too large for that."""
+    """Write ``model`` as one file; ExportError if it is too large for that."""
     try:
         content = model.SerializeToString(deterministic=True)
     except ValueError as error:

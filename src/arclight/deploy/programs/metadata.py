@@ -44,7 +44,7 @@ def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
 
 
 def seal(path: Path, metadata: dict[str, Any]) -> None:
-    """Append ``metadata`` to the ONNX file at ``path``, with the checksums of it, of the model and of files beside it.
+    """Append ``metadata`` to the ONNX file at ``path``, with checksums of all that it describes.
 
     Raises ExportError where the model keeps weights in a file that is missing or outside its folder.
     """
@@ -62,7 +62,7 @@ def seal(path: Path, metadata: dict[str, Any]) -> None:
 
 
 def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Read the description of the program at ``path``, and the JSON it is; ({}, None) for an ONNX file without one.
+    """Read the description of the program at ``path``, and its JSON; ({}, None) without one.
 
     No runtime has seen the file by then. Raises ProgramError where the description is malformed or newer, or where it,
     the model or a file beside it are not what was sealed.
@@ -102,7 +102,7 @@ def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _check_old(path: Path, metadata: dict[str, Any], digest: str, names: set[str]) -> None:
-    """Raise ProgramError where a program of the format before was changed; warn about what its checksum leaves out."""
+    """Raise ProgramError for a changed program of the format before; warn what its checksum leaves out."""
     if digest != metadata["sha256"]:
         raise changed(path)
     if names:
@@ -124,7 +124,7 @@ def changed(path: Path) -> ProgramError:
 
 
 def _last_record(file: BinaryIO) -> tuple[int, str] | None:
-    """Find the description that ends the file: how many bytes come before it, and its text; None if there is none."""
+    """Find the description that ends the file: the bytes before it, and its text; None without one."""
     size = file.seek(0, 2)
     window, begins = min(1 << 16, size), _field(_ENTRY_KEY, KEY.encode()) + _tag(_ENTRY_VALUE)
     while True:

@@ -25,7 +25,7 @@ class Processing(Protocol):
 
 
 def check_name(name: object) -> str:
-    """``name`` where it has the form arclight.module:Class, else ProgramError.
+    """Return ``name`` if it has the form arclight.module:Class, else raise ProgramError.
 
     The name comes out of a file that anyone may have written: nothing outside this package is imported for it.
     """
@@ -38,7 +38,7 @@ def check_name(name: object) -> str:
 
 
 def resolve(name: str, arguments: dict[str, Any]) -> Processing:
-    """An object of the class called ``name`` made with ``arguments``; ProgramError where that is not a Processing."""
+    """Make an object of the class called ``name``; ProgramError if that is not a Processing."""
     module, _, attribute = current(check_name(name)).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)

@@ -1,4 +1,4 @@
-"""A program: a file that computes what a model computes, run without the model and without PyTorch."""
+"""Run a program: a file that computes what a model computes, without the model and without PyTorch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Program:
         threads: int | None = None,
         device: Device = "auto",
     ) -> Program:
-        """The program in the file at ``path``, on ``threads`` CPU threads (default: all cores).
+        """Load the program at ``path`` on ``threads`` CPU threads (default: all cores).
 
         ``processing`` replaces what the file names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
         except for int8 programs, whose integer kernels are those of the CPU. Raises ProgramError where the file is
@@ -113,7 +113,10 @@ class Program:
         return resolve(self.metadata["processing"], self.metadata.get("processing_args", {}))
 
     def __call__(self, *inputs: Any) -> Any:
-        """The outputs for ``inputs`` in the order of ``program.inputs``; ProgramError names one that does not fit."""
+        """Compute the outputs for ``inputs``, in the order of ``program.inputs``.
+
+        ProgramError names an input that does not fit.
+        """
         if len(inputs) != len(self.inputs):
             wanted = ", ".join(map(str, self.inputs))
             raise ProgramError(f"the program takes {len(self.inputs)} inputs ({wanted}), got {len(inputs)}")
@@ -131,7 +134,7 @@ class Program:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def predict(self, inputs: Iterable[Any], batch_size: int = 8) -> list[Any]:
-        """One result for each of ``inputs``, with the processing that the file names, ``batch_size`` at a time."""
+        """Return one result for each of ``inputs``, ``batch_size`` at a time, with the file's processing."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         results: list[Any] = []
@@ -150,7 +153,7 @@ class Program:
         return self.predict([item])[0]
 
     def with_threads(self, threads: int) -> Program:
-        """The same program on ``threads`` CPU threads."""
+        """Open the same program on ``threads`` CPU threads."""
         return Program(self.path, _session(self.path, threads, "cpu"), self.metadata, self._given_processing)
 
     def __repr__(self) -> str:

@@ -111,12 +111,12 @@ def is_annotated(node: Node) -> bool:
 
 
 def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
-    """``graph`` with batch norms folded and observers where ``quantizer`` asks for them (changes ``graph``)."""
+    """Fold batch norms of ``graph`` and insert the observers that ``quantizer`` asks for (in place)."""
     prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
     return prepared
 
 
 def convert(prepared: GraphModule) -> GraphModule:
-    """``prepared`` with each observer replaced by a quantize and a dequantize, and weights stored as integers."""
+    """Replace each observer of ``prepared`` by a quantize and a dequantize, and store weights as integers."""
     converted: GraphModule = _prepare_convert.convert_pt2e(prepared)
     return converted

@@ -59,7 +59,7 @@ def quantize(
     example: Tensor | Sequence[Tensor] | None = None,
     parts: Parts | None = None,
 ) -> QuantizedModel:
-    """``model`` with unsigned 8-bit activations and signed 8-bit weights, ranges taken from ``calibration``.
+    """Quantize ``model``: unsigned 8-bit activations, signed 8-bit weights, ranges from ``calibration``.
 
     ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
     first dimension is the batch. ``example`` (default: the first of them) is what the graph is captured on; the batch

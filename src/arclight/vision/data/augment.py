@@ -31,7 +31,7 @@ MIN_VISIBLE = 0.1
 
 
 def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
-    """Four images around a random centre, under one random transform: a square of ``size`` pixels.
+    """Compose four images around a random centre, under one random transform, in a square of ``size`` pixels.
 
     The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size, of which a random part is cut out. That
     one is never drawn: each tile is warped once, straight to where it ends up.
@@ -51,7 +51,7 @@ def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment
 
 
 def random_affine(tile: Labelled, rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
-    """One whole image in a square of ``size`` pixels, under a random transform about its centre."""
+    """Place one whole image in a square of ``size`` pixels, under a random transform about its centre."""
     image, labels = tile
     matrix = random_transform(rng, augment, size, reach=0.5 * size) @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
     canvas = np.full((size, size, 3), GREY, np.uint8)
@@ -60,7 +60,7 @@ def random_affine(tile: Labelled, rng: np.random.Generator, augment: Augment, si
 
 
 def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, reach: float) -> Matrix:
-    """(3, 3): from places around the origin to a square of ``size`` pixels.
+    """Draw a transform (3, 3) from places around the origin to a square of ``size`` pixels.
 
     Perspective, then rotation and scale, then shear, then a shift of the origin to about the middle of the square.
     What is drawn lies within ``reach`` of the origin on both axes; perspective is bounded so that it stays in front.
@@ -80,7 +80,7 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, r
 
 
 def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
-    """The upright hulls of warped ``boxes``, clipped to the square of ``size`` pixels; without those hardly seen."""
+    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen."""
     if len(boxes) == 0:
         return boxes
     corners = _project(matrix, boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]].reshape(-1, 2)).reshape(-1, 4, 2)
@@ -105,7 +105,7 @@ def flip(labelled: Labelled, rng: np.random.Generator, augment: Augment) -> Labe
 
 
 def mixup(first: Labelled, second: Labelled, rng: np.random.Generator) -> Labelled:
-    """Two images of one size seen through each other, with the boxes of both (arXiv 1710.09412)."""
+    """Blend two images of one size, with the boxes of both (arXiv 1710.09412)."""
     share = rng.beta(32.0, 32.0)
     image: Image = cv2.addWeighted(first[0], share, second[0], 1 - share, 0)
     return image, np.concatenate((first[1], second[1]))
@@ -151,7 +151,7 @@ def _warp_into(canvas: Image, image: Image, matrix: Matrix) -> None:
 
 
 def _project(matrix: Matrix, points: NDArray[np.floating]) -> NDArray[np.float64]:
-    """``points`` (k, 2) under a (3, 3) homography."""
+    """Map ``points`` (k, 2) by a (3, 3) homography."""
     places = points @ matrix[:, :2].T + matrix[:, 2]
     result: NDArray[np.float64] = places[:, :2] / places[:, 2:]
     return result

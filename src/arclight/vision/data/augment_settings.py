@@ -10,7 +10,7 @@ from arclight._intervals import Checked, Fraction, Interval, ProperFraction
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """Random changes to training images; each default suits codes and text, whose mirror image does not exist."""
+    """Random changes to training images; defaults suit codes and text, which have no mirror image."""
 
     mosaic: Fraction = 1.0
     """Probability of composing four images into one, in [0, 1]."""

@@ -1,4 +1,4 @@
-"""Read a data.yaml: what the classes are called and where the images are. Nothing in it is run or downloaded."""
+"""Read a data.yaml: class names and places of images. Nothing in it is run or downloaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DataSpec:
 
 
 def read_data_yaml(path: str | Path) -> DataSpec:
-    """Read a data.yaml: ``names`` (a list, or numbers to names), ``train``, ``val``, ``test`` and an optional ``path``.
+    """Read a data.yaml: ``names``, ``train``, ``val``, ``test`` and an optional ``path``.
 
     Relative places are relative to ``path``, and that to the folder of the file. A split is a folder, an image, a
     ``.txt`` list of images (relative to the list), or several of those. Other keys are ignored. Raises DatasetError.
@@ -89,7 +89,7 @@ def _images_of(entry: Path) -> list[Path]:
 
 
 def did_you_mean(path: Path) -> str:
-    """The end of a sentence about a ``path`` that does not exist: what there is instead, if anything."""
+    """Suggest what there is in place of a ``path`` that does not exist, as the end of a sentence."""
     parent = path.parent
     if not parent.is_dir():
         return f" (nor does {parent})"

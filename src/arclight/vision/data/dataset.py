@@ -53,7 +53,7 @@ class Sample:
 
 
 class BatchBuffer(list[Sample]):
-    """The samples of one batch, whose images lie in one tensor (N, 3, S, S) already: to collate them copies nothing."""
+    """Samples of one batch, whose images share one tensor (N, 3, S, S): collating them copies nothing."""
 
     def __init__(self, size: int, count: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class BatchBuffer(list[Sample]):
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
-    """A batch: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
+    """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
     Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square. Batches of
     validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image.
@@ -144,7 +144,7 @@ class DetectionDataset(Dataset[Sample]):
         selection: SiteSplit | None = None,
         **settings: Any,
     ) -> DetectionDataset:
-        """The ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
+        """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``labels.scan``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
@@ -273,7 +273,7 @@ class DetectionDataset(Dataset[Sample]):
 
 
 def _available_memory() -> int | None:
-    """Bytes that can be taken without swapping, where the system says so."""
+    """Return the bytes that can be taken without swapping, if the system says so."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -57,7 +57,7 @@ class ImageHeader:
 
 
 def read_header(data: Data) -> ImageHeader:
-    """The header of an image file in ``data``. Raises ImageError where it is no image of a supported format."""
+    """Read the header of an image file in ``data``. Raises ImageError for any other content."""
     if len(data) == 0:
         raise ImageError("empty file: there is no image in it")
     start = bytes(data[:16])
@@ -71,7 +71,7 @@ def read_header(data: Data) -> ImageHeader:
 
 
 def file_header(path: Path) -> ImageHeader:
-    """The header of the image file at ``path``, reading little more than that. Raises ImageError and OSError."""
+    """Read the header of the image file at ``path``, and little more. Raises ImageError and OSError."""
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise ImageError("empty file: there is no image in it")
@@ -134,7 +134,7 @@ def _jpeg(data: Data) -> ImageHeader:
 
 
 def _png_chunks(data: Data) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, start, end) of each complete chunk, where ``data[start:end]`` is all of it; ends after the last one."""
+    """Yield (kind, start, end) of each complete chunk; ``data[start:end]`` is all of it."""
     position = 8
     for _ in range(MAX_PNG_CHUNKS):
         if position + 12 > len(data):
@@ -166,7 +166,7 @@ def _png(data: Data) -> ImageHeader:
 
 
 def still_png(data: bytes) -> bytes:
-    """A PNG file with only the chunks that its first picture needs.
+    """Strip a PNG file to the chunks that its first picture needs.
 
     OpenCV 5.0 crashes the process on damaged animations, and colour profiles and texts are only more to attack.
     """
@@ -233,7 +233,10 @@ _MAX_VALUES = 65_536
 
 
 def _tiff_tags(data: Data) -> dict[int, tuple[int, ...]]:
-    """The whole-number tags of the first directory. Raises struct.error where an offset points outside ``data``."""
+    """Read the whole-number tags of the first directory.
+
+    Raises struct.error where an offset points outside ``data``.
+    """
     order = "<" if data[:2] == b"II" else ">"
     (directory,) = _unpack(order + "I", data, 4)
     (count,) = _unpack(order + "H", data, directory)

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def decode_image(source: bytes | str | Path, *, max_pixels: int = MAX_PIXELS) -> Image:
-    """An image file, or its bytes, as RGB uint8 (height, width, 3), turned the way its EXIF orientation says.
+    """Decode an image file, or its bytes, to RGB uint8 (height, width, 3), turned as its EXIF says.
 
     Grey, palette, CMYK and 16-bit images become 8-bit RGB; what is transparent becomes white, as on paper.
     Raises ImageError, and nothing else, for content that is not a complete JPEG, PNG, WebP, GIF, BMP or TIFF image
@@ -47,7 +47,7 @@ def decode_image(source: bytes | str | Path, *, max_pixels: int = MAX_PIXELS) ->
 
 
 def decode_reduced(path: Path, at_least: int, *, max_pixels: int = MAX_PIXELS) -> tuple[Image, tuple[int, int]]:
-    """Like ``decode_image``, but a large JPEG comes at 1/2, 1/4 or 1/8 of its size, which is faster and smooth.
+    """Decode like ``decode_image``, but a large JPEG at 1/2, 1/4 or 1/8 of its size, fast and smooth.
 
     The longer side of the result is never below ``at_least`` pixels unless the image itself is smaller. Also returns
     the full (height, width).
@@ -99,7 +99,7 @@ def _decode(data: bytes, header: ImageHeader, max_pixels: int, reduction: int) -
 
 
 def _on_white(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Colours over white paper: a code drawn in black on nothing stays readable."""
+    """Blend colours over white paper: a code drawn in black on nothing stays readable."""
     alpha = image[..., 3].astype(np.uint16)
     background = 255 * (255 - alpha)
     result = np.empty((*image.shape[:2], 3), np.uint8)

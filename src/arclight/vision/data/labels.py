@@ -1,4 +1,4 @@
-"""Labels in YOLO format: read, checked and cached; every fault is named by file and line and skipped with a count."""
+"""Labels in YOLO format: read, checked and cached; faults are named by file and line, and skipped."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def label_path(image: Path) -> Path:
 
 
 def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
-    """The rows of a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
+    """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
 
     The box of a polygon is its hull. ``path`` names the file in the problems found.
     """
@@ -162,7 +162,10 @@ def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
 
 
 def _parse_row(fields: list[str], num_classes: int) -> tuple[tuple[float, ...], bool]:
-    """(class, cx, cy, w, h) and whether the box was cut at the edge of the image. Raises ValueError saying why not."""
+    """Parse (class, cx, cy, w, h), and if the box was cut at the image's edge.
+
+    Raises ValueError saying why not.
+    """
     try:
         values = [float(text) for text in fields]
     except ValueError:
@@ -259,7 +262,7 @@ def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int
 
 
 def _scan_one(image: Path, num_classes: int) -> tuple[tuple[int, int] | str, LabelRows]:
-    """The shape of the image, or why it cannot be used, and its labels."""
+    """Return the shape of the image, or why it cannot be used, and its labels."""
     shape: tuple[int, int] | str
     try:
         header = file_header(image)

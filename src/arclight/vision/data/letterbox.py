@@ -17,7 +17,7 @@ Letterbox = tuple[float, int, int]
 
 
 def letterbox(image: NDArray[np.uint8], size: int) -> tuple[NDArray[np.uint8], Letterbox]:
-    """``image`` (height, width, 3), scaled and centred in a grey square of ``size`` pixels, and how it got there.
+    """Scale and centre ``image`` (height, width, 3) in a grey square of ``size`` pixels.
 
     Returns the square (size, size, 3) and ``(scale, pad_x, pad_y)``. Whole pixels hold the scaled image, so at its
     far edge the scale is exact to half a pixel of the square.
@@ -37,7 +37,7 @@ def letterbox(image: NDArray[np.uint8], size: int) -> tuple[NDArray[np.uint8], L
 
 
 def unletterbox(boxes: ArrayLike, placed: Letterbox, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Take ``boxes`` (k, 4) xyxy in pixels of the square back to pixels of the original of ``shape`` (height, width).
+    """Map ``boxes`` (k, 4) xyxy from the square back to the original of ``shape`` (height, width).
 
     The inverse of what ``letterbox`` does to coordinates, float32; what lies in the padding is clipped to the image.
     """

@@ -1,4 +1,4 @@
-"""Anchors: those published for COCO, how well given ones fit a data set, and better ones by clustering."""
+"""Anchors: those published for COCO, the fit of given ones to a data set, and better ones by clustering."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def _fit(box_sizes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def best_possible_recall(box_sizes: Tensor, anchors: Tensor, anchor_t: float = ANCHOR_T) -> float:
-    """Share of boxes (n, 2) that at least one anchor (k, 2) can answer for in training; sizes in the same unit."""
+    """Compute the share of boxes (n, 2) that at least one anchor (k, 2) can answer for in training.
+
+    Sizes are in the same unit.
+    """
     return float((_fit(box_sizes.float(), anchors.float()) > 1 / anchor_t).any(dim=1).float().mean())
 
 
 def fit_anchors(
     box_sizes_wh_px: Tensor, image_size: int, num: int = 9, *, seed: int = 0, anchor_t: float = ANCHOR_T
 ) -> Tensor:
-    """``num`` anchors (num, 2), small to large, for boxes (n, 2) of these widths and heights in input pixels.
+    """Fit ``num`` anchors (num, 2), small to large, to boxes (n, 2) in input pixels.
 
     k-means on logarithms of sizes, where distance is ratio, the measure by which boxes meet anchors. Ten starts compete
     by recall plus mean fit of a box to its best anchor; deterministic for a seed. Boxes under 2 pixels are left out,
@@ -58,7 +61,7 @@ def fit_anchors(
 
 
 def _k_means(points: Tensor, num: int, generator: torch.Generator, rounds: int = 30) -> Tensor:
-    """(num, d) centres of ``points`` (n, d): Lloyd's algorithm after k-means++ (Arthur and Vassilvitskii 2007)."""
+    """Cluster ``points`` (n, d): Lloyd's algorithm after k-means++ (Arthur and Vassilvitskii 2007)."""
     first = torch.randint(len(points), (1,), generator=generator)
     centres = points[first]
     while len(centres) < num:

@@ -1,4 +1,4 @@
-"""The YOLOv5 training loss as pure functions: who answers for which object, and how wrong the answer is.
+"""The YOLOv5 training loss as pure functions: assignment of predictions to objects, and their errors.
 
 Shapes: N images, M objects, C classes; level l of the head has 3 anchors on a grid of H_l x W_l cells.
 Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
@@ -84,7 +84,7 @@ def yolo_loss(
 
 
 def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: float = ANCHOR_T) -> Assignment:
-    """Candidates of one level for ``targets`` (M, 6): every anchor, in an object's own cell and the two nearest to it.
+    """Assign one level's predictions to ``targets`` (M, 6): each anchor, in the own cell and the two nearest.
 
     A candidate counts if its anchor is within a factor ``anchor_t`` of the object's width and height and its cell is on
     the ``grid`` (height, width). The nearest cells are those on the side of the cell where the object's centre lies; a

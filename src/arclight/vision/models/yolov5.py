@@ -68,7 +68,7 @@ class C3(nn.Module):
 
 
 class SPPF(nn.Module):
-    """Spatial pyramid pooling: three 5x5 max pools in a row see what pools of 5, 9 and 13 side by side would."""
+    """Spatial pyramid pooling: three 5x5 max pools in a row equal pools of 5, 9 and 13 side by side."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int = 5) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Yolo(nn.Module):
 
 
 def fuse(model: Yolo) -> Yolo:
-    """A copy of ``model`` in evaluation mode with every batch normalisation folded into its convolution.
+    """Copy ``model`` in evaluation mode, every batch normalisation folded into its convolution.
 
     Outputs are equal up to rounding. ``model`` itself does not change.
     """
@@ -213,7 +213,7 @@ def fuse(model: Yolo) -> Yolo:
 
 
 class Layer(NamedTuple):
-    """One row of an architecture, before scaling; its place in the table is its number in state-dict names."""
+    """One row of an architecture, before scaling; its place is its number in state-dict names."""
 
     block: Literal["conv", "c3", "sppf", "upsample", "concat", "detect"]
     channels: int = 0
@@ -277,7 +277,7 @@ STRIDES = (8, 16, 32)
 def build_model(
     name: str, num_classes: int = 80, *, names: Sequence[str] | None = None, anchors_px: Tensor | None = None
 ) -> Yolo:
-    """A freshly initialised detector of the YOLOv5 family.
+    """Build a freshly initialised detector of the YOLOv5 family.
 
     name: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x. names: one per class; numbers where not given.
     anchors_px: (9, 2) or (3, 3, 2) widths and heights in pixels, small to large (``anchors.fit_anchors``), COCO's where
@@ -303,7 +303,7 @@ def build_model(
 def _build_layers(
     rows: Sequence[Layer], scale: Scale, num_classes: int, anchors_px: Tensor
 ) -> tuple[list[nn.Module], list[tuple[int, ...]]]:
-    """The modules of ``rows`` at ``scale``, and for each the absolute numbers of the rows it reads."""
+    """Build the modules of ``rows`` at ``scale``, and list the numbers of the rows that each reads."""
     layers: list[nn.Module] = []
     sources: list[tuple[int, ...]] = []
     channels: list[int] = []

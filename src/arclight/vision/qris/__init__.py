@@ -1,4 +1,7 @@
-"""QRIS, Indonesia's payment code: read and write payloads, find and decode codes in photos, draw training scenes."""
+"""QRIS, Indonesia's payment code: read and write payloads, read codes in photos, draw training scenes.
+
+Text comes in through `payload`, photos through `reading`; `scenes` draws photos of both. Open `reading.scanner` first.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -97,7 +97,7 @@ class Detections:
         return [self.names[int(c)] for c in self.boxes.cls]
 
     def plot(self) -> NDArray[np.uint8]:
-        """The photo with its boxes, class names and confidences drawn in, RGB; ValueError if the photo was not kept."""
+        """Draw boxes, class names and confidences on the photo, RGB; ValueError if it was not kept."""
         from arclight.vision.results.draw import draw_boxes
 
         if self.image is None:
@@ -106,7 +106,7 @@ class Detections:
         return draw_boxes(self.image, self.boxes.xyxy, texts, self.boxes.cls.astype(int).tolist())
 
     def save(self, path: str | Path) -> Path:
-        """Write ``plot()`` as an image file of the kind that the suffix names; ValueError for a suffix that is none."""
+        """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""
         from arclight.fabric.extras import require
 
         cv2, path = require("cv2", extra="vision"), Path(path)
@@ -121,7 +121,7 @@ class Detections:
         return partial.replace(path)
 
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Rows of COCO's results format: image_id, category_id, bbox [left, top, width, height] and score.
+        """List the boxes in COCO's results format: image_id, category_id, bbox (left, top, width, height), score.
 
         ``category_ids``: the data set's number of each class; the class's own where not given.
         """
@@ -135,7 +135,7 @@ class Detections:
         return rows
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row per box: xmin, ymin, xmax, ymax, confidence, class, name; needs pandas."""
+        """Make a DataFrame with a row per box: xmin, ymin, xmax, ymax, confidence, class, name; needs pandas."""
         try:
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError as error:

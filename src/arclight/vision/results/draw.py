@@ -33,7 +33,7 @@ GROUND: Colour = (26, 28, 31)
 
 
 def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Sequence[int]) -> Image:
-    """A copy of ``image`` with boxes (k, 4) in pixels, each labelled with its text and coloured by its class.
+    """Draw boxes (k, 4) in pixels on a copy of ``image``, each with its text, coloured by class.
 
     Lines and letters grow with the image. The first box is drawn last, so that the most confident one stays readable.
     Letters that the font lacks appear as question marks.
@@ -54,7 +54,7 @@ def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Seq
 
 
 def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colour, height: float) -> None:
-    """``text`` on a filled plate above ``corner`` (left, top), or below it where there is no room; never outside."""
+    """Draw ``text`` on a plate above ``corner`` (left, top), or below if there is no room; never outside."""
     left, top = corner
     font, weight = cv2.FONT_HERSHEY_SIMPLEX, max(round(height / 12), 1)
     text = text.encode("ascii", "replace").decode()
@@ -71,7 +71,7 @@ def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colou
 
 
 def grid(images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int = 8) -> Image:
-    """``images`` of any sizes side by side, each fitted into a square of ``side`` pixels; ValueError for none."""
+    """Lay ``images`` of any sizes side by side, each in a square of ``side`` pixels; ValueError for none."""
     if not images:
         raise ValueError("a grid needs at least one image")
     columns = min(columns, len(images))

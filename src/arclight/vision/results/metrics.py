@@ -112,7 +112,7 @@ class DetectionMetrics:
     def update(
         self, predictions: Sequence[ArrayLike], truths: Sequence[ArrayLike], image_ids: Sequence[int] | None = None
     ) -> None:
-        """Add images: for each its predictions (k, 6), xyxy, confidence, class, and its true boxes (m, 5), class, xyxy.
+        """Add images: for each its predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5).
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
         the data set. Raises ValueError for arrays of other shapes and for classes that do not exist.
@@ -124,7 +124,7 @@ class DetectionMetrics:
     def update_batch(
         self, predictions: Sequence[Tensor], targets: Tensor, size: int, image_ids: Sequence[int] | None = None
     ) -> None:
-        """Add a batch: predictions of each image (k, 6) in pixels of the square input, and the batch's targets.
+        """Add a batch: each image's predictions (k, 6) in pixels of the square, and the batch's targets.
 
         targets: (M, 6) image in batch, class, centre x, centre y, width, height as shares of ``size`` pixels.
         """
@@ -250,7 +250,9 @@ def _rows(array: ArrayLike, width: int, what: str) -> Floats:
 
 
 def match(iou: Floats) -> Bools:
-    """(k, T) hits of predictions, most confident first, given their overlap (k, m) with the true boxes of their class.
+    """Match predictions to the true boxes of their class: (k, T) hits, given their overlap (k, m).
+
+    Predictions are most confident first.
 
     At each threshold a prediction takes the free true box that it overlaps most, of equal ones the last (pycocotools).
     """
@@ -269,7 +271,7 @@ def match(iou: Floats) -> Bools:
 
 
 def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Ints:
-    """(n, 2) predicted and true class of boxes paired by overlap, most overlapping first, whatever their classes."""
+    """Pair boxes by overlap, most overlapping first: (n, 2) predicted and true class."""
     candidates = np.argwhere(iou > CONFUSION_IOU)
     candidates = candidates[np.argsort(-iou[tuple(candidates.T)], kind="stable")]
     lonely_predicted, lonely_true = dict.fromkeys(range(len(predicted))), dict.fromkeys(range(len(true)))
@@ -283,7 +285,7 @@ def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Int
 
 
 def precision_at_recall(hits: Bools, positives: int) -> Floats:
-    """(T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first, and so many true boxes.
+    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first.
 
     The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
     """
@@ -300,7 +302,7 @@ def precision_at_recall(hits: Bools, positives: int) -> Floats:
 
 
 def confidence_curves(scores: Floats, hits: Bools, positives: int) -> Floats:
-    """(3, 1001) precision, recall and F1 of the predictions at or above each confidence of the grid; scores descend."""
+    """Compute (3, 1001) precision, recall and F1 at each confidence of the grid; scores descend."""
     kept = np.searchsorted(-scores, -CONFIDENCE_GRID, side="right")
     found = np.concatenate(([0], np.cumsum(hits)))[kept]
     precision = found / np.maximum(kept, 1)

@@ -1,4 +1,4 @@
-"""Plots of a detector's results for the run's report: the precision-recall curve, the confusion matrix, sample predictions.
+"""Plots of a detector's results for the run's report: two charts and sample predictions.
 
 Charts are SVG texts that need no style sheet, font or script, and follow the reader's light or dark theme, alone in a
 browser, as an image in a page, or pasted into one.
@@ -30,7 +30,7 @@ SAMPLES = 12
 
 
 class DetectionPlots(Callback):
-    """Writes the precision-recall curve, the confusion matrix and sample predictions into the run's ``plots`` folder.
+    """Write charts and sample predictions into the run's ``plots`` folder when training ends.
 
     Only where the run writes anything at all: a trainer without loggers gets no files.
     """
@@ -108,7 +108,7 @@ NUMBERED_CELLS = 12
 
 
 def pr_curve(results: DetectionResults, names: Sequence[str]) -> str:
-    """Precision against recall at an overlap of 0.5: every class, their mean, and where F1 is best; an SVG text."""
+    """Draw precision against recall at an overlap of 0.5, every class and their mean; an SVG text."""
     left, top, side = 64, 74, 380
 
     def point(recall: float, precision: float) -> str:

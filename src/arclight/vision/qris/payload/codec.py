@@ -33,7 +33,7 @@ _TIP_KINDS: dict[str, Literal["prompt", "fixed", "percentage"]] = {"01": "prompt
 
 @dataclass(frozen=True)
 class Account:
-    """A merchant account (tags 02 to 51): ``value`` for card schemes, ``guid`` and ``fields`` (by tag) from 26 on."""
+    """A merchant account (tags 02 to 51): ``value`` of card schemes, ``guid`` and ``fields`` from 26 on."""
 
     tag: str
     value: str | None = None
@@ -43,7 +43,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Tip:
-    """A convenience fee: ask the payer, a fixed amount in the payload's currency, or a percentage of the amount."""
+    """A convenience fee: ask the payer, a fixed amount in the payload's currency, or a percentage."""
 
     kind: Literal["prompt", "fixed", "percentage"]
     value: Decimal | None = None
@@ -109,7 +109,7 @@ def is_qris(text: str) -> bool:
 
 
 def classify(text: str) -> Kind:
-    """``qris``, ``emvco`` (a valid payload of another network) or ``other``; a damaged payload is ``other``."""
+    """Classify as ``qris``, ``emvco`` (of another network) or ``other``; a damaged payload is ``other``."""
     try:
         return "qris" if parse(text).is_qris else "emvco"
     except QrisError:
@@ -134,7 +134,7 @@ def build(
     language: Mapping[str, str] | None = None,
     others: Mapping[str, str] | None = None,
 ) -> str:
-    """The payload text for these values, closed by its CRC; raises QrisError exactly where ``parse`` would.
+    """Build the payload text for these values; raises QrisError exactly where ``parse`` would.
 
     The fields are those of ``Payload``. ``nmid`` and ``criteria`` write tag 51 unless ``accounts`` has it already;
     ``is_dynamic`` defaults to whether there is an amount.
@@ -165,7 +165,7 @@ def build(
 
 
 def close(pairs: Iterable[tuple[str, str]]) -> str:
-    """``(tag, value)`` pairs as a payload closed by its CRC; raises QrisError where the result breaks a rule."""
+    """Join ``(tag, value)`` pairs to a payload closed by its CRC; QrisError if it breaks a rule."""
     body = join(pairs) + "6304"
     text = body + crc_of_text(body)
     parse(text)
@@ -173,7 +173,7 @@ def close(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def to_dynamic(text: str, amount: Decimal | int | str) -> str:
-    """A valid payload made dynamic for one payment of ``amount``; raises QrisError where either is not valid."""
+    """Make a valid payload dynamic for one payment of ``amount``; QrisError if either is not valid."""
     parse(text)
     pairs = {field.tag: field.value for field in split(text)[0] if field.tag != "63"}
     pairs |= {"01": "12", "54": _number(amount) or ""}

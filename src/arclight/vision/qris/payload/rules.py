@@ -67,7 +67,7 @@ QRIS = {
 
 
 def check(text: str, fields: list[Field]) -> Iterator[Problem]:
-    """Every violation among the top-level ``fields`` of ``text``, in order of discovery."""
+    """Yield every violation among the top-level ``fields`` of ``text``, in order of discovery."""
     by_tag = {field.tag: field for field in fields}
     yield from apply(TOP, fields, end=len(text))
     if fields and fields[0].tag != "00":
@@ -83,7 +83,10 @@ def check(text: str, fields: list[Field]) -> Iterator[Problem]:
 
 
 def apply(rules: Mapping[str, Rule], fields: list[Field], *, end: int, inside: str = "") -> Iterator[Problem]:
-    """Violations of ``rules`` (tag -> rule) among ``fields``; ``end`` is where a missing field could have been."""
+    """Yield violations of ``rules`` (tag -> rule) among ``fields``.
+
+    ``end`` is where a missing field could have been.
+    """
     prefix = f"{inside}." if inside else ""
     present = {field.tag for field in fields}
     for tag, rule in rules.items():
@@ -96,7 +99,7 @@ def apply(rules: Mapping[str, Rule], fields: list[Field], *, end: int, inside: s
 
 
 def nested(field: Field) -> tuple[list[Field], list[Problem]]:
-    """The data objects inside a template, their offsets counted in the whole text."""
+    """Split a template into its data objects, their offsets counted in the whole text."""
     return split(field.value, offset=field.value_offset, inside=field.tag)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One violation: the ``tag`` it concerns ("26.01" is tag 01 inside 26), where in the text, and what is wrong."""
+    """One violation: its ``tag`` ("26.01" is tag 01 inside 26), its place in the text, and a message."""
 
     tag: str
     offset: int
@@ -46,7 +46,7 @@ def is_digits(text: str) -> bool:
 
 
 def split(text: str, *, offset: int = 0, inside: str = "") -> tuple[list[Field], list[Problem]]:
-    """The data objects of ``text`` in order, and what is wrong with its structure.
+    """Split ``text`` into its data objects, and list what is wrong with its structure.
 
     ``offset`` is where ``text`` starts in the whole payload, ``inside`` the tag of the template that holds it.
     A damaged object ends the reading, because nothing after it can be located; every other fault is only noted.
@@ -78,7 +78,7 @@ def split(text: str, *, offset: int = 0, inside: str = "") -> tuple[list[Field],
 
 
 def join(pairs: Iterable[tuple[str, str]]) -> str:
-    """``(tag, value)`` pairs as text; raises QrisError naming every value that two digits of length cannot describe."""
+    """Join ``(tag, value)`` pairs; QrisError names each value that two digits of length cannot describe."""
     parts: list[str] = []
     problems: list[Problem] = []
     at = 0
@@ -95,7 +95,7 @@ def join(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def crc_of_text(text: str) -> str:
-    """Return the four upper-case hexadecimal digits that follow ``text``, which ends with the tag and length ``6304``.
+    """Return the four hexadecimal digits that follow ``text``, which ends with ``6304``.
 
     CRC-16 with polynomial 0x1021, start 0xFFFF, no reflection, no final xor (EMVCo, ISO 13239).
     """

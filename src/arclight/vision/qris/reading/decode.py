@@ -60,12 +60,12 @@ def read_opencv(image: Image) -> list[DecodedCode]:
 
 
 def to_grey(image: Image) -> Grey:
-    """RGB (H, W, 3) or grey (H, W), uint8, as grey."""
+    """Convert RGB (H, W, 3) or grey (H, W), uint8, to grey."""
     return image if image.ndim == 2 else np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), np.uint8)
 
 
 def _zxing(image: Image, **options: Any) -> list[Any]:
-    """Codes that zxing-cpp finds; where ``return_errors`` is set, those it cannot read too."""
+    """Find codes with zxing-cpp; with ``return_errors``, those it cannot read too."""
     grey = np.ascontiguousarray(to_grey(image))
     options.setdefault("formats", zxingcpp.BarcodeFormat.QRCode)
     codes = zxingcpp.read_barcodes(grey, text_mode=zxingcpp.TextMode.Plain, **options)
@@ -97,7 +97,7 @@ class _View:
 
 
 def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
-    """The part of ``grey`` around ``box`` with ``margin`` (a share of the box) on every side, and where it starts."""
+    """Crop ``grey`` around ``box`` with ``margin`` (a share of the box); also returns the crop's origin."""
     height, width = grey.shape
     x0, y0, x1, y1 = box
     across, down = margin * (x1 - x0), margin * (y1 - y0)
@@ -107,20 +107,20 @@ def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
 
 
 def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> _View:
-    """``crop`` at ``size`` (width, height) pixels."""
+    """Resize ``crop`` to ``size`` (width, height) pixels."""
     scale = np.array([size[0] / crop.shape[1], size[1] / crop.shape[0]], np.float32)
     method = cv2.INTER_CUBIC if scale.min() >= 1 else cv2.INTER_AREA
     return _View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
 
 
 def sharpened(image: Grey, amount: float, radius: float) -> Grey:
-    """Unsharp mask."""
+    """Sharpen by an unsharp mask."""
     soft = cv2.GaussianBlur(image, (0, 0), radius)
     return np.asarray(cv2.addWeighted(image, 1 + amount, soft, -amount, 0), np.uint8)
 
 
 def _variants(grey: Grey, box: Box) -> Iterator[_View]:
-    """Enlarged, squared, sharpened, stretched and smoothed views of a box, those that read most for their cost first.
+    """Yield enlarged, squared, sharpened, stretched and smoothed views of a box, the most useful first.
 
     Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
     """
@@ -158,7 +158,7 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
 
 
 def read_box(grey: Grey, box: Box) -> list[DecodedCode]:
-    """Codes in and around ``box`` (x0, y0, x1, y1 pixels of ``grey``): the first view that reads any decides."""
+    """Read codes in and around ``box`` (xyxy pixels of ``grey``): the first view that reads any decides."""
     for view in _variants(grey, box):
         codes = _zxing(view.image)
         if codes:
@@ -174,7 +174,7 @@ MIN_PROMISING_SCORE = 0.55
 
 
 def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[DecodedCode], int]:
-    """Read the code in ``box`` by laying a module grid over at most ``tries`` views of it and reading modules one by one.
+    """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
 
     Returns what was read and how many views were tried: no further ones where not even a likely grid was found.
     """
@@ -200,7 +200,7 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[
 
 
 def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
-    """Read the code of ``modules`` a side whose ``corners`` (4, 2) are known, clockwise from its own top left.
+    """Read the code whose ``corners`` (4, 2) are known, clockwise from its own top left.
 
     For codes that were drawn: what this cannot read, no search for a code's place can. Edges that are not straight are fitted.
     """
@@ -230,14 +230,14 @@ def _read_under(grids: Sequence[Grid], view: _View, picture: Floats) -> DecodedC
 
 
 def _stretched(image: Grey) -> Floats:
-    """Brightness from 0 to 255 between the darkest and lightest hundredth."""
+    """Stretch brightness to 0 to 255 between the darkest and lightest hundredth."""
     low, high = np.percentile(image, (1, 99))
     stretched = (image.astype(np.float32) - low) * (255 / max(high - low, 1.0))
     return np.asarray(stretched.clip(0, 255), np.float32)
 
 
 def _proposals(picture: Floats) -> list[Floats]:
-    """Quadrilaterals that readers take for a code, though they cannot read it."""
+    """List quadrilaterals that readers take for a code, though they cannot read it."""
     image = picture.astype(np.uint8)
     quads = [_corners(code) for code in _zxing(image, return_errors=True)]
     try:
@@ -319,7 +319,7 @@ class Equalizer:
 
 
 def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
-    """Return ``dark`` (n, n) with the fixed modules as the standard has them, though a finger or glare hid them."""
+    """Set the fixed modules of ``dark`` (n, n) as the standard has them, though a finger hid them."""
     fixed = fixed_modules(version)[1:-1, 1:-1]
     return np.asarray(np.where(fixed == 0, dark, fixed > 0))
 
@@ -370,6 +370,6 @@ def _decoded(dark: npt.NDArray[np.bool_], grid: Grid) -> Any:
 
 
 def _symbol(dark: npt.NDArray[np.bool_]) -> Grey:
-    """A clean picture of a symbol, three pixels per module."""
+    """Draw a clean picture of a symbol, three pixels per module."""
     framed = np.pad(np.where(dark, 0, 255).astype(np.uint8), 4, constant_values=255)
     return np.kron(framed, np.ones((3, 3), np.uint8))

@@ -1,4 +1,4 @@
-"""Propose where a code lies from its finder patterns: blobs that look like one, then triples and pairs of them."""
+"""Propose places of a code by its finder patterns: single ones, then triples and pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _APART = 10 / 11
 
 @dataclass(frozen=True)
 class FinderPattern:
-    """A blob that looks like a finder pattern: its centre (x, y) and pixels per module; ``likeness`` in [-1, 1]."""
+    """A candidate finder pattern: centre (x, y), pixels per module, ``likeness`` in [-1, 1]."""
 
     centre: Vector
     module_px: float
@@ -82,7 +82,7 @@ def _same(a: FinderPattern, b: FinderPattern) -> bool:
 
 @cache
 def _rings(module_px: float) -> tuple[Floats, Floats]:
-    """A finder pattern with its light border as rings, so that it fits in any turn; and the part that counts."""
+    """Draw a finder pattern with its light border as rings, which fit in any turn; and its mask."""
     half = int(np.ceil(4.5 * module_px))
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) / module_px
     radius = np.hypot(x, y)
@@ -143,7 +143,10 @@ def _pairs(patterns: list[FinderPattern]) -> Iterator[_Frame]:
 
 
 def _codes(origin: Vector, across: Vector, down: Vector, module: float, largest: int) -> Iterator[tuple[int, Vector]]:
-    """Versions that fit the distance of the patterns, each with its corners; centres lie 3.5 modules inside."""
+    """Yield versions that fit the distance of the patterns, each with its corners.
+
+    Centres lie 3.5 modules inside.
+    """
     modules = (float(np.hypot(*across)) + float(np.hypot(*down))) / 2 / module + 7
     likely = (modules - 17) / 4
     for version in range(max(1, int(np.floor(likely - 1))), min(largest, int(np.ceil(likely + 1))) + 1):

@@ -1,4 +1,4 @@
-"""Lay the module grid of a QR code over a small, blurred, tilted or bent picture of one, where readers find nothing.
+"""Lay the module grid of a QR code over a small, blurred, tilted or bent picture of one.
 
 Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
 is right when the picture, sampled where those modules should be, correlates with what they should be.
@@ -48,7 +48,7 @@ class UnitPoints:
 
 @dataclass(frozen=True)
 class Template:
-    """The fixed modules of one version: where they are in the unit square, and what a picture should show there."""
+    """Fixed modules of one version: their places in the unit square, and the brightness expected there."""
 
     points: UnitPoints
     wanted: Floats
@@ -57,7 +57,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid found in a picture: four corners, then the bows of the four edges, (8, 2) pixels; ``score`` in [-1, 1]."""
+    """A grid found in a picture: four corners, then four bows of edges, (8, 2) pixels; its ``score``."""
 
     version: int
     shape: Floats
@@ -74,7 +74,7 @@ class Grid:
 
 
 def side_in_modules(version: int) -> int:
-    """Modules along a side."""
+    """Return the modules along a side."""
     return 17 + 4 * version
 
 
@@ -90,7 +90,7 @@ def alignment_centres(version: int) -> list[int]:
 
 @cache
 def fixed_modules(version: int) -> npt.NDArray[np.int8]:
-    """Return +1 dark, -1 light, 0 data for every module of a version and one module of quiet zone, (n + 2, n + 2)."""
+    """Return +1 dark, -1 light, 0 data for each module and one ring of quiet zone, (n + 2, n + 2)."""
     size = side_in_modules(version)
     fixed = np.zeros((size + 2, size + 2), np.int8)
     finder = np.full((9, 9), -1, np.int8)
@@ -121,7 +121,9 @@ def template(version: int) -> Template:
 
 
 def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
-    """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2): x and y, each (N, P).
+    """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2).
+
+    Gives x and y, each (N, P).
 
     The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
     parabola that fades towards the opposite edge.
@@ -152,7 +154,7 @@ def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
 
 
 def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
-    """Score how well each of ``shapes`` (N, 8, 2) fits: correlation with the version's template in [-1, 1], (N,)."""
+    """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,)."""
     fixed = template(version)
     seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
     seen -= seen.mean(1, keepdims=True)
@@ -205,7 +207,7 @@ def parallelograms(box: Box, steps: int = 9) -> Floats:
 
 
 def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: float = 0.033, count: int = 64) -> Grid:
-    """Return the best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times.
+    """Refine ``near``: sample grids of its version around it, keep the best sixth, ``rounds`` times.
 
     ``spread`` and ``bow`` are how far corners may move and edges may bow at first, as shares of the code's diagonal.
     """
@@ -233,7 +235,9 @@ def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: floa
 
 
 def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
-    """Return the likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
+    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first.
+
+    ``largest`` is the highest version tried.
 
     ``quads`` are corners (4, 2) that other finders propose; any of them may be the first. From coarse to fine: all
     proposals on a blurred picture, the best of them refined there, then on the sharp one.

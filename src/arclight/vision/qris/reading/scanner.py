@@ -72,7 +72,7 @@ class _Box:
 
 
 def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
-    """Every code found in ``image`` (H, W, 3) RGB or (H, W) grey, uint8, read ones first, left to right.
+    """Read every code in ``image`` (H, W, 3) RGB or (H, W) grey, uint8: read ones first, left to right.
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
@@ -156,14 +156,14 @@ def _is_read(box: _Box, found: list[DecodedCode]) -> bool:
 
 
 def _overlap(box: _Box, read: DecodedCode) -> float:
-    """Intersection over union of a box and a read's hull."""
+    """Compute intersection over union of a box and a code's hull."""
     (a0, b0, a1, b1), (c0, d0, c1, d1) = box.xyxy, _hull(read)
     shared = max(0.0, min(a1, c1) - max(a0, c0)) * max(0.0, min(b1, d1) - max(b0, d0))
     return shared / max((a1 - a0) * (b1 - b0) + (c1 - c0) * (d1 - d0) - shared, 1e-9)
 
 
 def _holder(read: DecodedCode, boxes: list[_Box]) -> _Box | None:
-    """The box around a read's centre that fits it best."""
+    """Return the box around a code's centre that fits it best."""
     around = (box for box in boxes if _inside(read, box.xyxy))
     return max(around, key=lambda box: _overlap(box, read), default=None)
 
@@ -174,7 +174,7 @@ def _hull(read: DecodedCode) -> Box:
 
 
 def _merged(known: list[DecodedCode], new: list[DecodedCode]) -> list[DecodedCode]:
-    """``known`` and those of ``new`` that are not the same code once more: same text, one's centre inside the other."""
+    """Add those of ``new`` that are not in ``known``: of other text, or centred outside each other."""
     result = list(known)
     for read in new:
         twins = [other for other in result if other.text == read.text]
@@ -192,7 +192,7 @@ def _read_enlarged(grey: Grey) -> list[DecodedCode]:
 
 
 def _codes(found: list[DecodedCode], boxes: list[_Box]) -> list[Code]:
-    """Reads from left to right, each with its box; then the boxes that nothing was read in."""
+    """List codes from left to right, each with its box; then the boxes in which nothing was read."""
     codes: list[Code] = []
     for read in found:
         holder = _holder(read, boxes)

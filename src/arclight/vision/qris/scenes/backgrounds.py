@@ -32,7 +32,7 @@ Field = npt.NDArray[np.float32]
 
 @cache
 def noise_bank() -> Field:
-    """One square of white noise (standard normal) that every scene cuts pieces from; drawing it anew costs too much."""
+    """Draw one square of white noise (standard normal) that every scene cuts pieces from."""
     return np.random.default_rng(20).standard_normal((1024, 1024), dtype=np.float32)
 
 

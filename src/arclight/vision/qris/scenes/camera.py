@@ -14,7 +14,10 @@ from arclight.vision.qris.scenes.symbols import Points
 
 
 def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> Image:
-    """``scene`` (S, S, 3) as a phone would take it; blur stays below what ``finest``, pixels per module, can bear."""
+    """Photograph ``scene`` (S, S, 3) as a phone would.
+
+    Blur stays below what ``finest``, pixels per module, can bear.
+    """
     picture = _light(rng, scene)
     if rng.random() < 0.15:
         picture = _glare(rng, picture)
@@ -205,7 +208,7 @@ def bend_sprite(rng: np.random.Generator, item: Sprite) -> tuple[Sprite, Bend]:
 
 
 def view(rng: np.random.Generator, width: float, height: float, *, steep: float) -> Matrix:
-    """Homography of a sheet seen from a random side; ``steep`` scales the tilt (1 reaches 60 degrees now and then)."""
+    """Draw the homography of a sheet seen from a random side; ``steep`` scales the tilt."""
     pitch, yaw = np.radians(np.clip(rng.normal(0, 22, 2) * steep, -60, 60))
     turn = rng.normal(0, 0.14) if rng.random() < 0.6 else rng.uniform(-np.pi, np.pi)
     cos, sin = np.cos, np.sin

@@ -1,4 +1,4 @@
-"""Small drawing tools shared by everything the generator prints: text, paragraphs, shapes, colours, and the Item."""
+"""Drawing tools of all that is printed: text, paragraphs, shapes, colours, and the Sprite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FONTS = (0, 2, 3, 4, 6, 7)
 
 @dataclass
 class Sprite:
-    """Something flat that can lie in a scene: RGB ``image``, ``mask`` (255 where it is solid), the codes on it."""
+    """A flat thing in a scene: RGB ``image``, ``mask`` (255 where it is solid), the codes on it."""
 
     image: Image
     mask: Image

@@ -1,4 +1,4 @@
-"""Merchants whose photos differ: where they are taken, how far away, in which light, on what their codes are printed.
+"""Merchants with habits: where they photograph, how far away, in which light, on what carriers.
 
 A merchant is a function of (seed, number). What differs is what differs between real shops that photograph with their own
 phones on their own counters, so that data divided by merchant are not alike at any two sites.
@@ -24,7 +24,7 @@ CARRIER_KINDS = 12
 
 @dataclass(frozen=True)
 class MerchantStyle:
-    """One place and its habits."""
+    """Habits of one merchant's photos."""
 
     name: str
     surroundings: tuple[float, ...]
@@ -76,7 +76,7 @@ class MerchantStyle:
 
 
 def merchant_of(seed: int, number: int) -> MerchantStyle:
-    """The merchant ``number`` of a data set."""
+    """Draw the habits of merchant ``number`` of a data set."""
     rng = np.random.default_rng([seed, number, 77])
     low = float(np.exp(rng.uniform(np.log(0.1), np.log(0.4))))
     warmth = float(rng.normal(0, 0.16))

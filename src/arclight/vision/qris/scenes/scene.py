@@ -1,4 +1,4 @@
-"""A whole scene: surroundings, things with codes, things without, hands in the way, and the camera."""
+"""Draw a whole scene: surroundings, carriers of codes, distractors, hands in the way, and the camera."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Canvas:
 
 
 def draw_scene(rng: np.random.Generator, size: int, merchant: MerchantStyle | None = None) -> Scene:
-    """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``, and from whose place it is."""
+    """Draw one scene of ``size`` x ``size`` pixels, from ``rng`` and the merchant's habits alone."""
     story = float(rng.random())
     if merchant is not None:
         return _at(merchant, rng, size, story)
