@@ -1,4 +1,4 @@
-"""Text from a language model: token after token with a cache, chosen greedily or by chance, streamed in whole characters."""
+"""Generate text token by token with a cache, greedily or by sampling, streamed in whole characters."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _COLD = 1e-3
 
 
 def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, chance_B: Tensor) -> Tensor:
-    """Choose a token for each row: the one at which the cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
+    """Choose each row's token: where cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
     if not bool(logits_BV.isfinite().any(-1).all() & ~logits_BV.isnan().any()):  # one wait for the device
         raise FloatingPointError("the model's logits are not numbers: its weights or inputs are broken")
     if temperature == 0:
@@ -163,7 +163,7 @@ def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: floa
 
 
 class _Answer:
-    """The text of one answer, of which only what can no longer be part of a text of ``stop`` is let out."""
+    """Text of one answer, which withholds what may still become part of a text of ``stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: list[int]) -> None:
         self.characters, self.stop, self.done = tokenizer.stream(after=prompt), stop, False
@@ -189,7 +189,7 @@ class _Answer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of ``text`` that begins ``stop``."""
+    """Return the longest end of ``text`` that begins ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
@@ -240,7 +240,7 @@ def _pieces(
 
 @contextmanager
 def _evaluating(model: Decoder) -> Iterator[None]:
-    """Put every module in evaluation mode, and afterwards each into its own again: parts may be frozen in one of their own."""
+    """Put every module in evaluation mode, then each back into its own: some may be frozen in another."""
     training = [part for part in model.modules() if part.training]
     for part in training:
         part.training = False

@@ -1,4 +1,4 @@
-"""Language modelling as an ordinary module, and its callbacks: throughput, and text written after each validation."""
+"""Language modelling as an ordinary module, with its callbacks for throughput and text samples."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LanguageModel(Module):
             self.use_tokenizer(data.tokenizer)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Take ``tokenizer`` for text in and out. Raises ValueError if it is not the one that the model was made for."""
+        """Take ``tokenizer`` for text in and out. Raises ValueError for one the model was not made for."""
         size, known = tokenizer.vocab_size, self.hparams["vocab_size"]
         if known is not None and size > known:
             raise MisconfigurationError(
@@ -117,8 +117,9 @@ class LanguageModel(Module):
         _ = self.flops_per_token  # now: a stage of a pipeline keeps a part of the model
 
     def start_from(self, weights: Path) -> None:
-        """Take the weights of a Hugging Face folder or of a checkpoint. Raises ValueError or RuntimeError where they are another model's,
-        or were trained with another tokenizer.
+        """Load the weights of a Hugging Face folder or of a checkpoint.
+
+        Raises ValueError or RuntimeError where they are another model's, or were trained with another tokenizer.
         """
         _, digest = vocabulary_of(weights)
         if self.tokenizer is not None and digest not in (None, self.tokenizer.digest):
@@ -134,7 +135,7 @@ class LanguageModel(Module):
             self.load_state_dict(load(weights, only=["model"], refuse_nan=True)["model"])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of token ids (B, T)."""
+        """Compute logits (B, T, V) of token ids (B, T)."""
         logits: Tensor = self.model(tokens)
         return logits
 
@@ -156,7 +157,7 @@ class LanguageModel(Module):
         return [TokenThroughput(), *samples]
 
     def on_fit_start(self) -> None:
-        """Start from the given weights, unless a run goes on; keep the tokenizer in the run, which is then complete."""
+        """Load the given weights, unless a run is resumed, and keep the tokenizer in the run."""
         if self.settings.weights is not None and self.trainer.ckpt_path is None:
             self.start_from(self.settings.weights)
         self.mixture = any(True for _ in routers(self.model))
@@ -177,13 +178,13 @@ class LanguageModel(Module):
         return (tokens,), kwargs | {"logits": False}, batch["labels"]
 
     def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy (nats) of hidden states (B, T, D), and how many labels are valid."""
+        """Sum the cross-entropy (nats) of hidden states (B, T, D), and count the valid labels."""
         (weight,) = self.model.output.parameters(recurse=False)  # all of it, where `output.weight` shows own rows only
         total = cross_entropy(output, weight, targets, chunk=self.settings.loss_chunk)
         return total, (targets != IGNORED).sum()
 
     def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """Valid labels: losses are means over all of an update's."""
+        """Count valid labels: losses are means over all of an update's."""
         return (batch["labels"] != IGNORED).sum()
 
     def scale_losses(self, share: Tensor, batch: dict[str, Tensor]) -> None:
@@ -228,13 +229,13 @@ class LanguageModel(Module):
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Operations of forward and backward for one token of a training sequence, in the whole model."""
+        """Count the operations of forward and backward for one token of a training sequence, in the whole model."""
         return flops_per_token(self.model, self.sequence_length)
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: str | list[str], **options: Any) -> Any:
-        """Texts that go on from ``prompts``; see `arclight.text.generate`."""
+        """Continue ``prompts`` with text; see `arclight.text.generate`."""
         from arclight.text import generate
 
         if self.tokenizer is None:
@@ -268,7 +269,7 @@ _LOG = logging.getLogger("arclight")
 
 
 class TokenThroughput(Callback):
-    """Logs with each row of the training: tokens per second, model FLOPs utilisation, share of time without a batch, memory.
+    """Log tokens per second, model FLOPs utilisation, share of time without a batch, and memory.
 
     ``speed/mfu`` is the share of what this device reaches in a large matrix product, timed once when training starts;
     ``speed/mfu_nominal`` that of its data sheet, where the device is known.
@@ -320,7 +321,7 @@ class TokenThroughput(Callback):
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of the fastest of five square products, large enough to fill the device."""
+    """Time the fastest of five square products that fill the device: floating-point operations per second."""
     size, best = (8192 if device.type == "cuda" else 1024), float("inf")
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(6):
@@ -335,7 +336,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on a GPU, or that this process took on the host."""
+    """Return the bytes that tensors took at most on a GPU, or this process on the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
@@ -343,7 +344,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class TextSamples(Callback):
-    """Lets the model write after each validation, into the run's log, as far as its positions go.
+    """Let the model write after each validation, into the run's log, as far as its positions go.
 
     Where weights are spread over processes it does not.
     """

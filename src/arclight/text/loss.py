@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model without its logits in memory: in float32, in chunks, over vocabularies in parts.
+"""Cross-entropy without logits in memory: in float32, in chunks, over vocabularies in parts.
 
 `torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off in bfloat16, hence this one.
 """
@@ -44,7 +44,7 @@ def cross_entropy(
 
 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
-    """Raise IndexError for a label without a row of logits, where labels can be read without waiting for a device."""
+    """Raise IndexError for a label without a row of logits, if reading it makes no device wait."""
     if labels.device.type != "cpu" or type(labels) is not Tensor or torch.compiler.is_compiling():
         return
     unknown = _unknown(labels, vocabulary)
@@ -60,13 +60,13 @@ def _unknown(labels: Tensor, vocabulary: int) -> Tensor:
 
 
 def cross_entropy_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same sum for logits (..., V) that are there already."""
+    """Sum the cross-entropy of logits (..., V) that are there already."""
     wide = logits.reshape(-1, logits.shape[-1]).float()
     return torch.nn.functional.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
 def _own_rows(weight: DTensor) -> tuple[Tensor, Any, int]:
-    """The rows of this process, the group of processes that have the others, and the number of its first row."""
+    """Return this process's rows, the group of processes with the others, and its first row's number."""
     cut = [i for i, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
     if len(cut) > 1 or any(weight.placements[i] != Shard(0) for i in cut):
         raise ValueError(
@@ -130,7 +130,7 @@ class _Chunked(torch.autograd.Function):
 def _losses(
     logits_NV: Tensor, labels_N: Tensor, group: Any, first: int, vocabulary: int, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute each row's loss and its gradient by the logits: 0 where the label is ignored, NaN where no process has it."""
+    """Compute each row's loss and its gradient by the logits: 0 if ignored, NaN if no process has it."""
     slope = None
     if softcap is not None:
         squashed = (logits_NV / softcap).tanh()

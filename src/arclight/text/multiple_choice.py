@@ -1,4 +1,4 @@
-"""Questions with several answers, of which the model finds one likeliest: HellaSwag, ARC and MMLU from local files."""
+"""Multiple-choice questions scored by likelihood: HellaSwag, ARC and MMLU from local files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scores(NamedTuple):
 
 
 def read_questions(path: str | Path, kind: Format) -> list[Question]:
-    """The questions of a .jsonl, .csv or .parquet file, as their authors published them.
+    """Read the questions of a .jsonl, .csv or .parquet file, as their authors published them.
 
     hellaswag (Zellers et al. 2019): activity_label, ctx_a, ctx_b, endings, label. arc (Clark et al. 2018): question and
     choices, nested or as columns, answerKey. mmlu (Hendrycks et al. 2021): columns question, choices, answer, or CSV
@@ -128,7 +128,7 @@ class _Row(NamedTuple):
 def choice_batches(
     questions: Sequence[Question], tokenizer: Tokenizer, *, batch_size: int = 16, max_length: int | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Every choice behind its context, rows of similar length together.
+    """Batch every choice behind its context, rows of similar length together.
 
     A batch: ``tokens`` (B, T) int64, filled up on the right; ``labels`` (B, T), -100 but where a token of the choice is
     predicted; ``questions`` and ``choices`` (B,), the numbers of both. Contexts longer than ``max_length`` allows lose
@@ -177,7 +177,7 @@ def score_choices(
     max_length: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Scores:
-    """Score every choice by a model: ``logits`` gives (B, T, V) for token ids (B, T), such as a model itself.
+    """Score every choice by a model: ``logits`` gives (B, T, V) for token ids (B, T).
 
     Log-likelihoods are summed in float32 or better. See `choice_batches` for the rest. Raises FloatingPointError where one is
     NaN: such a model has no answers that could be counted.

@@ -58,20 +58,26 @@ class LanguageTask(Checked):
     """Sample text after each validation; none for no samples."""
 
     def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> LanguageTask:
-        """The same task on one site's documents; its weights come from elsewhere. Raises ValueError for a partition that divides no text."""
+        """Return the task on one site's documents; ValueError for a partition that divides no text.
+
+        Its weights come from elsewhere.
+        """
         if not isinstance(partition, Source | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
         share = SiteShare(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 
     def check_sites(self, count: int, partition: Source | IID | Dirichlet | None = None) -> None:
-        """Raises MisconfigurationError where the text cannot be divided so that each of ``count`` sites gets some of it."""
+        """Raise MisconfigurationError if not each of ``count`` sites would get some text."""
         from arclight.text.data.data_module import TextDataModule
 
         TextDataModule(self.site(0, count, partition).data).selection.check()
 
     def with_data(self, data: str) -> LanguageTask:
-        """The same task on a site's own text, all of it. Raises ValueError where that would teach it a tokenizer of its own."""
+        """Return the task on a site's own text, all of it.
+
+        Raises ValueError where that would teach it a tokenizer of its own.
+        """
         if isinstance(self.data.tokenizer, BPE):
             raise ValueError(
                 'sites that have text of their own need one tokenizer that all of them have: set task.data.tokenizer to "bytes", or to '

@@ -39,7 +39,10 @@ def workload(
 
 
 def fields(settings: LanguageTask, vocab_size: int | None = None) -> dict[str, Any]:
-    """Fields of the model's configuration that are not its usual ones; ``vocab_size`` as for :func:`workload`."""
+    """Return the fields of the model's configuration that are not its usual ones.
+
+    ``vocab_size`` is as for :func:`workload`.
+    """
     overrides = dict(settings.overrides)
     if vocab_size is not None:
         overrides.setdefault("vocab_size", -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
@@ -62,6 +65,6 @@ def _moments(optimizer: Any) -> int:
 
 
 def with_batches(settings: LanguageTask, batch_size: int) -> LanguageTask:
-    """The same settings with so many samples a step on each process that reads data."""
+    """Return the settings with so many samples a step on each process that reads data."""
     data = dataclasses.replace(settings.data, batch_size=batch_size, global_batch_size=None)
     return dataclasses.replace(settings, data=data)

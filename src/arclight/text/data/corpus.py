@@ -1,4 +1,4 @@
-"""Text becomes token shards: tokenized in order, in several processes if need be, complete or not there at all.
+"""Corpora of token shards: text tokenized in order, by several processes if need be, complete or not there.
 
 A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
 ``val``). What is in it depends on documents and tokenizer alone, not on the number of processes.
@@ -79,7 +79,7 @@ def write_corpus(
 
 
 def held_out(share: float) -> Callable[[Document], str]:
-    """Sends about ``share`` of the documents to ``val``, by their text alone: equal texts never lie on both sides."""
+    """Send about ``share`` of the documents to ``val``, by text alone: equal texts never lie on both sides."""
     if not 0 <= share < 1:
         raise MisconfigurationError(f"held_out is a share in [0, 1), got {share}")
 
@@ -101,7 +101,7 @@ class Tail(Document):
 
 
 def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document]:
-    """Cut the last ``share`` off each document where there are so few that whole ones would all lie on one side.
+    """Cut the last ``share`` off each document, if there are so few that all would lie on one side.
 
     Those of larger corpora, of which some are held out and some not, pass as they are.
     """
@@ -119,7 +119,7 @@ def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document
 
 
 def _cut(document: Document, share: float) -> Iterator[Document]:
-    """Both parts of a document, cut at the end of a line if one is near; the whole if it is too short to be cut."""
+    """Yield both parts of a document, cut at the end of a line if one is near; all of a short one."""
     text = document.text
     place = round(len(text) * (1 - share))
     line = text.rfind("\n", place - max(1, round(0.2 * share * len(text))), place) + 1
@@ -132,7 +132,10 @@ def _cut(document: Document, share: float) -> Iterator[Document]:
 
 
 def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The texts that shards were made of. Raises TokenShardError where ``tokenizer`` is not the one they were made with."""
+    """Decode the texts that shards were made of.
+
+    Raises TokenShardError where ``tokenizer`` is not the one they were made with.
+    """
     TokenShards(shards.folder, tokenizer.digest)
     for number in range(shards.documents):
         text = tokenizer.decode(shards.document(number).tolist())
@@ -143,7 +146,10 @@ def retokenize(
     source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
-    """The same documents in the same splits, from one tokenizer's tokens to another's. Errors are those of `write_corpus`."""
+    """Write the same documents, in the same splits, in another tokenizer's tokens.
+
+    Errors are those of `write_corpus`.
+    """
     source = Path(source)
     found = shards_in(source)
     before = Tokenizer.load(source / "tokenizer")
@@ -168,7 +174,7 @@ def retokenize(
 
 
 def shards_in(folder: str | Path) -> dict[str, TokenShards]:
-    """The splits of a corpus, or the one that ``folder`` is itself. Raises FileNotFoundError where there is none."""
+    """Open the splits of a corpus, or the one that ``folder`` is. Raises FileNotFoundError for none."""
     folder = Path(folder)
     if (folder / INDEX).is_file():
         return {folder.name: TokenShards(folder)}
@@ -184,7 +190,10 @@ def is_corpus(folder: str | Path) -> bool:
 
 
 def open_split(folder: str | Path, split: str, tokenizer: Tokenizer | None = None) -> TokenShards:
-    """One split of a corpus. Raises FileNotFoundError where it has none, TokenShardError for another tokenizer's."""
+    """Open one split of a corpus.
+
+    Raises FileNotFoundError where it has none, TokenShardError for another tokenizer's.
+    """
     return TokenShards(Path(folder) / split, None if tokenizer is None else tokenizer.digest)
 
 

@@ -1,4 +1,4 @@
-"""Text as a data module: tokenized once, found again, read as batches that know their documents and bytes."""
+"""Text as a data module: tokenized once, cached, read as batches that know their documents and bytes."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ class TextDataModule(DataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, which is known before it has been learned."""
+        """Return the size of the vocabulary, which is known before it has been learned."""
         return self._learns.vocab_size if self._learns else self.tokenizer.vocab_size
 
     @property
     def _learns(self) -> BPE | None:
-        """The settings of a tokenizer that has to be learned; None where there is one."""
+        """Return the settings of a tokenizer that has to be learned; None if there is one."""
         settings = self.settings.tokenizer
         return settings if isinstance(settings, BPE) and not self._ready else None
 
     @property
     def root(self) -> Path:
-        """The folder that tokenizers and corpora are kept in."""
+        """Return the folder that tokenizers and corpora are kept in."""
         if self.settings.cache is not None:
             return self.settings.cache
         return Path(self.trainer.default_root_dir if self.trainer is not None else "runs") / "data"
@@ -97,7 +97,7 @@ class TextDataModule(DataModule):
     # -- once, on one process of each node -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Learn the tokenizer and write the shards, unless they are there; check the shards that changed since."""
+        """Learn the tokenizer and write the shards, unless they are there; check the shards that changed."""
         if self._learns and not self._learned.is_dir():
             self._learn(self._learns)
         share = self.settings.held_out if self.settings.val is None else 0.0
@@ -169,7 +169,7 @@ class TextDataModule(DataModule):
     # -- on every process ----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Open the shards. Raises MisconfigurationError where there are not enough documents for both splits."""
+        """Open the shards. Raises MisconfigurationError if documents do not suffice for both splits."""
         names = self.selection.names
         if bare := [str(folder) for folder in map(self._corpus, names) if not (folder / "train").is_dir()]:
             raise MisconfigurationError(
@@ -221,14 +221,17 @@ class TextDataModule(DataModule):
         return self._loader(samples, order)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """The held-out samples in order, filled up to whole batches on all ranks; nothing where none are held out."""
+        """Load the held-out samples in order, filled up to whole batches on all ranks; None without any."""
         return [] if self.val is None else self._loader(self.val, EpochOrder(len(self.val), shuffle=False))
 
     test_dataloader = val_dataloader  # text that nobody trained on
 
     @property
     def batch_size(self) -> int:
-        """Samples per step on each device. Raises MisconfigurationError where the global batch does not divide among them."""
+        """Return the samples per step on each device.
+
+        Raises MisconfigurationError where the global batch does not divide among them.
+        """
         total = self.settings.global_batch_size
         if total is None:
             return self.settings.batch_size
@@ -258,7 +261,7 @@ class TextDataModule(DataModule):
         return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises TokenizerError where the checkpoint's vocabulary is another; warns where its text is, or its order."""
+        """Raise TokenizerError for another vocabulary in the checkpoint; warn of other text or order."""
         if state_dict["vocabulary"] != self.tokenizer.digest:
             raise TokenizerError(
                 f"the checkpoint was trained with another tokenizer (vocabulary {state_dict['vocabulary'][:12]}, this one is "
@@ -298,7 +301,7 @@ class TextDataModule(DataModule):
         return {name: [entry for s in sources for entry in fingerprint(s)] for name, sources in self.parts.items()}
 
     def _corpus(self, name: str | None) -> Path:
-        """The folder of a part of the training text; of the validation text for None."""
+        """Return the folder of a part of the training text; of the validation text for None."""
         settings = self.settings
         given = settings.val if name is None else self.parts[name][0]
         if given is not None and is_corpus(given):

@@ -54,7 +54,10 @@ class SiteSplit:
 
     @cached_property
     def names(self) -> list[str]:
-        """Those of the parts that this site has documents of. Raises MisconfigurationError where tokens cannot be divided."""
+        """List the parts that this site has documents of.
+
+        Raises MisconfigurationError where tokens cannot be divided.
+        """
         if self.site is None:
             return list(self.parts)
         self._check_tokens()
@@ -64,7 +67,7 @@ class SiteSplit:
         return list(self.parts)
 
     def _check_tokens(self) -> None:
-        """Raises MisconfigurationError for tokens that are to be divided by what only their text would tell."""
+        """Raise MisconfigurationError for tokens that are to be divided by what only text would tell."""
         from arclight.fabric.errors import MisconfigurationError
         from arclight.text.data.corpus import is_corpus
 
@@ -77,7 +80,10 @@ class SiteSplit:
             )
 
     def check(self) -> None:
-        """Raises MisconfigurationError where any of the sites would get nothing. Reads only until it is seen that each gets something."""
+        """Raise MisconfigurationError if any site would get nothing.
+
+        Reads only until it is seen that each gets something.
+        """
         if self.site is None:
             return
         self._check_tokens()
@@ -94,7 +100,7 @@ class SiteSplit:
                 raise self._gets_nothing(min(without), name)
 
     def documents(self, name: str) -> Iterator[Document]:
-        """The documents of a part, or those of them that are this site's."""
+        """Yield the documents of a part, or those of them that are this site's."""
         from arclight.text.data.sources import documents
 
         site = self.site
@@ -138,14 +144,14 @@ class SiteSplit:
             raise MisconfigurationError(str(error)) from error
 
     def _shown(self, source: str) -> str:
-        """A source as a person would name it."""
+        """Format a source as a person would name it."""
         name, *place = source.split("\0")
         inside = "/".join(place if self._by == "field" else place[1:])
         return ": ".join(part for part in (name, inside) if part)
 
     @cached_property
     def _home(self) -> dict[str, int]:
-        """Every source to its site."""
+        """Map every source to its site."""
         assert self.site is not None
         sizes: dict[str, int] = {}
         for name in self.parts:
@@ -155,7 +161,7 @@ class SiteSplit:
         return packed(sizes, self.site.count)
 
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
-        """Every source of a part, in pieces, with what these weigh; read only where nothing else tells."""
+        """Yield every source of a part, in pieces, with their sizes; reads only if nothing else tells."""
         if self._by == "field":
             yield from ((source, document.bytes) for source, document in self._told_apart(name))
             return
@@ -167,7 +173,7 @@ class SiteSplit:
                 yield self._source(name, order, path), size
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, Document]]:
-        """Every document of a part, with its source."""
+        """Yield every document of a part, with its source."""
         from arclight.text.data.sources import documents, files
 
         for order, place in enumerate(self.parts[name]):

@@ -39,7 +39,7 @@ class Document(NamedTuple):
 
 
 def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
-    """The documents of a source, always in the same order.
+    """Yield the documents of a source, always in the same order.
 
     where: ``"stdlib"``; a file; or a folder, all of whose files are read in the order of their names (those that begin
     with a dot are not). By its name a file is JSON lines (.jsonl, .ndjson), Parquet (.parquet), an archive of text files
@@ -61,7 +61,7 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
 
 
 def files(where: str | Path) -> list[Path]:
-    """The files (or saved data sets) of a source, in the order that they are read in."""
+    """List the files (or saved data sets) of a source, in reading order."""
     root = root_of(where)
     if where == STDLIB:
         found = (p for p in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(p.relative_to(root).parts))
@@ -80,12 +80,15 @@ def files(where: str | Path) -> list[Path]:
 
 
 def root_of(where: str | Path) -> Path:
-    """The file or folder that a source is."""
+    """Return the file or folder that a source is."""
     return Path(sysconfig.get_path("stdlib")) if where == STDLIB else Path(where)
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """All rows of a file of JSON lines or a Parquet file, each with its place. Errors are those of `documents`."""
+    """Yield all rows of a file of JSON lines or a Parquet file, each with its place.
+
+    Errors are those of `documents`.
+    """
     try:
         yield from _parquet_rows(path, None) if path.suffix == ".parquet" else _json_rows(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -93,7 +96,7 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(where: str | Path) -> list[list[Any]]:
-    """Name, size and time of change of every file of a source, by which a corpus made of it is known again."""
+    """List name, size and time of change of every file of a source, to recognise a corpus made of it."""
     found = []
     for path in files(where):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: byte-level BPE through HF tokenizers, or plain bytes with nothing to install."""
+"""Tokenizers: byte-level BPE through HF tokenizers, or plain bytes with nothing to install."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tokenizer:
 
     @staticmethod
     def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Byte-level BPE learned from ``documents``; the same documents in the same order give the same vocabulary.
+        """Learn byte-level BPE from ``documents``; equal documents in equal order give equal vocabularies.
 
         Three of the ``vocab_size`` tokens are special, 256 are single bytes: any text can be written, whatever was
         learned. Raises TokenizerError where the text is too small for so many tokens, or the number is.
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
-        """A tokenizer from a folder (tokenizer.json, tokenizer_config.json) or from a ``tokenizer.json`` of any kind.
+        """Load a tokenizer from a folder or from a ``tokenizer.json`` of any kind.
 
         Raises FileNotFoundError where there is none, TokenizerError where it cannot be read.
         """
@@ -79,11 +79,11 @@ class Tokenizer:
     # -- what kinds differ in --------------------------------------------------------------------------------------
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Token ids of each text, on several threads where the kind can. Special tokens in a text are ordinary text."""
+        """Encode each text, on several threads if the kind can; special tokens in a text are ordinary text."""
         raise NotImplementedError(type(self).__name__)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, specials: bool = False) -> list[int]:
-        """Token ids of a text; with ``specials``, what is spelt like a special token is one, as in a chat template."""
+        """Encode a text; with ``specials``, what is spelt like a special token is one, as in a chat template."""
         ids = self._encode(text, specials)
         return [*self._one(self.bos, bos, "bos"), *ids, *self._one(self.eos, eos, "eos")]
 
@@ -109,7 +109,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the vocabulary: which token each id is. Shards and models of other digests do not fit."""
+        """Return the SHA-256 of the vocabulary. Shards and models of other digests do not fit."""
         return hashlib.sha256(json.dumps([self.names, sorted(self.specials)]).encode()).hexdigest()
 
     @property
@@ -238,7 +238,7 @@ class HFTokenizer(Tokenizer):
         return vocab[name]
 
     def _pieces(self, added: dict[int, str]) -> list[bytes] | None:
-        """The bytes of each token, where the decoder does no more than join them."""
+        """List the bytes of each token, if the decoder does no more than join them."""
         decoder = self._described.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             return None
@@ -259,7 +259,7 @@ class StreamDecoder:
         self._shown, self._waiting = list(after[-_CONTEXT:]), list[int]()
 
     def push(self, *ids: int) -> str:
-        """The characters that these tokens complete."""
+        """Return the characters that these tokens complete."""
         pieces = self._tokenizer.pieces
         if pieces is not None:
             return self._bytes.decode(b"".join(pieces[token] for token in ids))
@@ -275,7 +275,7 @@ class StreamDecoder:
         return self._bytes.decode(b"", final=True) if self._tokenizer.pieces is not None else self._new()
 
     def _new(self) -> str:
-        """The text of the waiting tokens, which may depend on those before (a space between words)."""
+        """Decode the waiting tokens, which may depend on those before (a space between words)."""
         before = self._tokenizer.decode(self._shown)
         return self._tokenizer.decode(self._shown + self._waiting)[len(before) :]
 
@@ -292,7 +292,7 @@ _ENDLESS = 2**32
 
 
 def _known(ids: Iterable[int], size: int) -> list[int]:
-    """Token ids as a list. Raises TokenizerError for one that is none of ``size``, as a label that is masked."""
+    """Return token ids as a list. Raises TokenizerError for an id outside ``size``, as masked labels are."""
     known = [int(token) for token in ids]
     for token in known:
         if not 0 <= token < size:
@@ -341,7 +341,7 @@ def _tokenizers() -> Any:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter to byte of byte-level vocabularies: printable bytes are themselves, the others follow from U+0100 on."""
+    """Map letters to bytes as byte-level vocabularies do: printable bytes are themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -13,7 +13,10 @@ from arclight.text.diffusion.flux import Conditions, Flux
 
 
 def to_tokens(latents_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Squares of two by two latents become tokens (B, N, 4 C), row by row; and their places (N, 3): 0, row, column."""
+    """Cut latents into tokens (B, N, 4 C), squares of two by two, row by row; and their places (N, 3).
+
+    A place is 0, row, column.
+    """
     batch, channels, height, width = latents_BCHW.shape
     if height % 2 or width % 2:
         raise ValueError(f"latents of {height} x {width} do not divide into squares of two by two")
@@ -24,7 +27,7 @@ def to_tokens(latents_BCHW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_latents(tokens_BNI: Tensor, height: int, width: int) -> Tensor:
-    """Inverse of :func:`to_tokens` for latents of ``height`` x ``width``."""
+    """Invert :func:`to_tokens` for latents of ``height`` x ``width``."""
     cut = tokens_BNI.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))  # (B, h, w, C, 2, 2)
     latents: Tensor = cut.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
     return latents
@@ -33,8 +36,10 @@ def to_latents(tokens_BNI: Tensor, height: int, width: int) -> Tensor:
 def flow_loss(
     model: Flux, image_BNI: Tensor, places_NA: Tensor, conditions: Conditions, generator: torch.Generator | None = None
 ) -> Tensor:  # fmt: skip
-    """Mean squared error of the velocity noise - image on the line between them (Liu et al. 2022), at times drawn from the
-    logistic of a normal distribution (Esser et al. 2024). The random numbers are drawn on the generator's device.
+    """Compute the mean squared error of the velocity noise - image on the line between them.
+
+    Liu et al. 2022; times are drawn from the logistic of a normal distribution (Esser et al. 2024). The random numbers are drawn on
+    the generator's device.
     """
     device = generator.device if generator is not None else image_BNI.device
     noise = torch.randn(image_BNI.shape, generator=generator, device=device).to(image_BNI)
@@ -46,8 +51,9 @@ def flow_loss(
 
 
 def schedule(steps: int, tokens: int, shifted: bool = True) -> list[float]:
-    """``steps`` + 1 times from 1 to 0; ``shifted`` spends more of them near noise the more tokens an image has, as FLUX.1 dev does:
-    e^m / (e^m + 1 / t - 1), with m on the line through 0.5 at 256 and 1.15 at 4096 tokens.
+    """List ``steps`` + 1 times from 1 to 0; ``shifted`` ones stay near noise longer for larger images.
+
+    As FLUX.1 dev: e^m / (e^m + 1 / t - 1), with m on the line through 0.5 at 256 and 1.15 at 4096 tokens.
     """
     times = [1 - step / steps for step in range(steps + 1)]
     if not shifted:
@@ -61,7 +67,7 @@ def sample(
     model: Flux, noise_BNI: Tensor, places_NA: Tensor, conditions: Conditions, steps: int = 28, shifted: bool = True,
     without: Conditions | None = None, strength: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Image tokens from noise by Euler's method, against the velocity from time 1 to 0.
+    """Sample image tokens from noise by Euler's method, against the velocity from time 1 to 0.
 
     With conditions ``without`` (an empty text), velocities are led away from theirs by ``strength`` (Ho and Salimans 2022).
     """

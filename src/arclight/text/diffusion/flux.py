@@ -1,4 +1,4 @@
-"""FLUX.1's transformer (Black Forest Labs 2024): the velocity of image tokens between noise and an image that a text describes.
+"""FLUX.1's transformer (Black Forest Labs 2024), from noisy image tokens and conditions to a velocity.
 
 Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
 scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
@@ -87,7 +87,7 @@ class Embedder(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Shifts, scales and gates (B, 1, D) from the conditions; all 0 at first, so that every block begins as the identity."""
+    """Shifts, scales and gates (B, 1, D) from the conditions; all 0 at first, so blocks begin as identity."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Flux(nn.Module):
         return out
 
     def rotation(self, places_SA: Tensor) -> RotaryEmbedding:
-        """Each axis turns its share of a head."""
+        """Rotate each axis by its share of a head."""
         theta = self.config.rope_theta
         angles = [
             places_SA[:, axis, None].float()

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (Liu et al. 2024): attention with latent keys and values, then experts chosen within groups of nodes.
+"""DeepSeek-V3 (Liu et al. 2024): latent keys and values, experts chosen within groups of nodes.
 
 Beside the dimensions of `layers`: R width of a latent.
 """

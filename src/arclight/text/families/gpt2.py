@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class GPT2(Decoder):
-    """Its ``positions`` belong to ``tok_embeddings``: a pipeline stage without the one has no use for the other."""
+    """GPT-2, whose ``positions`` stay with ``tok_embeddings`` where a pipeline cuts the model."""
 
     sharding: ClassVar[dict[str, str]] = Decoder.sharding | {"positions": "vocabulary"}
     config: GPT2Config

@@ -1,4 +1,7 @@
-"""Llama 4 (Meta 2025), its text model: most layers attend within chunks, every fourth to all without turning; one expert of many and a shared one."""
+"""Llama 4's text model (Meta 2025): chunked attention, every fourth layer whole and without rotation.
+
+One expert of many and a shared one compute each token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name: each family's sizes, from one that trains on a laptop in minutes to the published ones."""
+"""Zoo of models by name, from sizes that train on a laptop in minutes to the published ones."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ MODELS = {f"{family}-{size}": (model, config) for family, model, sizes in FAMILI
 
 
 def model_names() -> list[str]:
-    """All names that :func:`build_model` knows."""
+    """List all names that :func:`build_model` knows."""
     return list(MODELS)
 
 
 def model_config(name: str, **overrides: Any) -> Any:
-    """The configuration called ``name``, with fields replaced.
+    """Return the configuration called ``name``, with fields replaced.
 
     Raises ValueError for an unknown name or field, and names the nearest; and for heads that do not divide.
     """
@@ -185,7 +185,7 @@ def model_config(name: str, **overrides: Any) -> Any:
 
 
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
-    """``config`` with fields replaced; a mapping for a field that is a configuration itself replaces fields of that."""
+    """Replace fields of ``config``; a mapping for a field that is a configuration replaces fields of that."""
     fields = [field.name for field in dataclasses.fields(config)]
     values = {}
     for key, value in overrides.items():
@@ -211,7 +211,7 @@ def _value(value: Any) -> Any:
 
 
 def build_model(name: str, **overrides: Any) -> nn.Module:
-    """The model called ``name`` (see :func:`model_names`), its configuration changed by ``overrides``.
+    """Build the model called ``name`` (see :func:`model_names`), with ``overrides`` of its configuration.
 
     Its weights are torch's defaults until `arclight.parallel.initialize` draws them or a checkpoint is loaded.
     """

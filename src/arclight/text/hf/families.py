@@ -142,7 +142,7 @@ QK_NORM_KEYS = (
 
 
 def feed_forward_keys(ours: str, theirs: str) -> tuple[Key, ...]:
-    """The three maps of a SwiGLU below ``ours`` and ``theirs``."""
+    """List the three maps of a SwiGLU below ``ours`` and ``theirs``."""
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     return tuple(Key(f"{ours}.{own}.weight", f"{theirs}.{other}.weight") for own, other in names.items())
 

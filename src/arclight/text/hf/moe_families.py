@@ -134,7 +134,7 @@ def _write_deepseek(config: DeepSeekConfig) -> Fields:
 
 
 def _further_tokens(theirs: Fields) -> tuple[str, ...]:
-    """The layers behind the last that predict further tokens: they serve training and drafts, not the model."""
+    """List the layers behind the last that predict further tokens, for training and drafts only."""
     first, count = theirs["num_hidden_layers"], theirs.get("num_nextn_predict_layers") or 0
     return tuple(f"model.layers.{first + number}." for number in range(count))
 

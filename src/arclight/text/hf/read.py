@@ -21,7 +21,9 @@ def from_hf(
     source: str | Path | nn.Module, model: nn.Module | None = None, *, dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> nn.Module:  # fmt: skip
-    """Build the model that ``source`` has: a folder as Hugging Face writes them, or a model of transformers. Nothing is downloaded.
+    """Build the model of ``source``: a folder as Hugging Face writes them, or a model of transformers.
+
+    Nothing is downloaded.
 
     model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
     only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
@@ -55,7 +57,10 @@ def from_hf(
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return what config.json of ``model`` would say. Raises TypeError for one that is not of transformers, ValueError without weights."""
+    """Return the config.json of ``model``.
+
+    Raises TypeError for one that is not of transformers, ValueError without weights.
+    """
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         raise TypeError(
@@ -112,7 +117,7 @@ def _blocks(theirs: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) -> Key | None:
-    """The first key, of the parameter under any of its names, all of whose tensors the file has."""
+    """Return the first key, of the parameter under any of its names, whose tensors the file has."""
     for name in names:
         for rule in family.keys:
             key = rule.match(name)
@@ -162,7 +167,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
 
 
 def _copies(names: list[str], used: Key, family: Family, shape: torch.Size, source: Folder) -> set[str]:
-    """Files of the same parameter under its other names. Raises ValueError where a tied parameter's differ."""
+    """List the file's copies of a parameter under other names; ValueError if a tied one's differ."""
     copies = set()
     for name in names:
         for rule in family.keys:
@@ -211,7 +216,7 @@ class InMemory:
 
 
 class Folder:
-    """Tensors of ``<stem>.safetensors``, or of the shards that ``<stem>.safetensors.index.json`` lists; or those ``held`` in memory.
+    """Tensors of ``<stem>.safetensors``, of the shards that its index lists, or ``held`` in memory.
 
     prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
     block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
@@ -261,7 +266,7 @@ class Folder:
 
 
 def dtype_named(name: str | None) -> torch.dtype:
-    """A type by its name in config.json; float32 where there is none. Raises ValueError for a name that is no floating type."""
+    """Return a type by its name in config.json; float32 without one. Raises ValueError for other types."""
     found = getattr(torch, (name or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"config.json has the dtype {name!r}, which is no floating type")

@@ -1,4 +1,4 @@
-"""The families that folders can be read into and written from."""
+"""Registry of the families that folders can be read into and written from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, QWEN3_MOE, DEEPSEEK_V
 
 
 def family_of_type(model_type: str) -> Family:
-    """The family that config.json calls ``model_type``; raises ValueError naming those that are known."""
+    """Return the family that config.json calls ``model_type``; ValueError names those that are known."""
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
@@ -20,7 +20,7 @@ def family_of_type(model_type: str) -> Family:
 
 
 def family_of_model(model: nn.Module) -> Family:
-    """The family of one of our models; raises TypeError for a model of none."""
+    """Return the family of one of our models; raises TypeError for a model of none."""
     for kind in type(model).__mro__:  # FSDP derives a class of its own
         for family in FAMILIES:
             if kind is family.model:

@@ -45,7 +45,7 @@ class Key:
         return "{expert}" in self.theirs
 
     def match(self, name: str) -> Key | None:
-        """The key for the block of our parameter ``name``; None where it is another parameter's."""
+        """Return the key for the block of our parameter ``name``; None if it is another parameter's."""
         found = self.pattern.fullmatch(name)
         if found is None:
             return None
@@ -54,7 +54,7 @@ class Key:
         return replace(self, ours=name, theirs=theirs)
 
     def files(self, shape: torch.Size) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the tensors in the file that a parameter of ``shape`` is in."""
+        """List names and shapes of the tensors that hold a parameter of ``shape`` in the file."""
         sizes = list(shape)
         sizes[self.dim : self.dim + 1] = [size // self.span * self.of for size in sizes[self.dim : self.dim + 1]]
         experts, sizes = (sizes[0], sizes[1:]) if self.per_expert else (1, sizes)
@@ -63,7 +63,7 @@ class Key:
         return [(self.theirs.replace("{expert}", str(expert)), tuple(sizes)) for expert in range(experts)]
 
     def read(self, bounds: Bounds, shape: torch.Size, read: Callable[[str, Bounds], Tensor]) -> Tensor:
-        """The part ``bounds`` of our parameter of ``shape``; ``read`` gives parts of tensors in the file."""
+        """Read the part ``bounds`` of our parameter of ``shape``; ``read`` gives parts of tensors in the file."""
         places = list(bounds)
         if self.of > 1:
             start, stop = places[self.dim]
@@ -120,7 +120,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """The name without what compilation and recomputation put into it."""
+    """Strip a name of what compilation and recomputation put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -132,7 +132,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same_tensors(found: dict[str, Tensor]) -> list[list[str]]:
-    """Names in groups of one tensor each, in the order of ``found``."""
+    """Group names of one tensor, in the order of ``found``."""
     groups: dict[int, list[str]] = {}
     for name, tensor in found.items():
         groups.setdefault(id(tensor), []).append(name)

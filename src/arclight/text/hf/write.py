@@ -28,7 +28,7 @@ def to_hf(
     model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: SavesFolder | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Write ``model`` as a folder that Hugging Face's ``AutoModelForCausalLM`` opens: config.json, safetensors, tokenizer.
+    """Write ``model`` as a folder for ``AutoModelForCausalLM``: config.json, safetensors, tokenizer.
 
     A model that is shared out is put together tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
     of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it

@@ -53,7 +53,7 @@ class Mask:
         return self.window is None and self.chunk is None and all(tensor is None for tensor in tensors)
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """The mask as bool (B or 1, 1, queries, keys), True where seen; made once."""
+        """Return the mask as bool (B or 1, 1, queries, keys), True where seen; made once."""
 
         def make() -> Tensor:
             places = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)[None]
@@ -64,7 +64,7 @@ class Mask:
         return made
 
     def blocks(self, queries: int, keys: int, device: torch.device) -> Any:
-        """The mask as flex attention wants it; made once."""
+        """Return the mask as flex attention wants it; made once."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
@@ -148,7 +148,7 @@ def _rows(index: Tensor | None, length: int, device: torch.device) -> Tensor:
 def attention(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Mask, backend: Backend = "auto", scale: float | None = None
 ) -> Tensor:  # fmt: skip
-    """softmax(q k^T * scale + mask) v.
+    """Compute softmax(q k^T * scale + mask) v.
 
     q: (B, H, T, C); k, v: (B, K, S, C) with H a multiple of K (v may have another width); gives (B, H, T, width of v).
     scale: default 1 / sqrt(C). ``sdpa`` runs everywhere, with the mask in full where it is no plain triangle; ``flex`` leaves out

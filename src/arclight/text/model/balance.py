@@ -14,12 +14,12 @@ from arclight.text.model.moe import Router
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """The routers of ``model`` by name."""
+    """Yield the routers of ``model`` by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
-    """``loss``; in its backward pass the balance losses of ``model`` take its gradient as theirs, as if they were a part of it.
+    """Return ``loss``, in whose backward pass the balance losses of ``model`` take its gradient as theirs.
 
     So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). Stages of a pipeline run backward
     without seeing it: there `scale_balance_loss` says how they count.
@@ -55,7 +55,7 @@ class _Weigh(torch.autograd.Function):
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Move every balancing bias one step towards equal loads and begin to count anew; call it once before each optimizer step.
+    """Move every balancing bias one step towards equal loads; call it before each optimizer step.
 
     The counts of all layers are summed up in one exchange over ``group``: the processes that read different tokens (data and
     context parallel), None for one process. Then bias += rate * sign(mean count - count), minus the mean of that step

@@ -58,7 +58,10 @@ class BlockContext:
 
 
 class Decoder(nn.Module):
-    """Token ids (B, T) to logits (B, T, V). A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D)."""
+    """Trunk of a language model: token ids (B, T) to logits (B, T, V).
+
+    A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D).
+    """
 
     sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
     inputs: ClassVar[frozenset[str]] = frozenset()
@@ -79,7 +82,7 @@ class Decoder(nn.Module):
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Tokens that stand for inputs of other kinds, and are never generated."""
+        """Return the tokens that stand for inputs of other kinds, and are never generated."""
         return ()
 
     def final_norm(self, config: DecoderConfig) -> nn.Module:
@@ -133,7 +136,7 @@ class Decoder(nn.Module):
         return BlockContext(self.masks(mask), places, self.rotation(places), cache)
 
     def masks(self, mask: Mask) -> dict[str, Mask]:
-        """The masks that the blocks choose from by name; ``mask`` is causal, within documents."""
+        """Return the masks that the blocks choose from by name; ``mask`` is causal, within documents."""
         return {"full": mask}
 
     def rotation(self, positions: Tensor) -> RotaryEmbedding | None:
@@ -142,7 +145,7 @@ class Decoder(nn.Module):
 
 
 def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
-    """Count the parameters that one token passes through: of a mixture's experts only the share that is chosen.
+    """Count the parameters that one token passes through; of experts, only the share that is chosen.
 
     A module says that share in an attribute ``active_share``. Without ``embeddings`` the table that is only looked up is left out (a
     tied one is multiplied with at the output, and counts).
@@ -162,7 +165,7 @@ def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """Count the operations of forward and backward for a token of text: 6 N + 12 H C (sum over layers of keys).
+    """Count forward and backward operations for a token: 6 N + 12 H C (sum over layers of keys).
 
     N: parameters of the trunk that it is multiplied with (of experts, the chosen ones); what is beside the trunk sees other things
     than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of

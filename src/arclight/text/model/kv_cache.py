@@ -9,7 +9,7 @@ from arclight.text.model.attention import Mask
 
 
 class KVCache:
-    """Room for ``length`` tokens of ``batch`` sequences, layer by layer; memory is taken when a layer first writes.
+    """Keys and values of ``length`` tokens of ``batch`` sequences; a layer takes memory when it first writes.
 
     padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
     """
@@ -21,7 +21,10 @@ class KVCache:
         self._layers: dict[str, tuple[Tensor, ...]] = {}
 
     def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:
-        """Append the tensors (B, K, T, C) of a step; all tokens so far. Raises ValueError where the room is used up."""
+        """Append the tensors (B, K, T, C) of a step; gives all tokens so far.
+
+        Raises ValueError where the room is used up.
+        """
         stop = self.used + new[0].shape[2]
         if stop > self.length:
             raise ValueError(f"the cache has room for {self.length} tokens; {stop} are needed: make it longer")

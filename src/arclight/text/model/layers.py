@@ -31,7 +31,7 @@ def in_compute_type(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019) and given in the type of x."""
+    """Root-mean-square norm (Zhang and Sennrich 2019), computed in float32 and given in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0)}
 
@@ -42,7 +42,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean) / deviation * weight + bias (Ba et al. 2016), computed in float32 and given in the type of x."""
+    """Layer norm (Ba et al. 2016), computed in float32 and given in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
@@ -63,7 +63,10 @@ class RopeScaling:
 
 
 def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Angles per position (width / 2,) float32 (Su et al. 2021): theta ** (-2 i / width), stretched as ``scaling`` says."""
+    """Compute angles per position (width / 2,) float32 (Su et al. 2021), stretched as ``scaling`` says.
+
+    Unstretched: theta ** (-2 i / width).
+    """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if scaling is None:
         return frequencies
@@ -77,7 +80,7 @@ _TABLES: dict[tuple[Any, ...], Tensor] = {}
 
 
 def kept_on_device(key: tuple[Any, ...], make: Callable[[], Tensor], positions: Tensor) -> Tensor:
-    """Return the small table that ``make`` computes on the host, on the device of ``positions``; it is copied there once.
+    """Return the small table that ``make`` computes on the host, copied once to the device of ``positions``.
 
     A copy from pageable memory waits for the device, in each forward and for each generated token. Tensors without data and those of
     inference mode are made anew, as no other forward could use them.

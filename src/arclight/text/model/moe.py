@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token is computed by the few experts that a router chooses for it (Shazeer et al. 2017).
+"""Mixtures of experts: a router chooses few experts for each token (Shazeer et al. 2017).
 
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
 Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
@@ -116,7 +116,7 @@ class Router(nn.Module):
         return weights_NK * config.route_scale, chosen_NK, counts_E
 
     def choose(self, scores_NE: Tensor) -> Tensor:
-        """Numbers (N, K) of the experts with the highest scores plus bias, within the best groups."""
+        """Choose the experts (N, K) with the highest scores plus bias, within the best groups."""
         config = self.config
         if config.force_balance:
             turn = torch.arange(len(scores_NE) * config.top_k, device=scores_NE.device) % config.experts
@@ -133,7 +133,10 @@ class Router(nn.Module):
         return scores_NE.topk(config.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_NE: Tensor, chosen_NK: Tensor, batch: int) -> Tensor:
-        """Sum over experts of (share of choices * E) * (mean of normalised score), mean over the ``batch`` sequences."""
+        """Compute the loss that balances the choice, mean over the ``batch`` sequences.
+
+        Sum over experts of (share of choices * E) * (mean of normalised score).
+        """
         shares_BTE = (scores_NE / scores_NE.sum(-1, keepdim=True)).unflatten(0, (batch, -1))
         chosen_BR = chosen_NK.reshape(batch, -1)
         counts_BE = torch.zeros_like(shares_BTE[:, 0]).scatter_add_(1, chosen_BR, shares_BTE.new_ones(chosen_BR.shape))
@@ -232,7 +235,10 @@ def _grouped(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
 def _aligned(
     x_RD: Tensor, counts_E: Tensor, multiple: int, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:  # fmt: skip
-    """``compute`` with each expert's rows padded by zeros to a multiple; the number of rows is fixed, so the host waits for nothing."""
+    """Run ``compute`` with each expert's rows padded by zeros to a multiple.
+
+    The number of rows is fixed, so the host waits for nothing.
+    """
     rows, experts = len(x_RD), len(counts_E)
     total = -(-(rows + experts * (multiple - 1)) // multiple) * multiple
     padded_E = (counts_E + multiple - 1) // multiple * multiple
@@ -251,26 +257,32 @@ def _aligned(
 
 
 class Dispatcher(Protocol):
-    """Brings rows (R, D), sorted by expert, ``counts_E`` of each, to their experts, and what these make of them back in the same order."""
+    """Send rows (R, D), sorted by expert, to their experts, and return the results in the same order.
+
+    ``counts_E`` is the rows of each.
+    """
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor: ...
 
 
 class LocalDispatcher:
-    """All experts are here."""
+    """Compute all rows here, where all experts are."""
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         return experts(rows_RD, counts_E)
 
 
 class SharedExperts(FeedForward):
-    """The experts that all tokens pass through; under tensor parallelism what they give is a part of a sum, made by the layer."""
+    """Experts that all tokens pass through.
+
+    Under tensor parallelism they give a part of a sum, made by the layer.
+    """
 
     sharding: ClassVar[dict[str, str]] = {"w1": "column", "w3": "column", "w2": "part"}
 
 
 class MoE(nn.Module):
-    """y = sum over the token's experts of weight * expert(x), plus what the shared experts make of it."""
+    """Layer of experts: the sum over a token's experts of weight * expert(x), plus the shared experts."""
 
     sharding: ClassVar[dict[str, str]] = {"": "gather", "router": "shared", "experts": "experts", "total": "row"}
 
@@ -303,7 +315,10 @@ class MoE(nn.Module):
 
 
 class _Scatter(torch.autograd.Function):
-    """Each token's row K times, in the order of experts; gradients are gathered and summed in float32, never scattered."""
+    """Repeat each token's row K times, in the order of experts.
+
+    Gradients are gathered and summed in float32, never scattered.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
@@ -319,7 +334,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The weighted sum of each token's K rows, in float32."""
+    """Sum each token's K weighted rows, in float32."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weights_NK: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:

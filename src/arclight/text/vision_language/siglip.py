@@ -1,4 +1,4 @@
-"""SigLIP 2's image encoder at native resolution (Tschannen et al. 2025), and images as one sequence of patches.
+"""SigLIP 2's image encoder at native resolution (Tschannen et al. 2025), on one sequence of patches.
 
 Images of any sizes lie in one sequence of patches, N in all, and do not see one another. Letters: P values of a patch, W width
 of the encoder.
@@ -55,7 +55,9 @@ class Images:
 
     @classmethod
     def of(cls, images: list[Tensor], patch: int = 16, most: int | None = 256) -> Images:
-        """Cut images (3, H, W), float in [-1, 1], into patches, each resized to at most ``most`` of them in its own proportions.
+        """Cut images (3, H, W), float in [-1, 1], into patches, each resized to at most ``most`` of them.
+
+        An image keeps its proportions.
 
         With ``most`` None images keep their size; raises ValueError where it is no multiple of ``patch``.
         """
@@ -80,7 +82,7 @@ class Images:
 
 
 def native_size(height: int, width: int, patch: int, most: int) -> tuple[int, int]:
-    """Rows and columns of patches, at most ``most`` in all, for an image of these pixels scaled as a whole, rounded up."""
+    """Return rows and columns of patches, at most ``most``, for an image scaled as a whole, rounded up."""
 
     def at(scale: float) -> tuple[int, int]:
         return max(1, math.ceil(height * scale / patch)), max(1, math.ceil(width * scale / patch))

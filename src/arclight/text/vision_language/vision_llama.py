@@ -46,7 +46,7 @@ class Projector(nn.Module):
 
 
 class VisionLlama(Llama):
-    """Called with ``images=Images(...)`` beside the tokens, whose placeholders are as many as the patches, in the same order."""
+    """Llama with images: called with ``images=Images(...)``, as many patches as placeholders, in their order."""
 
     inputs: ClassVar[frozenset[str]] = frozenset({"images"})
     non_trunk: ClassVar[tuple[str, ...]] = ("vision", "projector")

@@ -73,7 +73,10 @@ class DetectionTask(Checked):
     """IoU threshold of non-maximum suppression, in [0, 1]."""
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> DetectionTask:
-        """The same task on one site's images; its weights come from elsewhere. Raises ValueError for a partition that divides no images."""
+        """Return the task on one site's images; ValueError for a partition that divides no images.
+
+        Its weights come from elsewhere.
+        """
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
         if self.anchors == "fitted":
@@ -83,7 +86,7 @@ class DetectionTask(Checked):
         )
 
     def check_sites(self, count: int, partition: Merchant | IID | Dirichlet | None = None) -> None:
-        """Raises DatasetError where the images cannot be divided so that each of ``count`` sites gets some of each split."""
+        """Raise DatasetError if not each of ``count`` sites would get some images of each split."""
         from arclight.vision.data.data_yaml import read_data_yaml
         from arclight.vision.data.site_split import SiteSplit
 
@@ -92,7 +95,7 @@ class DetectionTask(Checked):
         SiteSplit(read_data_yaml(self.data), share).check()
 
     def with_data(self, data: str) -> DetectionTask:
-        """The same task on a site's own images, all of them."""
+        """Return the task on a site's own images, all of them."""
         return dataclasses.replace(self, weights=None, data=Path(data), share=None)
 
     def build(self) -> tuple[Module, DataModule]:
