@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arclight.checkpoint import load_weights
-from arclight.cli.commands.export import load_detector
+from arclight.cli.runs import load_detector
 from arclight.federated.rounds.history import read_history
 
 Typed = Callable[[str], tuple[int, str, str]]

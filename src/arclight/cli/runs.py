@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import RECIPE, UsageError
+
+if TYPE_CHECKING:
+    from arclight.vision.tasks.detection import Detector
 
 
 def run_folder(place: Path) -> Path | None:
@@ -72,3 +75,13 @@ def _recorded(newest: Path) -> tuple[Path | None, str]:
         if best := state.get("best_model_path"):
             return Path(best), str(state.get("monitor") or "")
     return None, ""
+
+
+def load_detector(path: Path) -> Detector:
+    """Load the detector in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
+    from arclight.vision.tasks.detection import Detector
+
+    checkpoint = checkpoint_of(path)
+    detector: Detector = Detector.load_from_checkpoint(checkpoint)
+    print(described(checkpoint))
+    return detector

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError, check_program_name
 from arclight.cli.commands import language
-from arclight.cli.runs import checkpoint_of, described
+from arclight.cli.runs import load_detector
 from arclight.cli.style import working
 from arclight.deploy.settings import Int8
-
-if TYPE_CHECKING:
-    from arclight.vision.tasks.detection import Detector
 
 
 def export(arguments: list[str]) -> None:
@@ -93,13 +89,3 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         program = export_detector(detector, options.out, dataset, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program)}")
-
-
-def load_detector(path: Path) -> Detector:
-    """Load the detector in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
-    from arclight.vision.tasks.detection import Detector
-
-    checkpoint = checkpoint_of(path)
-    detector: Detector = Detector.load_from_checkpoint(checkpoint)
-    print(described(checkpoint))
-    return detector

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.commands import language
-from arclight.cli.runs import run_folder
+from arclight.cli.runs import load_detector, run_folder
 from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
@@ -129,8 +129,6 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
         raise UsageError(f"name images after the run, as in arclight predict {first} photos")
 
     import torch
-
-    from arclight.cli.commands.export import load_detector
 
     detector = load_detector(place).to("cuda" if torch.cuda.is_available() else "cpu")
     used = dataclasses.replace(detector.processing, **changed)
