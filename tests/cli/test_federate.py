@@ -464,7 +464,7 @@ def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder:
     out, _ = run.communicate(timeout=DEADLINE)
     assert run.returncode == 130
     said = re.search(
-        r"arclight: interrupted: (\d) of 3 rounds are done, and kept in (\S+) .* with --resume (\S+) goes on", out
+        r"arclight: interrupted: (\d) of 3 rounds are done, and kept in (\S+) .* with --resume (\S+) resumes it", out
     )
     assert said is not None, out
     assert said.groups() == ("1", "runs/lines/1", "runs/lines/1")
