@@ -16,8 +16,8 @@ import arclight as al
 from arclight.fabric.distributed.sharding import accept_full_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
+from arclight.parallel.pipeline.runtime.batch_splitting import split_arguments
 from arclight.parallel.pipeline.runtime.install import install
-from arclight.parallel.pipeline.runtime.runner import micro_batches
 from arclight.parallel.pipeline.schedule.actions import write_csv
 from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, check_pipeline, order_of
@@ -65,7 +65,7 @@ def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match="compiled blocks cannot: set compile = none"):
         check_pipeline(Plan(pp=2, schedule="ZBVZeroBubble", compile="aot_eager"))
     with pytest.raises(PlanError, match="4 and 8 samples in dimension 0"):
-        micro_batches(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)), 2)
+        split_arguments(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)), 2)
 
 
 # -- running it ----------------------------------------------------------------------------------------------------

@@ -42,11 +42,6 @@ class Constant:
 Initial = Normal | Constant
 
 
-def declared(model: nn.Module) -> dict[str, Initial]:
-    """The distribution of every parameter that a module of ``model`` declares, under its full name; outer modules overrule inner ones."""
-    return {name: distribution for name, (_, distribution) in declarations(model).items()}
-
-
 def declarations(model: nn.Module) -> dict[str, tuple[str, Initial]]:
     """By full name: the name that the draw goes by, which is seen from the outermost module that declares anything, and the distribution.
 

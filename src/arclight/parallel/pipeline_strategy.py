@@ -11,8 +11,8 @@ from torch import nn
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.runtime.loss_reduction import REDUCTIONS, ReductionKind
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineRequest, check_memory
-from arclight.parallel.pipeline.steps.micro_batch import REDUCTIONS, Reduction
 from arclight.parallel.pipeline.steps.parallelize_steps import only_stages
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.strategy import PlanStrategy
@@ -39,7 +39,7 @@ class Pipeline(PlanStrategy):
 
     def __init__(
         self, stages: int | Auto = "auto", *, schedule: str = "auto", micro_batches: int | Auto = "auto", memory: str | float | None = None,
-        replicas: int = 1, shards: int = 1, reduction: Reduction = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
+        replicas: int = 1, shards: int = 1, reduction: ReductionKind = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
         plan: Plan | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is predicted to be

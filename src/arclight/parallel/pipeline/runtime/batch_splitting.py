@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import Split
 
 REPLICATE = "replicate"
 """What goes into every micro-batch as it is."""
@@ -180,3 +181,26 @@ def _merge_leaf(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
 def detached(tree: Any) -> Any:
     """``tree`` without the graphs of its tensors."""
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+
+
+def split_arguments(split: Split, number: int) -> list[Split]:
+    """Cut ``split`` along dimension 0 of its tensors into ``number`` parts, or as many as there are samples.
+
+    Tensors without dimensions and all that is no tensor go into every part. Raises PlanError where tensors have different
+    numbers of samples.
+    """
+    sizes = {tuple(leaf.shape)[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
+            "micro-batches need the same number in all of them"
+        )
+    count = min(number, sizes.pop())
+    if not count:
+        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
+
+    def part(index: int) -> Split:
+        cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
+        return cut
+
+    return [part(index) for index in range(count)]

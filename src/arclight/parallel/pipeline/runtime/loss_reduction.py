@@ -12,7 +12,7 @@ from torch import Tensor
 from arclight.parallel.plan import PlanError
 
 ReductionKind = Literal["token_mean", "micro_mean", "sum"]
-KINDS = ("token_mean", "micro_mean", "sum")
+REDUCTIONS = ("token_mean", "micro_mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LossReduction:
     weight: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"reduction = {self.kind!r} is not known; choose one of {', '.join(KINDS)}")
+        if self.kind not in REDUCTIONS:
+            raise PlanError(f"reduction = {self.kind!r} is not known; choose one of {', '.join(REDUCTIONS)}")
         if self.weight is not None and self.kind != "token_mean":
             raise PlanError(f"a weight is for reduction = 'token_mean', not for {self.kind!r}: leave it out")
 

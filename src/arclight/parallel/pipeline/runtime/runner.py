@@ -7,15 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.distributed.dtensor import local_tensors
 from arclight.fabric.distributed.sharding import scale_tensors
 from arclight.parallel.layers.context_parallel import over_sequences, shard_arguments
+from arclight.parallel.pipeline.runtime.batch_splitting import split_arguments
 from arclight.parallel.pipeline.runtime.consistency_check import DisagreementError
 from arclight.parallel.pipeline.runtime.engine import Engine, signature
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
-from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import Runnable, Split, own_batch_weight, with_positions
 
 
@@ -70,7 +70,7 @@ class PipelineRunner:
         split = with_positions(module.split_batch(batch))
         if self.cp is not None:
             split = shard_arguments(split, self.cp)
-        return micro_batches(split, self.micro_batches)
+        return split_arguments(split, self.micro_batches)
 
     def _check_number(self, pieces: int) -> None:
         """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
@@ -202,26 +202,3 @@ class _Computed(torch.autograd.Function):
             scale = ctx.unlike.checked(scale, ctx.data)
         ctx.gradients.put(scale * ctx.factor)
         return None, None, None, None, None, None
-
-
-def micro_batches(split: Split, number: int) -> list[Split]:
-    """``split`` cut along dimension 0 of its tensors into ``number`` parts, or as many as there are samples.
-
-    Tensors without dimensions and all that is no tensor go into every part. Raises PlanError where tensors have different
-    numbers of samples.
-    """
-    sizes = {tuple(leaf.shape)[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(sizes) != 1:
-        raise PlanError(
-            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
-            "micro-batches need the same number in all of them"
-        )
-    count = min(number, sizes.pop())
-    if not count:
-        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
-
-    def part(index: int) -> Split:
-        cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
-        return cut
-
-    return [part(index) for index in range(count)]

@@ -11,8 +11,8 @@ from torch import nn
 from arclight.parallel.pipeline.call_graph import CallGraph
 from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.measure import closed_places, predict
+from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
 from arclight.parallel.pipeline.schedule.table import schedule_kind
-from arclight.parallel.pipeline.steps.micro_batch import Reduction
 from arclight.parallel.pipeline.unit_costs import ModelCosts
 from arclight.parallel.plan import Plan, PlanError, bytes_of
 
@@ -29,7 +29,7 @@ class PipelineRequest:
 
     memory: str | float | None = None
     evaluation_micro_batches: int = 1
-    reduction: Reduction = "token_mean"
+    reduction: ReductionKind = "token_mean"
     choose_schedule: bool = False
     choose_micro_batches: bool = False
     example: Any = None

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.batches import batch_size_of, slice_batch
+from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import own_batch_weight
-
-Reduction = Literal["token_mean", "micro_mean", "sum"]
-"""What the loss of a step is of its micro-batches': their mean, each by what it counts (samples, or the module's ``batch_weight``), their
-plain mean, or their sum."""
-
-REDUCTIONS = ("token_mean", "micro_mean", "sum")
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,13 @@ def hides_targets(module: Any, batch: Any) -> bool:
 
 
 def split_step(
-    module: Any, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, reduction: Reduction, seed: int
+    module: Any,
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    number: int,
+    reduction: ReductionKind,
+    seed: int,
 ) -> tuple[list[MicroBatch], bool]:
     """The micro-batches of a step's first argument, and whether their weights are the module's own counts.
 
@@ -134,7 +135,7 @@ def _pieces(
         yield MicroBatch(step, i, (part, *args[1:]), kwargs, size, shares[i], counts[i], seed + i)
 
 
-def _loss_weights(counts: list[float], own: bool, reduction: Reduction) -> list[float]:
+def _loss_weights(counts: list[float], own: bool, reduction: ReductionKind) -> list[float]:
     if reduction == "sum":
         return [1.0] * len(counts)
     if reduction == "micro_mean":

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.parallel.blocks import repeated_blocks
 from arclight.parallel.pipeline.call_graph import CallGraph, Value
+from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
 from arclight.parallel.pipeline.runtime.runner import PipelineRunner
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 from arclight.parallel.pipeline.splitting.placeholder_tensor import placeholders_in
 from arclight.parallel.pipeline.splitting.sliced_module import SlicedModule
 from arclight.parallel.pipeline.splitting.stage_assignment import StageAssignment
-from arclight.parallel.pipeline.steps.micro_batch import MicroBatch, Reduction, split_step
+from arclight.parallel.pipeline.steps.micro_batch import MicroBatch, split_step
 from arclight.parallel.pipeline.steps.module_state import AttributeSync, FullModuleView, isolate_attributes
 from arclight.parallel.pipeline.steps.step_outputs import LogRecorder, OutputBroadcaster, StepOutput, merge_step_outputs
 from arclight.parallel.plan import PlanError
@@ -42,7 +43,7 @@ class StepOptions:
     micro_batches: int
     evaluation_micro_batches: int = 1
     """Parts of a batch that validation, test and prediction take; with 1 they see whole batches, as in one process."""
-    reduction: Reduction = "token_mean"
+    reduction: ReductionKind = "token_mean"
 
 
 class StagePart(StageProgram):
