@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.parallel import Plan, initialize
+from arclight.parallel import Plan, PlanStrategy, initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 
@@ -92,7 +92,7 @@ def train(
     folder: Path, plan: Plan | None = None, name: str = "llama3-debug", ckpt: Any = None, steps: int = 6, **options: Any
 ) -> dict[str, Any]:
     torch.manual_seed(11)
-    strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=LENGTH)
+    strategy: Any = "auto" if plan is None else PlanStrategy(plan, start_method="fork", sequence_length=LENGTH)
     recorder = Recorder(folder, 3)
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=folder, gradient_clip_val=0.5, logger=False, max_steps=steps,
