@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.federated.transports.superlink import Deployment, until
 
-from arclight.federated.transports.flower_folder import write_app
+from arclight.cli.federate.flower import write_app
 from benchmarks.federated_plane import digest, peak_of, round_seconds
 
 _SERVER = '''
@@ -129,7 +129,7 @@ def _run(flower: Deployment, here: Path, kind: str, found: Peers, config: Mappin
     run.parent.mkdir()
     if kind == "ours":
         app = write_app(here / "app-ours", "ours", _BUILDING, config={**config, "folder": str(run)})
-        process = "arclight.federated.transports.detached"
+        process = "arclight.federated.transports.server_process"
     else:
         files = {"server_app.py": _SERVER, "client_app.py": _CLIENT}
         app = write_app(here / "app-flower", "plain", "", files=files, config={**config, "times": str(times)})

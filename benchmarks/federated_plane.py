@@ -20,9 +20,9 @@ import torch
 from arclight.federated.clients.node import Node
 from arclight.federated.rounds.history import read_history
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.transports.detached import Detached, Orders
 from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.link import InProcessLink
+from arclight.federated.transports.server_process import ServerProcess
 from benchmarks import federated_sites as sites
 
 
@@ -52,31 +52,27 @@ def over_http(folder: Path, config: Mapping[str, Any], *, counted: bool = False)
         nodes = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.federated_sites"], stdin=subprocess.PIPE, stdout=log, stderr=log
         )
-    served = Detached(
-        Orders(build="benchmarks.federated_sites:server", folder=str(folder / "run"), config=dict(config))
-    )
+    served = ServerProcess("benchmarks.federated_sites:server", folder / "run", config)
     keys = {str(number): folder / "keys" / f"{number}.key" for number in range(int(config["clients"]))}
     lines = [NodeKey.make(path).line(f"node-{name}") for name, path in keys.items()]
-    served.place.nodes.write_text("".join(f"{line}\n" for line in lines))
+    served.nodes.write_text("".join(f"{line}\n" for line in lines))
     said = {
-        "address": served.place.address, "keys": {name: str(path) for name, path in keys.items()}, "config": config,
+        "address": served.address, "keys": {name: str(path) for name, path in keys.items()}, "config": config,
         "folder": str(folder / "nodes"),
     }  # fmt: skip
-    with _counting(served.place.address) if counted else _nothing() as relay:
+    with _counting(served.address) if counted else _nothing() as relay:
         if relay is not None:
             said["relay"] = relay.address
         assert nodes.stdin is not None
         nodes.stdin.write(json.dumps(said).encode() + b"\n")
         nodes.stdin.flush()
-        while (over := served.ended(0.05)) is None:
-            seen.peak = max(seen.peak, peak_of(served.process))
+        while not served.wait(0.05):
+            seen.peak = max(seen.peak, peak_of(served.pid))
             if nodes.poll() not in (None, 0):
                 raise RuntimeError(f"the nodes have failed: {(folder / 'nodes.log').read_text()[-2000:]}")
         nodes.wait(60)
         if relay is not None:
             seen.up, seen.wire = relay.up, relay.up + relay.down
-    if over.failed:
-        raise RuntimeError(f"the run has failed: {over.why}")
     seen.seconds = round_seconds(folder / "run")
     seen.first = min(float(one.read_text()) for one in (folder / "first").iterdir()) - began
     seen.digest = digest(folder / "run")

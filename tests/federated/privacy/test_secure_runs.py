@@ -43,11 +43,10 @@ from arclight.federated.protocol import (
     keys_text,
 )
 from arclight.federated.server.published_weights import manifest_of
-from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
+from arclight.federated.server.secure_sums import SecureSumRelay, circle_of, refuse_unmasked_updates
 from arclight.federated.server.server import Server
 from arclight.federated.server.validation import Baseline, Expected, validate_update
 from arclight.federated.settings import Checks, Federation
-from arclight.federated.transports import flower
 from arclight.federated.transports.authentication import Authenticator
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
@@ -371,13 +370,9 @@ def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp
     assert again.history[2].base == undisturbed.history[2].base
 
 
-def of_all(folder: Path, config: object) -> Server:
-    return Server(settings(), START, folder=folder)
-
-
-def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone(tmp_path: Path) -> None:
+def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone() -> None:
     with pytest.raises(FederatedError, match="would be made on this machine"):
-        flower._serve_messages(f"{__name__}:of_all", None, {"reply-seconds": 1.0}, tmp_path / "run")
+        refuse_unmasked_updates(settings())
 
 
 def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:

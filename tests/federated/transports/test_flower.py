@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,36 +18,18 @@ import torch
 from tests.federated.transports import quadratics
 from tests.federated.transports.superlink import ABSENT, Deployment, installed, until
 
+from arclight.cli.federate.flower import write_app
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.transports import flower
-from arclight.federated.transports.flower_folder import write_app
 from arclight.federated.transports.link import InProcessLink
+from arclight.federated.transports.server_process import ServerProcess
 
 needs_flower = pytest.mark.skipif(not installed(), reason=ABSENT)
 BUILDING = "from tests.federated.transports.quadratics import client, server\n"
-NUMPY_CLIENT = '''
-"""A Flower client that has never heard of arclight."""
-
-import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-TARGETS = {0: -1.0, 1: 3.0}
-
-
-@app.train()
-def train(message, context):
-    arrays = message.content["arrays"].to_numpy_ndarrays()
-    target = np.float32(TARGETS[context.node_config["partition-id"]])
-    for _ in range(message.content["config"]["local-steps"]):
-        arrays = [a - np.float32(0.1) * (a - target) for a in arrays]
-    metrics = MetricRecord({"num-examples": 40, "loss": float(sum(((a - target) ** 2).sum() for a in arrays))})
-    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
-'''
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "flower_clients"
 
 
 def in_process(folder: Path, rounds: int = 3) -> Server:
@@ -124,7 +107,7 @@ def test_the_run_outlives_the_superlink(tmp_path: Path) -> None:
         assert newest(run) < 40
         until(lambda: newest(run) >= 40, 180, f"the other rounds: {(run / 'server.log').read_text()}")
         assert "the run continues" in (run / "server.log").read_text()
-        served = list(flower.processes("arclight.federated.transports.detached"))
+        served = list(flower.processes("arclight.federated.transports.server_process"))
         psutil.wait_procs(served, timeout=60)
         assert not [p for p in served if p.is_running()], "the server has not ended after its run"
     assert result(run) == result(tmp_path / "here")
@@ -154,7 +137,7 @@ def test_stopping_the_run_stops_the_server(tmp_path: Path) -> None:
         found = re.search(r"run (\d{6,})", flower.log("run"))
         assert found, flower.log("run")
         assert "successfully stopped" in flower.flwr("stop", found[1], "here", wait=60).stdout
-        served = "arclight.federated.transports.detached"
+        served = "arclight.federated.transports.server_process"
         until(lambda: not list(flower.processes(served)), 90, "the server to stop with the run")
     assert 1 <= newest(run) < 1000
 
@@ -163,10 +146,10 @@ def test_stopping_the_run_stops_the_server(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_client_that_knows_only_flower_takes_part(tmp_path: Path) -> None:
     in_process(tmp_path / "here")
-    folder = app(tmp_path, mode="compat")
-    (folder / "quadratics" / "client_app.py").write_text(NUMPY_CLIENT)
+    folder = tmp_path / "app"
+    shutil.copytree(EXAMPLE, folder)
     with Deployment(tmp_path / "flower", 2) as flower:
-        flower.run(folder)
+        flower.run(folder, folder=str(tmp_path / "run"), rounds=3)
         finished(flower, 240)
         assert "is over" in flower.log("run"), flower.log("run")
     newest, _ = result(tmp_path / "run")
@@ -249,23 +232,32 @@ def test_an_app_is_what_flower_takes(tmp_path: Path) -> None:
 
 
 def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from arclight.federated.transports.detached import Detached, Orders
-
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3]))
-    wrong = Detached(Orders(build="tests.federated.transports.quadratics:nothing", folder=str(tmp_path / "run")))
+    wrong = ServerProcess("tests.federated.transports.quadratics:nothing", tmp_path / "run")
     with pytest.raises(FederatedError, match="builds a server"):
-        wrong.ended(60)
-    served = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
-    until((tmp_path / "other" / "journal.jsonl").exists, 60, "the run to begin")
-    assert served.ended(0.1) is None
-    os.kill(served.process, 9)
+        wrong.wait(60)
+    server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "other")
+    until((tmp_path / "other" / "rounds").exists, 60, "the run to begin")
+    assert not server.wait(0.1)
+    os.kill(server.pid, 9)
     with pytest.raises(FederatedError, match="has ended with status -9"):
-        served.ended(30)
-    again = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
-    assert again.ended(0.1) is None
+        server.wait(30)
+    again = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "other")
+    until(lambda: again.log.read_text().count("is served at port") == 2, 60, "the server to answer")
+    assert not again.wait(0.1)
     again.stop()
-    assert (over := again.ended(5)) is not None
-    assert (over.round, over.failed) == (0, False)
+    assert again.wait(5)
+    assert result(tmp_path / "other")[0] == 0
+
+
+def test_an_app_of_a_former_version_that_wants_compat_mode_is_told_where_it_went() -> None:
+    app = SimpleNamespace(main=lambda: lambda function: setattr(app, "serve", function))
+    flower_app = SimpleNamespace(ServerApp=lambda: app)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(flower, "_flower", lambda module: flower_app)
+        flower.server_app("nobody:nothing")
+    with pytest.raises(FederatedError, match="examples/flower_clients"):
+        app.serve(None, SimpleNamespace(run_config={"mode": "compat"}, run_id=1))
 
 
 class Grid:
@@ -304,16 +296,16 @@ def test_a_sites_private_key_never_goes_through_flower(tmp_path: Path, monkeypat
     monkeypatch.setattr(flower, "_flower", lambda module: names)
     place = SimpleNamespace(address="http://127.0.0.1:1", fingerprint=None, nodes=tmp_path / "nodes")
     grid: Any = Grid()
-    sessions = flower._Sessions(grid, SimpleNamespace(place=place), ttl=60.0)  # type: ignore[arg-type]
-    sessions.look()
-    sessions.look()
+    sessions = flower.Sessions(grid, place, ttl_s=60.0)  # type: ignore[arg-type]
+    sessions.poll()
+    sessions.poll()
     (asked,) = grid.pushed
     assert (asked.kind, asked.content) == ("query", {"session": {"want": "key"}})
     key = flower._key_in(tmp_path / "site")
     private = (tmp_path / "site" / "node.key").read_text()
     assert flower._key_in(tmp_path / "site").public == key.public
     grid.reply("m1", {"session": {"key": key.public, "clients": "0,1"}})
-    sessions.look()
+    sessions.poll()
     assert place.nodes.read_text() == f"flower-7 {key.public} 0,1\n"
     assert (grid.pushed[1].kind, grid.pushed[1].node) == ("train", 7)
     assert grid.pushed[1].content == {
@@ -321,10 +313,10 @@ def test_a_sites_private_key_never_goes_through_flower(tmp_path: Path, monkeypat
     }
     assert private.splitlines()[1] not in repr([one.content for one in grid.pushed])
     grid.reply("m2", None, "it has died")
-    sessions.look()
+    sessions.poll()
     assert place.nodes.read_text() == "", "its key joins no more"
     for number, wrong in enumerate(({"session": {"key": "none", "clients": "0"}}, {"session": {"clients": "0"}}), 3):
         grid.reply(f"m{number}", wrong)
-        sessions.look()
+        sessions.poll()
         assert place.nodes.read_text() == ""
         assert grid.pushed[-1].kind == "query"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import os
 import pprint
+import re
 import shlex
 import sys
 from argparse import Namespace
@@ -12,9 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight._installed import pip_install
 from arclight.cli.arguments import problems_listed, read_as, recipe_parser
 from arclight.cli.federate.federated_run import as_tables, first_weights, recorded, run_name
 from arclight.cli.federate.recipe import FederatedRecipe
+from arclight.federated.errors import FederatedError
+from arclight.federated.transports.settings import FLOWER_DEFAULTS
 
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
@@ -52,7 +58,6 @@ def flower(arguments: list[str]) -> None:
 
 def write(recipe: FederatedRecipe, options: Namespace) -> None:
     from arclight.cli.federate.sites import at_site, check_devices
-    from arclight.federated.transports.flower_folder import write_app
 
     check_devices(recipe)
     at_site(recipe, 0)
@@ -99,3 +104,43 @@ def _recipe(tables: Mapping[str, Any], flags: list[str] | None = None) -> Federa
         sys.path.append(os.getcwd())
     with problems_listed("the app's recipe cannot be used here"):
         return read(FederatedRecipe, tables, flags or [])
+
+
+def write_app(
+    folder: str | Path, name: str, building: str, *, files: Mapping[str, str] | None = None,
+    config: Mapping[str, str | int | float | bool] | None = None, publisher: str = "arclight",
+) -> Path:  # fmt: skip
+    """Write an app for `flwr run` into a new ``folder`` and return that; needs no Flower.
+
+    building: text of its module ``building``, with functions ``server(folder, config)`` and ``client(name, config)``. files: others that
+    go beside that module, by name. config: of the run, beside what every app has; `flwr run --run-config` can change what is there.
+    Raises FileExistsError where the folder is there, FederatedError for a name that Flower does not take.
+    """
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
+        raise FederatedError(
+            f"an app's name is made of letters, digits and '-', and begins with a letter, got {name!r}"
+        )
+    package, folder = name.replace("-", "_").lower(), Path(folder)
+    # what a basic string of TOML may hold is written as in JSON
+    settings = "\n".join(f"{key} = {json.dumps(value)}" for key, value in {**FLOWER_DEFAULTS, **(config or {})}.items())
+    words = {
+        "name": name,
+        "package": package,
+        "publisher": publisher,
+        "config": settings,
+        "install": pip_install("federated", "flower"),
+    }
+    inside = folder / package
+    folder.mkdir(parents=True)
+    inside.mkdir()
+    templates = importlib.resources.files(__package__) / "flower_app"
+    for place, template in (
+        (folder, "pyproject.toml"),
+        (folder, "README.md"),
+        (inside, "server_app.py"),
+        (inside, "client_app.py"),
+    ):
+        (place / template).write_text((templates / f"{template}.in").read_text().format(**words), encoding="utf-8")
+    for file, content in {"__init__.py": f'"""The app {name}."""\n', "building.py": building, **(files or {})}.items():
+        (inside / file).write_text(content, encoding="utf-8")
+    return folder

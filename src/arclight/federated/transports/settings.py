@@ -76,13 +76,11 @@ def is_loopback(host: str) -> bool:
 
 
 FLOWER_DEFAULTS: dict[str, str | int | float | bool] = {
-    "mode": "session",  # or "compat": weights in Flower's own messages
     "folder": "",  # the run's; empty: runs/flower/<run id>. One that is there is gone on with
     "host": "127.0.0.1",  # where the server listens
     "port": 0,  # 0: a free one
     "known-as": "",  # how sites reach it, where that is not ``host``
     "days": 30.0,  # the longest that a run, and with it a session, may take
     "patience": 3600.0,  # seconds for which a node tries to reach a server that does not answer
-    "reply-seconds": 3600.0,  # compat: how long one client may take for one message
 }
 """Run config of a Flower app (flat and scalar, as Flower wants it)."""

@@ -1,0 +1,1 @@
+"""An arclight federation of clients that know only Flower."""

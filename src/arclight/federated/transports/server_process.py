@@ -1,0 +1,136 @@
+"""Run a server in a process of its own, which outlives the one that started it: ``python -m`` this module, by `ServerProcess`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.federated.errors import FederatedError
+from arclight.federated.transports.http_server import HttpServer, bind
+from arclight.federated.transports.keys import fingerprint_of, make_certificate
+from arclight.federated.transports.settings import FLOWER_DEFAULTS, Listening, is_loopback
+
+if TYPE_CHECKING:
+    from arclight.federated.server.server import Server
+
+log = logging.getLogger(__name__)
+
+Config = Mapping[str, Any]
+_STOP_S = 60.0
+
+
+class ServerProcess:
+    """Run a server in a process that need not end when the one that started it dies.
+
+    build: ``module:function``, called with folder and config, returns the `Server`. config: see `FLOWER_DEFAULTS`. The socket is bound
+    here, so nodes may be sent to ``address`` at once: in the clear on loopback, elsewhere with a certificate of the folder; only nodes
+    in the file ``nodes`` may join. The log is ``<folder>/server.log``. SIGTERM ends the process, and the run can go on later.
+    """
+
+    def __init__(self, build: str, folder: str | Path, config: Config | None = None) -> None:
+        config, self.folder = {**FLOWER_DEFAULTS, **(config or {})}, Path(folder)
+        keys, host = self.folder / "keys", config["known-as"] or config["host"]
+        keys.mkdir(parents=True, exist_ok=True)
+        self.nodes, self.log, certificate = (
+            keys / "nodes",
+            self.folder / "server.log",
+            _certificate(self.folder, config),
+        )
+        self.nodes.touch(mode=0o600)
+        if certificate is not None and not certificate.exists():
+            make_certificate(keys, [host])
+        self.fingerprint = None if certificate is None else fingerprint_of(certificate)
+        bound = bind(config["host"], config["port"])
+        place = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+        self.address = f"{'http' if certificate is None else 'https'}://{place}"
+        with self.log.open("ab") as log_file, bound:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(bound.fileno())],
+                stdin=subprocess.PIPE, stdout=log_file, stderr=log_file, pass_fds=[bound.fileno()], start_new_session=True,
+                # torch's threads do not spin while they have nothing to do: others on this machine may have
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps([build, str(self.folder), config]).encode())
+        self.pid = self._process.pid
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True once the run is over, False if it is not yet. Raises FederatedError where it failed or the process died."""
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        if status:
+            last = "".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
+            raise FederatedError(
+                f"the server's process has ended with status {status}: {last} (all of it is in {self.log}). Its folder holds all that was "
+                "finished: start the run again to resume it"
+            )
+        return True
+
+    def stop(self) -> None:
+        """End the run, which can go on later; kill the process where it does not end in time."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            log.error("the server's process %d did not stop within %.0f s: killed", self.pid, _STOP_S)
+            self._process.kill()
+            self._process.wait()
+
+
+def _certificate(folder: Path, config: Config) -> Path | None:
+    return None if is_loopback(config["host"]) else folder / "keys" / "server.pem"
+
+
+def build_server(build: str, folder: Path, config: Config) -> Server:
+    """Call ``module:function`` with folder and config."""
+    module, _, name = build.partition(":")
+    function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise FederatedError(f"{build} is no function that builds a server")
+    server: Server = function(folder, config)
+    return server
+
+
+def main() -> None:
+    """Serve what standard input names, on the socket that was inherited, until the run is over."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    parent, stop = os.getppid(), threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    build, place, config = json.load(sys.stdin)
+    from arclight.federated.server.malloc import tune_malloc
+
+    tune_malloc()
+    folder = Path(place)
+    server, certificate = build_server(build, folder, config), _certificate(folder, config)
+    listening = Listening(
+        host=config["host"], port=config["port"], nodes=folder / "keys" / "nodes", certificate=certificate,
+        private_key=None if certificate is None else certificate.with_suffix(".key"),
+    )  # fmt: skip
+    bound = socket.socket(fileno=int(sys.argv[1]))
+    with server.opened() as run, HttpServer(run.service, listening, run.blobs, bound):
+        log.info("run %s is served at port %d by process %d", run.name, bound.getsockname()[1], os.getpid())
+        while not run.runtime.wait(0.5) and not stop.is_set():
+            if parent != (parent := os.getppid()):
+                log.warning("whoever started this server is gone: the run continues with the nodes that reach it")
+        if (over := run.runtime.ended) is not None:
+            run.tell_nodes()
+    if over is not None and over.failed:
+        log.error("the run has failed: %s", over.why)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
