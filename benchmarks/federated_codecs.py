@@ -6,12 +6,13 @@ normal distribution's, each row of another size. Times are those of one processo
 
 from __future__ import annotations
 
+import tempfile
 import time
 
 import torch
 
+from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.codecs.encoding import decode, encode, encode_all
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from benchmarks.results import parser, publish, versions
@@ -37,8 +38,9 @@ def changes(megabytes: int, seed: int) -> dict[str, torch.Tensor]:
 
 def measured(codec: Codec, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
     whole = sum(tensor.numel() * 4 for tensor in tensors.values())
-    store = MemoryStore()
-    manifest = write_blobs(encode_all(tensors.items(), codec, {}, {}), store, kind="update")
+    with tempfile.TemporaryDirectory() as folder:
+        store = FolderStore(folder, durable="none")
+        manifest = write_blobs(encode_all(tensors.items(), codec, {}, {}), store, kind="update")
     residuals = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     told, there, lost = 0.0, 0.0, 0.0
     for key, tensor in tensors.items():

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from tests.federated.fakes import TemporaryStore
 
 from arclight import checkpoint
 from arclight.checkpoint.tensorfile import NAMES, as_bytes
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import Encoded, open_manifest, write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Entry, Manifest, digest_of
 
@@ -62,7 +62,7 @@ def test_a_blob_is_a_file_of_any_safetensors_reader(store: FolderStore) -> None:
 
 def test_same_tensors_same_digest(tmp_path: Path) -> None:
     first = write_blobs(some(), FolderStore(tmp_path / "a"), kind="weights")
-    assert write_blobs(iter(some().items()), MemoryStore(), kind="weights") == first
+    assert write_blobs(iter(some().items()), TemporaryStore(), kind="weights") == first
 
 
 def test_large_sets_become_several_blobs_without_being_held(store: FolderStore) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError
@@ -24,7 +23,6 @@ def named(content: bytes) -> str:
 
 STORES: dict[str, Callable[[Path], BlobStore]] = {
     "folder": lambda folder: FolderStore(folder / "blobs"),
-    "memory": lambda folder: MemoryStore(),
     "object store": lambda folder: ObjectStore(f"memory://{uuid.uuid4().hex}/blobs", folder / "cache"),
     "mirrored": lambda folder: MirroredStore(folder / "blobs", f"memory://{uuid.uuid4().hex}/blobs"),
 }

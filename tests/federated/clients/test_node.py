@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.clients.nodes import run
-from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
+from tests.federated.fakes import AveragingServer, run_node
 
 from arclight import Callback
 from arclight.federated.blobs import folder
@@ -46,8 +45,8 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 
 def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=4, steps=7)
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=4, steps=7)
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     torch.manual_seed(1)
     whole = Net()
     centralised(tmp_path, whole, Rows(seed=1), 28, seed=5)
@@ -60,8 +59,8 @@ def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -
 
 
 def test_deltas_are_within_two_ulp_a_round(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=7, form="delta")
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=7, form="delta")
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     torch.manual_seed(1)
     whole = Net()
     centralised(tmp_path, whole, Rows(seed=1), 7, seed=5)
@@ -76,11 +75,11 @@ def test_deltas_are_within_two_ulp_a_round(tmp_path: Path) -> None:
 def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
     """On one node or on three, it is the same run."""
     names = ("a", "bb", "ccc")
-    together = Scripted(tmp_path / "s1", beginning(), names, rounds=3, steps=4, form="delta", evaluate=True)
-    run(Node(InProcessLink(together), [client_of(name) for name in names], tmp_path / "node", "n"))
-    apart = Scripted(tmp_path / "s2", beginning(), names, rounds=3, steps=4, form="delta")
+    together = AveragingServer(tmp_path / "s1", beginning(), names, rounds=3, steps=4, form="delta", evaluate=True)
+    run_node(Node(InProcessLink(together), [client_of(name) for name in names], tmp_path / "node", "n"))
+    apart = AveragingServer(tmp_path / "s2", beginning(), names, rounds=3, steps=4, form="delta")
     nodes = [Node(InProcessLink(apart), [client_of(name)], tmp_path / f"node-{name}", name) for name in names]
-    threads = [threading.Thread(target=run, args=(node,), daemon=True) for node in nodes]
+    threads = [threading.Thread(target=run_node, args=(node,), daemon=True) for node in nodes]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -97,10 +96,10 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
 def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path, journal_every: int) -> None:
     """Those whose progress is not saved stay in memory."""
     names, order = ("a", "bb", "ccc"), {"rounds": 3, "steps": 4, "form": "delta", "journal_every": journal_every}
-    servers = [Scripted(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
+    servers = [AveragingServer(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
     for number, (server, resident) in enumerate(zip(servers, (None, 1), strict=True)):
         crew = InProcessExecutor([client_of(name) for name in names], resident=resident)
-        run(Node(InProcessLink(server), crew, tmp_path / f"node-{number}", "n"))
+        run_node(Node(InProcessLink(server), crew, tmp_path / f"node-{number}", "n"))
     assert_equal(servers[0].weights, servers[1].weights)
 
 
@@ -118,12 +117,12 @@ class Fails(Callback):
 
 
 def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=3, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=3, steps=4)
     clients = [
         client_of("a", Fails(6, torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB"))),
         client_of("bb"),
     ]
-    run(Node(InProcessLink(server), clients, tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), clients, tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
     assert (failed.client, failed.round, failed.again) == ("a", 2, False)
     assert "OutOfMemoryError: HIP out of memory. Tried to allocate 3 GiB" in failed.error
@@ -132,8 +131,8 @@ def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> 
 
 
 def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
-    run(
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
+    run_node(
         Node(
             InProcessLink(server),
             [client_of("a", Fails(6, OSError(28, "No space left on device")))],
@@ -142,8 +141,8 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
         )
     )
     assert [failed.again for failed in server.of(Failed)] == [True]
-    clean = Scripted(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
-    run(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
+    clean = AveragingServer(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
+    run_node(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
 
 
@@ -152,9 +151,9 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
 ) -> None:
     """The disk fills up between training and the update's last byte; what had been left unsaid before is not lost."""
     order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}}
-    clean = Scripted(tmp_path / "clean", beginning(256), ("a",), rounds=3, steps=4, **order)
-    run(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
-    server = Scripted(tmp_path / "server", beginning(256), ("a",), rounds=3, steps=4, **order)
+    clean = AveragingServer(tmp_path / "clean", beginning(256), ("a",), rounds=3, steps=4, **order)
+    run_node(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(256), ("a",), rounds=3, steps=4, **order)
     left, save = [1], Residuals.save
 
     def full(folder: Path, residuals: Any) -> None:
@@ -165,25 +164,25 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
 
     monkeypatch.setattr(Residuals, "save", staticmethod(full))
     counting = Fails(10_000, RuntimeError())
-    run(Node(InProcessLink(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
     assert [(failed.round, failed.again) for failed in server.of(Failed)] == [(2, True)]
     assert counting.steps == 12
     assert_equal(server.weights, clean.weights)
 
 
 def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
     server.on_update = lambda update: (
         Receipt(accepted=False, reason="not_finite", message="net.0.weight is NaN") if update.client == "a" else None
     )
-    run(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb"]
     assert "refuses the update of a, round 1 (not_finite): net.0.weight is NaN" in caplog.text
 
 
 def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: Path) -> None:
     """Somebody else's update of the client was taken: what this one's left unsaid belongs to values that never counted."""
-    server = Scripted(
+    server = AveragingServer(
         tmp_path / "server",
         beginning(256),
         ("a",),
@@ -201,24 +200,24 @@ def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: P
         return Receipt(accepted=False, reason="duplicate", message="another update was taken already")
 
     server.on_update = answer
-    run(Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n"))
     assert len(kept) == 1
     assert any(bool(left.any()) for left in kept[0].values()), "round 1 has left something"
     assert_equal(residuals.load(3), kept[0])
 
 
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     answers = [Receipt(accepted=False, reason="damaged", message="half of it"), None]
     server.on_update = lambda update: answers.pop(0)
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert server.round == 2
     assert len(server.of(Update)) == 2
 
 
 def test_a_server_without_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arclight.federated.clients.session._PAUSE", 0.01)
-    server, left = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4), [5]
+    server, left = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4), [5]
     adopt = server.blobs.adopt
 
     def full(digest: str, path: Path) -> None:
@@ -228,14 +227,14 @@ def test_a_server_without_room_is_waited_for(tmp_path: Path, monkeypatch: pytest
         adopt(digest, path)
 
     monkeypatch.setattr(server.blobs, "adopt", full)
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert left == [0]
     assert server.of(Failed) == []
     assert server.round == 2
 
 
 def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
 
     def lose(update: Update) -> Receipt | None:
         if update.client == "bb" or len(server.of(Failed)) or update.round > 1:
@@ -246,16 +245,16 @@ def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path
         return Receipt(accepted=False, reason="damaged", message="half of it")
 
     server.on_update = lose
-    run(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
     assert [(failed.client, failed.again) for failed in server.of(Failed)] == [("a", True)]
-    clean = Scripted(tmp_path / "clean", beginning(), ("a", "bb"), rounds=2, steps=4)
-    run(Node(InProcessLink(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
+    clean = AveragingServer(tmp_path / "clean", beginning(), ("a", "bb"), rounds=2, steps=4)
+    run_node(Node(InProcessLink(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
 
 
 def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
     """The server forgets the node while it trains: the node joins again, says what it has, and its update counts."""
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=6)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=2, steps=6)
 
     class Forget(Callback):
         steps = 0
@@ -267,7 +266,7 @@ def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
                 wait_until(lambda: len(server.sessions) == 1)
 
     counting = Forget()
-    run(Node(InProcessLink(server), [client_of("a", counting)], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a", counting)], tmp_path / "node", "n"))
     assert counting.steps == 12
     first, second = server.of(Join)
     assert first.held == ()
@@ -283,7 +282,7 @@ def wait_until(condition: Any, seconds: float = 60) -> None:
 
 
 def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
 
     class Slow(Callback):
         steps = 0
@@ -298,15 +297,15 @@ def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
     slow = Slow()
     server.order = {"journal_every": 0}
     server.steps = 100
-    run(Node(InProcessLink(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
     assert slow.steps < 50
     assert [update.client for update in server.of(Update)] == ["bb"]
     assert not server.of(Failed)
 
 
 def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
     assert "round 1 has run out of time after" in failed.error
 
@@ -323,10 +322,10 @@ def test_a_stopped_node_goes_on_where_it_was(
     torch.manual_seed(1)
     order: dict[str, Any] = {"form": "delta", "codec": codec, "journal_every": 3}
     begin = beginning(width=256)
-    clean = Scripted(tmp_path / "clean", begin, ("a",), rounds=3, steps=8, **order)
-    run(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
+    clean = AveragingServer(tmp_path / "clean", begin, ("a",), rounds=3, steps=8, **order)
+    run_node(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
 
-    server = Scripted(tmp_path / "server", begin, ("a",), rounds=3, steps=8, **order)
+    server = AveragingServer(tmp_path / "server", begin, ("a",), rounds=3, steps=8, **order)
     nodes: list[Node] = []
 
     class Stop(Callback):
@@ -340,11 +339,11 @@ def test_a_stopped_node_goes_on_where_it_was(
 
     counts = [Stop(13), Stop(10_000), Stop(10_000)]
     nodes.append(Node(InProcessLink(server), [client_of("a", counts[0], width=256)], tmp_path / "node", "n"))
-    run(nodes[0])
+    run_node(nodes[0])
     assert server.round == 2
     server.on_update = lambda update: nodes[-1].stop() or Receipt(accepted=False, reason="session", message="gone")
     nodes.append(Node(InProcessLink(server), [client_of("a", counts[1], width=256)], tmp_path / "node", "n"))
-    run(nodes[1])
+    run_node(nodes[1])
     assert server.round == 2
     assert counts[1].steps == 16 - 8 - 3, "the journal had three of the round's steps"
     server.on_update = lambda update: None
@@ -355,7 +354,7 @@ def test_a_stopped_node_goes_on_where_it_was(
             (finished / "blobs" / lost).unlink()  # the server's is the same file here
             (finished / "blobs" / lost).write_bytes(bytes(100))
     nodes.append(Node(InProcessLink(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
-    run(nodes[2])
+    run_node(nodes[2])
     assert counts[2].steps == 8, "what was finished is sent, not trained again"
     assert server.round == 4
     assert_equal(server.weights, clean.weights)
@@ -373,7 +372,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
 
     def refused(name: str) -> Manifest:
         """What a second round says where the first one was refused (or taken) right away."""
-        server = Scripted(tmp_path / name, begin, ("a", "b"), rounds=2, steps=4, **order)
+        server = AveragingServer(tmp_path / name, begin, ("a", "b"), rounds=2, steps=4, **order)
 
         def first(update: Update) -> Receipt | None:
             if update.round == 1:
@@ -385,7 +384,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
         run_until(node, lambda: 2 in {update.round for update in server.of(Update)})
         return next(update.manifest for update in server.of(Update) if update.round == 2)
 
-    server = Scripted(tmp_path / "server", begin, ("a", "b"), rounds=2, steps=4, **order)
+    server = AveragingServer(tmp_path / "server", begin, ("a", "b"), rounds=2, steps=4, **order)
 
     def again(update: Update) -> Receipt | None:
         if update.round == 1 and server.round == 2:
@@ -414,7 +413,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
     assert second == refused("other")
 
 
-def go_on(server: Scripted) -> None:
+def go_on(server: AveragingServer) -> None:
     """Without what has come."""
     with server.lock:
         server.round += 1
@@ -453,26 +452,26 @@ class Away:
 
 
 def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
-    run(Node(Away(InProcessLink(server), 1), [client_of("a")], tmp_path / "node", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    run_node(Node(Away(InProcessLink(server), 1), [client_of("a")], tmp_path / "node", "n"))
     assert server.round == 2
-    again = Scripted(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
+    again = AveragingServer(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
     node = Node(Away(InProcessLink(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
     with pytest.raises(
         LinkError, match=r"nobody answers at 10\.0\.0\.1:8080; tried for 0\.5 s. What the node has finished is kept"
     ):
-        run(node)
-    run(Node(InProcessLink(again), [client_of("a")], tmp_path / "other", "n"))
+        run_node(node)
+    run_node(Node(InProcessLink(again), [client_of("a")], tmp_path / "other", "n"))
     assert again.round == 2
 
 
 def test_a_damaged_account_is_told_of_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     file = tmp_path / "node" / "run" / "clients" / "a" / "client.json"
     assert json.loads(file.read_text())["client"] == "a"
     file.write_text(file.read_text()[:40])
-    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert "client.json is damaged" in caplog.text
     assert json.loads(file.read_text())["client"] == "a"
 
@@ -486,8 +485,8 @@ def test_a_client_is_one_thing() -> None:
 
 def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path) -> None:
     """The server was killed and began anew, with what the node does not have: it ends in order, and leaves the new run whole."""
-    first = Scripted(tmp_path / "first", beginning(), ("a",), rounds=3, steps=4)
-    second = Scripted(tmp_path / "second", beginning(), ("a",), rounds=1, steps=4)
+    first = AveragingServer(tmp_path / "first", beginning(), ("a",), rounds=3, steps=4)
+    second = AveragingServer(tmp_path / "second", beginning(), ("a",), rounds=1, steps=4)
     second.run = "another"
 
     class Moving(InProcessLink):
@@ -501,12 +500,12 @@ def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path)
             link.moved()
 
     node = Node(link, [client_of("a", Begins())], tmp_path / "node", "n")
-    run(node)
+    run_node(node)
     assert node.another
     assert "another run now, another, not at run" in node.closed
     assert second.of(Leave), "the new run does not wait for it"
     assert not second.of(Failed)
     again = Node(link, [client_of("a")], tmp_path / "node", "n")
-    run(again)
+    run_node(again)
     assert not again.another
     assert second.round == 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, steps_in, weights_of
+from tests.federated.fakes import AveragingServer
 from tests.federated.transports.serving import Line
 
 from arclight.federated.codecs.settings import Int8
@@ -68,7 +68,7 @@ def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     ends = []
     for killed in (False, True):
         server, folder = (
-            Scripted(tmp_path / f"server-{killed}", beginning(), ("a",), **order),
+            AveragingServer(tmp_path / f"server-{killed}", beginning(), ("a",), **order),
             tmp_path / f"node-{killed}",
         )
         with HttpServer(server) as http:
@@ -133,7 +133,9 @@ def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weigh
 
 @pytest.mark.slow
 def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", journal_every=5)
+    server = AveragingServer(
+        tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", journal_every=5
+    )
     with HttpServer(server) as http:
         with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
             wait_until(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.clients.slow import LIMIT, SlowLine, Stepper
+from tests.federated.fakes import LIMIT_S, NoisySteps, SlowLine
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -39,7 +39,7 @@ def begin(tensors: int) -> dict[str, torch.Tensor]:
 def lived(
     folder: Path,
     federation: Federation,
-    learners: Mapping[str, Stepper],
+    learners: Mapping[str, NoisySteps],
     link: Callable[[InProcessLink], SlowLine] = SlowLine,
     nodes: Sequence[Sequence[str]] = (),
 ) -> tuple[dict[str, torch.Tensor], list[float], list[SlowLine]]:
@@ -71,7 +71,7 @@ def lived(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(4 * LIMIT)
+            thread.join(4 * LIMIT_S)
             assert not thread.is_alive(), run.runtime.coordinator.status(run.runtime.now())
         assert not failed, failed
     return server.weights(), committed, lines
@@ -97,7 +97,7 @@ def test_a_streamed_round_takes_as_long_as_training_or_the_line_and_not_as_both(
     """0.35 s of training, and of a fragment's exchange 0.15 s up and 0.15 s down."""
     took, shares = {}, {}
     for overlap in (0, 1):
-        learner = Stepper(pause=0.35 / 4)
+        learner = NoisySteps(pause=0.35 / 4)
         _, committed, (line,) = lived(
             tmp_path / str(overlap), streamed(9, overlap), {"0": learner}, lambda link: SlowLine(link, PER_BYTE)
         )
@@ -113,7 +113,7 @@ def test_a_streamed_round_takes_as_long_as_training_or_the_line_and_not_as_both(
 
 def test_while_one_client_trains_the_update_of_another_goes_up(tmp_path: Path) -> None:
     """Plain rounds of four clients at one node: the line sends while the worker works, and only the last update is waited for."""
-    learners = {str(n): Stepper(pause=0.1) for n in range(4)}
+    learners = {str(n): NoisySteps(pause=0.1) for n in range(4)}
     federation = Federation(clients=4, rounds=5, local_steps=4, evaluate_every=0, waiting=CALM)
     _, committed, (line,) = lived(tmp_path, federation, learners, lambda link: SlowLine(link, 2 * PER_BYTE))
     trained, up = sum(learner.busy for learner in learners.values()) / 5, line.blobs.busy["up"] / 5
@@ -133,7 +133,7 @@ def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: 
         ("other", (0.02, 0.0), PER_BYTE / 8, ("0", "1")),
         ("together", (0.0, 0.01), PER_BYTE / 8, ("01",)),
     ):
-        learners = {str(n): Stepper(pause) for n, pause in enumerate(pauses)}
+        learners = {str(n): NoisySteps(pause) for n, pause in enumerate(pauses)}
         made = itertools.count()
 
         def link(to: InProcessLink, per_byte: float = per_byte, made: Iterator[int] = made) -> SlowLine:
@@ -158,7 +158,7 @@ def test_a_line_that_stands_still_keeps_nobody_from_training(tmp_path: Path) -> 
                 trained[order.client, order.round].set()
 
         def hold(digest: str, trained: dict[Any, threading.Event] = trained) -> None:
-            assert all(event.wait(LIMIT) for event in trained.values()), (
+            assert all(event.wait(LIMIT_S) for event in trained.values()), (
                 "training waits for a line that it does not need"
             )
 
@@ -167,7 +167,7 @@ def test_a_line_that_stands_still_keeps_nobody_from_training(tmp_path: Path) -> 
             line.blobs.on_up = hold
             return line
 
-        learners = {str(n): Stepper(on_step=on_step) for n in range(federation.clients)}
+        learners = {str(n): NoisySteps(on_step=on_step) for n in range(federation.clients)}
         lived(tmp_path / name, federation, learners, link)
         assert all(learner.rounds == list(range(1, federation.rounds + 1)) for learner in learners.values())
 
@@ -183,14 +183,14 @@ def test_the_next_weights_come_down_while_the_round_before_is_trained(tmp_path: 
 
     def on_step(order: Fit, step: int) -> None:
         if order.round == 2 and step == order.steps - 1:
-            assert fetched.wait(LIMIT), "what comes next is not fetched meanwhile"
+            assert fetched.wait(LIMIT_S), "what comes next is not fetched meanwhile"
 
     def link(to: InProcessLink) -> SlowLine:
         line = SlowLine(to)
         line.blobs.on_down = on_down
         return line
 
-    learner = Stepper(on_step=on_step)
+    learner = NoisySteps(on_step=on_step)
     lived(tmp_path, streamed(4, 1), {"0": learner}, link)
     assert learner.rounds == [1, 2, 3, 4]
 
@@ -213,7 +213,7 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
     def hold(digest: str) -> None:
         blobs.append(digest)
         if len(blobs) == 1:
-            assert last.wait(LIMIT)
+            assert last.wait(LIMIT_S)
 
     made = itertools.count()
 
@@ -222,7 +222,7 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
         line.blobs.on_up = hold if next(made) == 0 else line.blobs.on_up
         return line
 
-    learners = {"0": Stepper(), "1": Stepper(pause=0.1, on_step=on_step)}
+    learners = {"0": NoisySteps(), "1": NoisySteps(pause=0.1, on_step=on_step)}
     lived(tmp_path, federation, learners, link, ("0", "1"))
     assert learners["1"].rounds == [1, 2, 3, 4]
     assert learners["0"].rounds[0] == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
-from tests.federated.clients.nodes import begin, end
-from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, build, steps_in, weights_of
+from tests.federated.fakes import AveragingServer, join_node, start_node
 from tests.waiting import wait_until
 
 from arclight.federated.blobs.folder import FolderStore
@@ -62,11 +61,11 @@ def reached(file: Path, step: int) -> bool:
     return bool(steps) and steps[-1][1] >= step
 
 
-def here(folder: Path, names: tuple[str, ...], **order: Any) -> Scripted:
+def here(folder: Path, names: tuple[str, ...], **order: Any) -> AveragingServer:
     """The same run in this process, undisturbed."""
-    server = Scripted(folder / "here", beginning(), names, **order)
-    end(
-        *begin(
+    server = AveragingServer(folder / "here", beginning(), names, **order)
+    join_node(
+        *start_node(
             Node(
                 InProcessLink(server), [client_of(name, folder / "unseen") for name in names], folder / "here-node", "n"
             )
@@ -86,15 +85,15 @@ def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: lis
     names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "journal_every": 4}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)
-    server = Scripted(tmp_path / "server", beginning(), names, evaluate=True, **order)
+    server = AveragingServer(tmp_path / "server", beginning(), names, evaluate=True, **order)
     crews.append(ProcessExecutor([client_of(name, tmp_path, pause=0.05) for name in names], count=2))
-    running = begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n"))
+    running = start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n"))
     steps = partial(steps_in, tmp_path / "a.steps")
     wait_until(partial(reached, tmp_path / "a.steps", 18), "client a is in the middle of its second round")
     victim = steps()[-1][0]
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed")
-    end(*running)
+    join_node(*running)
     assert server.round == 3
     assert_equal(server.weights, wanted.weights)
     done = [step for _, step in steps()]
@@ -127,7 +126,7 @@ class Interrupted(ProcessExecutor):
 def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
     tmp_path: Path, crews: list[ProcessExecutor]
 ) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
     crew = Interrupted([client_of("a", tmp_path, pause=0.3)])
     crew.said = server.said
     crews.append(crew)
@@ -137,9 +136,9 @@ def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
 
 
 def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
     crews.append(ProcessExecutor([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
-    end(*begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    join_node(*start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
     (failed,) = server.of(Failed)
     assert "FileNotFoundError: [Errno 2] No such file or directory" in failed.error
     assert not failed.again
@@ -147,14 +146,14 @@ def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: lis
 
 
 def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
-    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
     crews.append(ProcessExecutor([client_of("a", tmp_path, pause=0.02)]))
     node = Node(InProcessLink(server), crews[0], tmp_path / "node", "n")
-    running = begin(node)
+    running = start_node(node)
     wait_until(lambda: len(steps_in(tmp_path / "a.steps")) > 3, "the client trains")
     (pid,) = crews[0].pids[0]
     node.stop()
-    end(*running)
+    join_node(*running)
     assert not server.of(Failed)
     assert len(steps_in(tmp_path / "a.steps")) < 5_000
     wait_until(lambda: not alive(pid), "the worker has ended with its node")
@@ -178,13 +177,13 @@ def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[Pro
     for disturbed in (False, True):
         folder = tmp_path / str(disturbed)
         folder.mkdir()
-        server = Scripted(folder / "server", beginning(), ("a",), evaluate=True, **order)
+        server = AveragingServer(folder / "server", beginning(), ("a",), evaluate=True, **order)
         crews.append(ProcessExecutor([client_of("a", folder, pause=0.1, strategy="fsdp", devices=2)], ranks=2))
-        running = begin(Node(InProcessLink(server), crews[-1], folder / "node", "n"))
+        running = start_node(Node(InProcessLink(server), crews[-1], folder / "node", "n"))
         if disturbed:
             wait_until(partial(reached, folder / "a.steps", 9), "the client is in its second round")
             os.kill(crews[-1].pids[0][1], signal.SIGKILL)
-        end(*running)
+        join_node(*running)
         assert server.round == 3
         assert not server.of(Failed)
         ends.append(server)
@@ -210,9 +209,9 @@ def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[Process
     names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)
-    server = Scripted(tmp_path / "server", beginning(), names, **order)
+    server = AveragingServer(tmp_path / "server", beginning(), names, **order)
     crews.append(ProcessExecutor(partial(client_of, folder=tmp_path), names=names))
     assert ProcessExecutor(partial(client_of, folder=tmp_path)).clients == ()
-    end(*begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    join_node(*start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
     assert_equal(server.weights, wanted.weights)
     assert {pid for name in names for pid, _ in steps_in(tmp_path / f"{name}.steps")} - {os.getpid()}

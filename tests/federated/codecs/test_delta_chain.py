@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.federated.fakes import TemporaryStore
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.codecs.delta_chain import DeltaChain, WeightsReplica, extend_chain
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.errors import BlobError, ProtocolError
@@ -42,14 +42,14 @@ def moved(weights: dict[str, torch.Tensor], seed: int, size: float = 0.1) -> dic
     }
 
 
-def written(weights: dict[str, torch.Tensor], store: MemoryStore) -> Manifest:
+def written(weights: dict[str, torch.Tensor], store: TemporaryStore) -> Manifest:
     return write_blobs(weights, store, kind="weights")
 
 
 def run(
     codec: Codec, rounds: int, longest: int = 8
-) -> tuple[MemoryStore, list[DeltaChain], list[dict[str, torch.Tensor]]]:
-    store, weights = MemoryStore(), first_weights()
+) -> tuple[TemporaryStore, list[DeltaChain], list[dict[str, torch.Tensor]]]:
+    store, weights = TemporaryStore(), first_weights()
     chains, own = [extend_chain(None, written(weights, store), codec, longest, store)], [weights]
     for number in range(rounds):
         own.append(moved(own[-1], number + 1))
@@ -63,12 +63,12 @@ def seen_by(held: WeightsReplica, chain: DeltaChain) -> dict[str, torch.Tensor]:
     return found
 
 
-class Counting(MemoryStore):
+class Counting(FolderStore):
     """A server's store, and which of its blobs were asked for."""
 
-    def __init__(self, other: MemoryStore) -> None:
-        super().__init__()
-        self._blobs = other._blobs
+    def __init__(self, other: TemporaryStore) -> None:
+        super().__init__(other.folder, durable="none")
+        self._other = other  # whose folder goes with it
         self.asked: list[str] = []
 
     def file(self, digest: str) -> Path:
@@ -80,19 +80,19 @@ class Counting(MemoryStore):
 @given(st.sampled_from(CODECS), st.sets(st.integers(0, 6), min_size=1))
 def test_nodes_that_come_and_go_see_the_same_bits(codec: Codec, rounds: set[int]) -> None:
     store, chains, _ = run(codec, 6, longest=3)
-    node = WeightsReplica(MemoryStore(), store)
+    node = WeightsReplica(TemporaryStore(), store)
     for number in sorted(rounds):
         seen = seen_by(node, chains[number])
-        fresh = seen_by(WeightsReplica(MemoryStore(), store), chains[number])
+        fresh = seen_by(WeightsReplica(TemporaryStore(), store), chains[number])
         assert seen.keys() == fresh.keys()
         assert all(torch.equal(seen[key], fresh[key]) for key in fresh)
 
 
 def test_only_changes_travel_to_a_node_with_the_base_and_their_bytes_are_few() -> None:
-    store, weights = MemoryStore(), {"model/w": torch.randn(512, 1024), "model/norm": torch.randn(1024)}
+    store, weights = TemporaryStore(), {"model/w": torch.randn(512, 1024), "model/norm": torch.randn(1024)}
     chain = extend_chain(None, written(weights, store), Int8(), 4, store)
     remote = Counting(store)
-    node = WeightsReplica(MemoryStore(), remote)
+    node = WeightsReplica(TemporaryStore(), remote)
     node.fetch(chain.weights, chain.changes)
     assert remote.asked == list(chain.weights.blobs)
     for number in range(3):
@@ -124,7 +124,7 @@ def test_raw_sends_whole_weights_or_only_what_has_changed() -> None:
     part = {**own[2], "model/a.weight": own[2]["model/a.weight"] + 1}
     chain = extend_chain(chains[2], written(part, store), Raw(), 8, store)
     assert [set(one.tensors) for one in chain.changes] == [{"model/a.weight"}]
-    node = WeightsReplica(MemoryStore(), store)
+    node = WeightsReplica(TemporaryStore(), store)
     seen_by(node, chains[2])
     seen = seen_by(node, chain)
     assert all(torch.equal(seen[key], part[key]) for key in part)
@@ -134,7 +134,7 @@ def test_a_node_too_far_behind_or_new_fetches_the_weights_whole() -> None:
     store, chains, _ = run(Int8(), 5, longest=2)
     assert [len(chain.changes) for chain in chains] == [0, 1, 2, 2, 2, 2]
     remote = Counting(store)
-    node = WeightsReplica(MemoryStore(), remote)
+    node = WeightsReplica(TemporaryStore(), remote)
     seen_by(node, chains[0])
     seen_by(node, chains[5])
     assert set(remote.asked[-len(chains[5].weights.blobs) :]) == set(chains[5].weights.blobs)
@@ -144,7 +144,7 @@ def test_a_node_too_far_behind_or_new_fetches_the_weights_whole() -> None:
 def test_weights_are_fetched_whole_where_the_way_to_them_is_longer() -> None:
     store, chains, _ = run(BF16(), 6, longest=6)
     remote = Counting(store)
-    node = WeightsReplica(MemoryStore(), remote)
+    node = WeightsReplica(TemporaryStore(), remote)
     seen_by(node, chains[0])
     remote.asked.clear()
     seen_by(node, chains[6])
@@ -158,7 +158,7 @@ def test_a_restarted_node_goes_on_with_what_it_has(tmp_path: Path) -> None:
     again = WeightsReplica(FolderStore(tmp_path), remote)
     seen = seen_by(again, chains[2])
     assert remote.asked == list(chains[2].changes[-1].blobs)
-    fresh = seen_by(WeightsReplica(MemoryStore(), store), chains[2])
+    fresh = seen_by(WeightsReplica(TemporaryStore(), store), chains[2])
     assert all(torch.equal(seen[key], fresh[key]) for key in fresh)
     left = set(FolderStore(tmp_path))
     assert left == {chains[2].weights.digest, *chains[2].weights.blobs}
@@ -173,19 +173,19 @@ def test_a_restarted_server_says_the_same() -> None:
 
 def test_a_change_that_leads_elsewhere_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     store, chains, _ = run(Int8(), 2)
-    node = WeightsReplica(MemoryStore(), store)
+    node = WeightsReplica(TemporaryStore(), store)
     seen_by(node, chains[1])
     wrong = dataclasses.replace(chains[2].changes[0], base=chains[1].weights.digest)
     with caplog.at_level(logging.WARNING):
         seen = seen_by(node, dataclasses.replace(chains[2], changes=(wrong,)))
     assert "fetched whole" in caplog.text
-    fresh = seen_by(WeightsReplica(MemoryStore(), store), chains[2])
+    fresh = seen_by(WeightsReplica(TemporaryStore(), store), chains[2])
     assert all(torch.equal(seen[key], fresh[key]) for key in fresh)
 
 
 def test_changes_of_other_tensors_are_refused() -> None:
     store, chains, _ = run(Int8(), 1)
-    node = WeightsReplica(MemoryStore(), store)
+    node = WeightsReplica(TemporaryStore(), store)
     seen_by(node, chains[0])
     strange = write_blobs({"model/other": torch.randn(3)}, store, kind="delta", base=chains[0].weights.digest)
     with pytest.raises(BlobError, match="model/other"):

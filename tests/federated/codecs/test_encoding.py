@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.federated.fakes import TemporaryStore
 
 from arclight.federated.blobs.manifest_io import Encoded, open_manifest, write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.codecs.encoding import decode, encode, encode_all, goes_raw
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK, from_table, to_table
 from arclight.federated.errors import BlobError, FederatedError, ProtocolError
@@ -302,7 +302,7 @@ def test_bytes_on_the_wire_with_headers_and_manifest(codec, most: float) -> None
         }
         shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
     tensors = {f"model/{name}": torch.randn(shape) for name, shape in shapes.items()}
-    store = MemoryStore()
+    store = TemporaryStore()
     manifest = write_blobs(encode_all(tensors.items(), codec, {}, {}), store, kind="update")
     bytes_ = manifest.size + len(manifest.to_json())
     assert bytes_ <= most * sum(tensor.numel() * 4 for tensor in tensors.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.fakes import Quadratic, ScriptedNode
 
 from arclight.federated.coordination.settings import Buffered, Streaming, Waiting
 from arclight.federated.protocol import Close, Fit, Wait
@@ -31,7 +31,7 @@ def test_a_buffered_run_weighs_stale_updates_less(tmp_path: Path) -> None:
     server = Server(federation, {"w": start}, folder=tmp_path / "run")
     with server.opened() as run:
         nodes = {
-            name: Script(InProcessLink(run.service), {name: Quadratic(to)}, f"node {name}")
+            name: ScriptedNode(InProcessLink(run.service), {name: Quadratic(to)}, f"node {name}")
             for name, to in targets.items()
         }
         orders = {}
@@ -67,7 +67,7 @@ def test_a_streamed_run_steps_a_fragment_each_round_from_the_weights_of_the_roun
     start = {f"blocks.{n}.w": torch.full((3,), float(n + 2), dtype=torch.float64) for n in range(2)}
     server = Server(federation, start, folder=tmp_path / "run")
     with server.opened() as run:
-        node = Script(InProcessLink(run.service), {"0": Quadratic(0.0)}, "node")
+        node = ScriptedNode(InProcessLink(run.service), {"0": Quadratic(0.0)}, "node")
         node.join()
         bases = []
         first = fit(node.ask())
@@ -90,7 +90,7 @@ def test_a_streamed_run_steps_a_fragment_each_round_from_the_weights_of_the_roun
         )
 
 
-def send(node: Script, order: Fit) -> None:
+def send(node: ScriptedNode, order: Fit) -> None:
     before = node.weights(order.weights)
     turn = [key for key in before if key == f"model/blocks.{order.fragment}.w"]
     outcome = node.learners[order.client].fit(order, before, lambda step, loss: None)

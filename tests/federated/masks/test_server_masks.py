@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients import Outcome
 from arclight.federated.codecs.encoding import decode, encode
@@ -29,7 +29,7 @@ START = {
 }
 
 
-class Masked(Script):
+class Masked(ScriptedNode):
     """A node that sends what its orders' masks let it send; what was sent is kept for the test."""
 
     def __init__(self, *given, moments: tuple[str, ...] = (), **more) -> None:
@@ -94,7 +94,7 @@ def test_what_masks_forbid_is_refused(tmp_path: Path, key: str) -> None:
         clients=1, rounds=1, local_steps=4, masks=Masks(personal=("head.",), periods={"body.": 2}), waiting=CALM
     )
     with Server(federation, START, folder=tmp_path / "run").opened() as opened:
-        script = Script(InProcessLink(opened.service), {"0": Quadratic(1.0)})
+        script = ScriptedNode(InProcessLink(opened.service), {"0": Quadratic(1.0)})
         script.join()
         order = script.ask()
         assert isinstance(order, Fit)

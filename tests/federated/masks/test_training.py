@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from tests.federated.clients.sites import Net, Rows, fit_order, weights_of
+from tests.federated.fakes import TemporaryStore
 
 from arclight import Callback, Module, Trainer
 from arclight.federated.blobs.manifest_io import write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.clients.local_policy import clamp_adam_moments
 from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 from arclight.federated.protocol import Evaluate
@@ -43,7 +43,7 @@ class Site:
 
     def train(self, number: int, weights: dict[str, torch.Tensor], **keep: Any) -> dict[str, torch.Tensor]:
         """What it sends of a round of two steps."""
-        manifest = write_blobs(weights, MemoryStore(), kind="weights")
+        manifest = write_blobs(weights, TemporaryStore(), kind="weights")
         order = fit_order(number, 2, 2 * (number - 1), weights=manifest, keep=keep)
         tensors = self.learner.fit(order, weights, lambda steps, loss: None).tensors
         return {key: tensors[key] for key in tensors}
@@ -159,7 +159,7 @@ def test_weights_are_measured_with_the_experts_that_a_client_has(tmp_path: Path,
 
 
 def _evaluate(weights: dict[str, torch.Tensor], keep: dict[str, Any]) -> Evaluate:
-    manifest = write_blobs(weights, MemoryStore(), kind="weights")
+    manifest = write_blobs(weights, TemporaryStore(), kind="weights")
     return Evaluate(run="r", client="c", round=2, base="2" * 64, weights=manifest, keep=keep)
 
 

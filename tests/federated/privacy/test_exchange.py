@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.node import Node
 from arclight.federated.privacy.key_agreement import PublicKeys

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.node import Node
 from arclight.federated.coordination.settings import Waiting

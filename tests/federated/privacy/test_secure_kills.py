@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.federated.fakes import Quadratic
 from tests.federated.privacy.test_secure_runs import START, Site, settings, trained
-from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination.settings import Waiting

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight import recipe
 from arclight.federated.blobs.folder import FolderStore

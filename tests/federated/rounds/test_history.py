@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination import records as r
@@ -48,7 +48,7 @@ def served(
     )  # type: ignore[arg-type]
     server = Server(settings, START, folder=folder, evaluate=lambda weights: {"loss": float(weights["w"].sum())})
     with server.opened() as run:
-        Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
+        ScriptedNode(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
         if run.coordinator.state.ended is not None:
             assert run.runtime.wait(60)
     return server
@@ -78,7 +78,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
     settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0, waiting=CALM)
     server = Server(settings, START, folder=folder, told=told)
     with server.opened() as run:
-        Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
+        ScriptedNode(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
         assert run.runtime.wait(60)
     for early, late in zip(sizes[10], sizes[60], strict=True):
         assert late < 1.1 * early + 50, sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight import checkpoint
 from arclight.federated.clients.client import Client

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from tests import warm
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.errors import FederatedError
@@ -33,7 +33,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped in its third round, with one update of it here."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with Server(SETTINGS, START, folder=folder).opened() as run:
-        script = Script(InProcessLink(run.service), learners())
+        script = ScriptedNode(InProcessLink(run.service), learners())
         order = script.work(until=lambda message: isinstance(message, Fit) and message.round == 3)
         assert isinstance(order, Fit)
         assert script.send(script.trained(order)).accepted
@@ -81,7 +81,7 @@ def test_each_file_of_a_run_may_be_cut_at_any_boundary(stopped: Path, tmp_path: 
 def goes_on(folder: Path) -> bool:
     server = Server(SETTINGS, folder=folder)
     with server.opened() as run:
-        Script(InProcessLink(run.service), learners()).work()
+        ScriptedNode(InProcessLink(run.service), learners()).work()
         assert run.runtime.wait(60)
         if run.runtime.ended is not None and run.runtime.ended.failed:
             raise FederatedError(run.runtime.ended.why)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.learner import Outcome
@@ -43,7 +43,7 @@ def learners(count: int) -> dict[str, Quadratic]:
 
 def trained(server: Server, count: int = 2) -> Server:
     with server.opened() as run:
-        Script(InProcessLink(run.service), learners(count)).work()
+        ScriptedNode(InProcessLink(run.service), learners(count)).work()
         assert run.runtime.wait(60)
     return server
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_killed_before_a_skipped_round_is_written_goes_on(
 
     monkeypatch.setattr("arclight.federated.server.server_run.repeat_round", carry_on)
     with pytest.raises(SystemExit), Server(settings(waiting=waiting), START, folder=tmp_path / "run").opened() as run:
-        script = Script(InProcessLink(run.service), learners(2))
+        script = ScriptedNode(InProcessLink(run.service), learners(2))
         script.join()
         for _ in range(4):
             order = script.ask()
@@ -181,7 +181,7 @@ def test_a_blob_that_the_servers_disk_has_lost_is_asked_for_again(
 ) -> None:
     server = Server(settings(), START, folder=tmp_path / "run")
     with server.opened() as run:
-        script = Script(InProcessLink(run.service), learners(2))
+        script = ScriptedNode(InProcessLink(run.service), learners(2))
         script.join()
         first, second = script.ask(), script.ask()
         assert isinstance(first, Fit)
@@ -270,7 +270,7 @@ def test_a_round_of_changes_most_of_which_are_zero_is_folded_as_none(
     server = Server(settings(clients=3, rounds=1, robust=NormBound()), START, folder=tmp_path / "run")
     still = {"0": Quadratic(0.0, lr=0.0), "1": Quadratic(0.0, lr=0.0), "2": Quadratic(5.0)}
     with caplog.at_level(logging.WARNING), server.opened() as run:
-        Script(InProcessLink(run.service), still).work()
+        ScriptedNode(InProcessLink(run.service), still).work()
         assert run.runtime.wait(60)
     assert torch.equal(server.weights()["w"], START["w"])
     assert "2 count for nothing" in caplog.text
@@ -286,7 +286,7 @@ def test_runs_of_an_earlier_version_go_on(tmp_path: Path, name: str) -> None:
 
     def run_of(server: Server) -> Server:
         with server.opened() as run:
-            Script(InProcessLink(run.service), {client: Quadratic(goal) for client, goal in goals.items()}).work()
+            ScriptedNode(InProcessLink(run.service), {client: Quadratic(goal) for client, goal in goals.items()}).work()
             assert run.runtime.wait(60)
         return server
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.checkpoint.files import HashedFile
 from arclight.federated.coordination.coordinator import BrokenError, Coordinator
@@ -41,7 +41,7 @@ def both() -> dict[str, Quadratic]:
 def undisturbed(folder: Path) -> list[str]:
     server = Server(settings(), START, folder=folder / "undisturbed")
     with server.opened() as run:
-        Script(InProcessLink(run.service), both()).work()
+        ScriptedNode(InProcessLink(run.service), both()).work()
         assert run.runtime.wait(60)
     return [here.base for here in server.history]
 
@@ -69,7 +69,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     server = Server(settings(), START, folder=tmp_path / "run", inject=disk)
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
-        Script(InProcessLink(run.service), learners).work()
+        ScriptedNode(InProcessLink(run.service), learners).work()
         assert run.runtime.wait(60)
     assert disk.left == 0
     assert "continues when there is space" in caplog.text
@@ -95,7 +95,7 @@ def test_rounds_and_blobs_without_room_wait_for_it(
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         left[0] = 2
-        script = Script(InProcessLink(run.service), learners)
+        script = ScriptedNode(InProcessLink(run.service), learners)
         script.join()
         while not isinstance(order := script.ask(), Close):
             if isinstance(order, Fit):
@@ -126,7 +126,7 @@ def test_what_a_run_begins_with_waits_for_room(
     with caplog.at_level(logging.WARNING), server.opened() as run:
         assert left == [0]
         assert "the beginning of run run waits, and continues when there is space" in caplog.text
-        Script(InProcessLink(run.service), both()).work()
+        ScriptedNode(InProcessLink(run.service), both()).work()
         assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -151,7 +151,7 @@ def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -
         with server.opened() as run, HttpServer(run.service, None, run.blobs) as http:
             over_http = number % 2 == 1
             nodes = {
-                name: Script(
+                name: ScriptedNode(
                     HttpLink(http.address, tmp_path / f"{number}{name}") if over_http else InProcessLink(run.service),
                     {name: learners[name]},
                     name=f"node {name}",
@@ -169,7 +169,7 @@ def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -
     assert len(found) == 1
 
 
-def _fit(script: Script) -> Fit:
+def _fit(script: ScriptedNode) -> Fit:
     while not isinstance(order := script.ask(), Fit):
         assert isinstance(order, Wait), order
     return order
@@ -179,7 +179,7 @@ def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path
     server = Server(settings(waiting=Waiting(heartbeat_interval_s=0.1)), START, folder=tmp_path / "run")
     with server.opened() as run:
         link = InProcessLink(run.service)
-        first, second = Script(link, both()), Script(link, both())
+        first, second = ScriptedNode(link, both()), ScriptedNode(link, both())
         first.join()
         order = first.ask()
         assert isinstance(order, Fit)
@@ -211,7 +211,7 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
 
     server = Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate)
     with server.opened() as run:
-        script = Script(InProcessLink(run.service), both())
+        script = ScriptedNode(InProcessLink(run.service), both())
         script.join()
         assert going.wait(60)  # the worker is at the weights that the run begins with
         order = script.ask(wait=1.0)
@@ -229,7 +229,7 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
     server = Server(settings(rounds=1), START, folder=tmp_path / "run")
     with server.opened() as run:
         monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: real() + passed[0])
-        script = Script(InProcessLink(run.service), both())
+        script = ScriptedNode(InProcessLink(run.service), both())
         script.join()
         orders = [order for order in (script.ask(), script.ask()) if isinstance(order, Fit)]
         held = threading.Thread(target=lambda: answers.append(script.ask(having=orders)))
@@ -260,7 +260,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
 
     monkeypatch.setattr(Coordinator, "apply", apply)
     with Server(settings(), START, folder=tmp_path / "run").opened() as run:
-        script = Script(InProcessLink(run.service), both())
+        script = ScriptedNode(InProcessLink(run.service), both())
         with pytest.raises(
             BrokenError, match=r"UpdateValidated is in the journal .*ZeroDivisionError: a speed of nothing"
         ):
@@ -271,7 +271,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
             script.ask()
     server = Server(settings(), folder=tmp_path / "run")
     with server.opened() as run:
-        Script(InProcessLink(run.service), both()).work()
+        ScriptedNode(InProcessLink(run.service), both()).work()
         assert run.runtime.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -280,7 +280,7 @@ def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have
     with Server(settings(), START, folder=tmp_path / "run").opened():
         pass
     with Server(settings(), folder=tmp_path / "run").opened() as run:
-        script = Script(InProcessLink(run.service), both())
+        script = ScriptedNode(InProcessLink(run.service), both())
         script.work()
         assert run.runtime.wait(60)
         script.send(Leave(node=script.name, session=script.session))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.fakes import Quadratic, ScriptedNode
 
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import read as read_journal
@@ -53,11 +53,11 @@ class Target:
     """A run, and a node of it that says what a test has changed in what an honest one says."""
 
     run: ServerRun
-    script: Script = field(init=False)
+    script: ScriptedNode = field(init=False)
     orders: list[Fit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.script = Script(InProcessLink(self.run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        self.script = ScriptedNode(InProcessLink(self.run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
 
     def honest(self, kind: type[Message]) -> Message:
         """A message of that kind that the server would take now, or a little earlier."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 from tests.federated.server.serving import LIMIT, Nodes, Servers, outcome
 
 from arclight.federated.clients import Outcome

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.blobs import folder
 from arclight.federated.clients.client import Client
@@ -29,7 +29,7 @@ def settings(**given: object) -> Federation:
 
 def trained(server: Server, learners: dict[str, Quadratic]) -> None:
     with server.opened() as run:
-        Script(InProcessLink(run.service), learners).work()
+        ScriptedNode(InProcessLink(run.service), learners).work()
         assert run.runtime.wait(60)
 
 
@@ -124,7 +124,7 @@ def test_what_is_written_down_in_few_bits_goes_on_after_a_stop(tmp_path: Path, g
 def test_a_round_under_way_counts_what_had_come_before_a_stop(tmp_path: Path) -> None:
     learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
     with Server(settings(rounds=1), START, folder=tmp_path / "run").opened() as run:
-        script = Script(InProcessLink(run.service), learners)
+        script = ScriptedNode(InProcessLink(run.service), learners)
         script.join()
         order = script.ask()
         assert isinstance(order, Fit)
@@ -141,7 +141,7 @@ def test_an_update_that_a_power_failure_has_damaged_is_asked_for_again(
 ) -> None:
     learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
     with Server(settings(rounds=1), START, folder=tmp_path / "run").opened() as run:
-        script = Script(InProcessLink(run.service), learners)
+        script = ScriptedNode(InProcessLink(run.service), learners)
         script.join()
         order = script.ask()
         assert isinstance(order, Fit)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -41,8 +41,8 @@ class Served:
         self._links.append(HttpLink(self.http.address, self.folder / name, patience=2))
         return self._links[-1]
 
-    def node(self, name: str = "n", clients: tuple[str, ...] = ("0",)) -> Script:
-        made = Script(self.link(name), {client: Quadratic(1.0) for client in clients}, name)
+    def node(self, name: str = "n", clients: tuple[str, ...] = ("0",)) -> ScriptedNode:
+        made = ScriptedNode(self.link(name), {client: Quadratic(1.0) for client in clients}, name)
         made.join()
         return made
 
@@ -221,7 +221,7 @@ def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Pat
             return asked[-1]
 
         run.runtime.spooled = slowly  # type: ignore[method-assign]
-        node = Script(InProcessLink(run.service), {"0": Quadratic(1.0)})
+        node = ScriptedNode(InProcessLink(run.service), {"0": Quadratic(1.0)})
         node.join()
         for number in (1, 2):
             order = _fit(node)
@@ -245,7 +245,7 @@ def test_sessions_that_are_gone_are_forgotten(served: Served, monkeypatch: pytes
     assert node.send(node.trained(order)).accepted
 
 
-def _fit(node: Script) -> Fit:
+def _fit(node: ScriptedNode) -> Fit:
     order = node.ask()
     assert isinstance(order, Fit), order
     return order

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.federated.server.quadratic import CALM, Quadratic, Script
+from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.blobs.manifest_io import Encoded, write_blobs
 from arclight.federated.clients import Outcome
@@ -36,7 +36,7 @@ class Bench:
 
     run: ServerRun
     server: Server
-    script: Script
+    script: ScriptedNode
     order: Fit
     update: Update
     """A sound one for it, its blobs put, not sent."""
@@ -66,7 +66,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     server = Server(Federation(clients=2, rounds=2, local_steps=4, waiting=CALM), START, folder=tmp_path / "run")
     with server.opened() as run:
-        script = Script(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script = ScriptedNode(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
         script.join()
         order = script.ask()
         assert isinstance(order, Fit)
@@ -182,8 +182,8 @@ def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
         folder=tmp_path / "run",
     )
     with server.opened() as run:
-        own = Script(InProcessLink(run.service), {"0": Quadratic(1.0)}, name="own")
-        other = Script(InProcessLink(run.service), {"1": Quadratic(-3.0)}, name="other")
+        own = ScriptedNode(InProcessLink(run.service), {"0": Quadratic(1.0)}, name="own")
+        other = ScriptedNode(InProcessLink(run.service), {"1": Quadratic(-3.0)}, name="other")
         own.join()
         other.join()
         about = {"node": "own", "session": own.session, "client": "1"}
@@ -206,7 +206,7 @@ def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Pa
     settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients", waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run:
-        script = Script(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script = ScriptedNode(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
         script.join()
         order = script.work(lambda message: isinstance(message, Evaluate))
         assert isinstance(order, Evaluate)
@@ -270,7 +270,7 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
     settings = Federation(clients=6, rounds=1, local_steps=4, evaluate_every=0, waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run, ThreadPoolExecutor(6) as pool:
-        scripts = [Script(InProcessLink(run.service), {str(n): Quadratic(1.0)}, name=f"n{n}") for n in range(6)]
+        scripts = [ScriptedNode(InProcessLink(run.service), {str(n): Quadratic(1.0)}, name=f"n{n}") for n in range(6)]
         for done in [pool.submit(script.work) for script in scripts]:
             assert isinstance(done.result(), Close)
     assert len(seen) == 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.federated.fakes import TemporaryStore
 
 from arclight.federated.blobs.manifest_io import write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.codecs.encoding import encode
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.coordination.settings import Streaming
@@ -29,7 +29,7 @@ def test_a_message_weighs_what_writing_it_gives(codec: Codec, dtype: torch.dtype
     torch.manual_seed(0)
     tensors = {f"model/{name}": torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
     encoded = ((key, encode(key, tensor, codec)[0]) for key, tensor in tensors.items())
-    manifest = write_blobs(encoded, MemoryStore(), kind="update", base="0" * 64)
+    manifest = write_blobs(encoded, TemporaryStore(), kind="update", base="0" * 64)
     name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     assert message_bytes(SHAPES, codec, dtype=name) == manifest.size + len(manifest.to_json())
     assert model_bytes(SHAPES, dtype=name) == sum(t.numel() * t.itemsize for t in tensors.values())

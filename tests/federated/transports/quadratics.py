@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.client import Client
-from arclight.federated.clients.learner import Outcome
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Fit
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedAvg
 
 TARGETS = {"site-0": -1.0, "site-1": 3.0}
-
-
-class Slow(Quadratic):
-    """Sleeps in every step."""
-
-    def __init__(self, target: float, pause: float) -> None:
-        super().__init__(target)
-        self.pause = pause
-
-    def fit(
-        self, order: Fit, weights: Mapping[str, torch.Tensor], progress: Callable[[int, float | None], None]
-    ) -> Outcome:
-        for step in range(order.steps):
-            time.sleep(self.pause)
-            progress(step, None)
-        return super().fit(order, weights, progress)
 
 
 def server(folder: Path, config: Mapping[str, Any]) -> Server:
@@ -52,4 +33,4 @@ def server(folder: Path, config: Mapping[str, Any]) -> Server:
 
 
 def client(name: str, config: Mapping[str, Any]) -> Client:
-    return Client(name, learner=lambda folder: Slow(TARGETS[name], float(config.get("pause", 0.0))))
+    return Client(name, learner=lambda folder: Quadratic(TARGETS[name], pause_s=float(config.get("pause", 0.0))))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.federated.transports.standin import StandIn
+from tests.federated.fakes import EchoServer
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.transports.http_server import HttpServer
@@ -132,7 +132,7 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> N
 
 def main(folder: str, host: str, port: str, *keys: str) -> None:
     given = dict(zip(("certificate", "private_key", "nodes"), map(Path, keys), strict=False))
-    with HttpServer(StandIn(FolderStore(folder)), Listening(host=host, port=int(port), **given)) as served:  # type: ignore[arg-type]
+    with HttpServer(EchoServer(FolderStore(folder)), Listening(host=host, port=int(port), **given)) as served:  # type: ignore[arg-type]
         print(served.address, flush=True)
         sys.stdin.read()
 

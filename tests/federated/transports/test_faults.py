@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import EchoServer, Quadratic
 from tests.federated.transports.serving import REPOSITORY, Line, Serving, wait_until
-from tests.federated.transports.standin import StandIn
 from tests.waiting import patiently
 
 from arclight.federated.blobs.folder import FolderStore
@@ -50,7 +49,7 @@ def store(tmp_path: Path) -> FolderStore:
 @pytest.fixture
 def line(store: FolderStore, stack: ExitStack) -> Line:
     """To a server in this process."""
-    served = stack.enter_context(HttpServer(StandIn(store)))
+    served = stack.enter_context(HttpServer(EchoServer(store)))
     line = Line(served.port)
     stack.callback(line.close)
     return line
@@ -238,7 +237,7 @@ def test_a_server_that_comes_late_is_waited_for(tmp_path: Path, stack: ExitStack
         welcome = pool.submit(link.send, Join(node="a", clients=()))
         wait_until(lambda: line.connections >= 2, "attempts")
         assert not welcome.done()
-        line.target = stack.enter_context(HttpServer(StandIn(FolderStore(tmp_path / "server")))).port
+        line.target = stack.enter_context(HttpServer(EchoServer(FolderStore(tmp_path / "server")))).port
         assert isinstance(welcome.result(60), Welcome)
     link.close()
 
@@ -316,7 +315,7 @@ def test_a_full_disk_is_told_to_the_node_and_passes(tmp_path: Path, stack: ExitS
         pytest.skip("a small file system cannot be mounted here")
     stack.callback(subprocess.run, ["umount", folder], check=True)
     store = FolderStore(folder / "blobs")
-    served = stack.enter_context(HttpServer(StandIn(store)))
+    served = stack.enter_context(HttpServer(EchoServer(store)))
     link = HttpLink(served.address, tmp_path / "cache", patience=5)
     session = _session(link)
     with pytest.raises(OSError, match="no room for blob") as told:

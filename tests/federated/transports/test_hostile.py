@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from tests.federated.transports.standin import StandIn
+from tests.federated.fakes import EchoServer
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import PartialBlob
@@ -33,7 +33,7 @@ LIMITS = Limits(message_bytes=100_000, blob_bytes=1_000_000, uploads=2, held=2, 
 class Running:
     port: int
     store: FolderStore
-    server: StandIn
+    server: EchoServer
     token: str = ""
 
     def ask(
@@ -85,7 +85,7 @@ class Running:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     store = FolderStore(tmp_path / "inside" / "blobs")
-    server = StandIn(store)
+    server = EchoServer(store)
     with HttpServer(server, Listening(limits=LIMITS)) as served:
         made = Running(served.port, store, server)
         welcome = made.say(Join(node="a", clients=("a",)))
@@ -403,8 +403,8 @@ def test_a_blob_that_nobody_takes_does_not_hold_its_connection(
     store = FolderStore(tmp_path / "blobs")
     store.put(digest, content)
     limits = Limits(silence=0.3, slowest=1 << 40)
-    with caplog.at_level("WARNING"), HttpServer(StandIn(store), Listening(limits=limits)) as served:
-        running = Running(served.port, store, StandIn(store))
+    with caplog.at_level("WARNING"), HttpServer(EchoServer(store), Listening(limits=limits)) as served:
+        running = Running(served.port, store, EchoServer(store))
         welcome = running.say(Join(node="a", clients=("a",)))
         assert isinstance(welcome, Welcome)
         running.token = welcome.session

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 from cryptography import x509
-from tests.federated.transports.standin import StandIn
+from tests.federated.fakes import EchoServer, TemporaryStore
 
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
 from arclight.federated.protocol import Join, Message, Welcome, read
@@ -125,7 +124,7 @@ def test_a_certificate_that_no_node_would_believe_is_told(
 
 def test_a_certificate_is_believed_by_name_or_by_fingerprint(made: Certificate, tmp_path: Path) -> None:
     with HttpServer(
-        StandIn(MemoryStore()), Listening(certificate=made.certificate, private_key=made.private_key)
+        EchoServer(TemporaryStore()), Listening(certificate=made.certificate, private_key=made.private_key)
     ) as served:
         assert served.fingerprint == made.fingerprint
         for number, trust in enumerate(
@@ -148,7 +147,7 @@ def _colons(fingerprint: str) -> str:
 def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Path) -> None:
     other = make_certificate(tmp_path / "other", ["localhost", "127.0.0.1"])
     elsewhere = make_certificate(tmp_path / "elsewhere", ["example.org"])
-    server = StandIn(MemoryStore())
+    server = EchoServer(TemporaryStore())
     with HttpServer(server, Listening(certificate=elsewhere.certificate, private_key=elsewhere.private_key)) as served:
         for trust, words in (
             ({}, "did not prove to be the server"),
@@ -177,7 +176,7 @@ def test_why_a_certificate_is_not_believed_is_explained(
         "unknown": "give the server.pem that it uses as --ca",
     }[kind]
     with HttpServer(
-        StandIn(MemoryStore()), Listening(certificate=shown.certificate, private_key=shown.private_key)
+        EchoServer(TemporaryStore()), Listening(certificate=shown.certificate, private_key=shown.private_key)
     ) as served:
         link = HttpLink(served.address, tmp_path, patience=600, cafile=None if kind == "unknown" else shown.certificate)
         with pytest.raises(UntrustedError) as raised:
@@ -191,7 +190,7 @@ def test_why_a_certificate_is_not_believed_is_explained(
 @pytest.mark.parametrize("tls", [True, False])
 def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, made: Certificate, tmp_path: Path) -> None:
     listening = Listening(certificate=made.certificate, private_key=made.private_key) if tls else Listening()
-    with HttpServer(StandIn(MemoryStore()), listening) as served:
+    with HttpServer(EchoServer(TemporaryStore()), listening) as served:
         wrong = served.address.replace("https:", "http:") if tls else served.address.replace("http:", "https:")
         link = HttpLink(wrong, tmp_path, patience=0.1)
         with pytest.raises(LinkError) as raised:
@@ -223,11 +222,11 @@ def test_a_certificate_that_cannot_be_read_is_told_when_the_server_starts(made: 
     ):
         listening = Listening(certificate=certificate, private_key=made.private_key)
         with pytest.raises(FederatedError, match=words):
-            HttpServer(StandIn(MemoryStore()), listening).start()
+            HttpServer(EchoServer(TemporaryStore()), listening).start()
     with pytest.raises(FederatedError, match="no PEM certificate"):
         HttpLink("https://localhost:1", tmp_path / "cache", cafile=tmp_path / "junk")
     with pytest.raises(FederatedError, match="cannot be read"):
-        HttpServer(StandIn(MemoryStore()), Listening(nodes=tmp_path / "nobody"))
+        HttpServer(EchoServer(TemporaryStore()), Listening(nodes=tmp_path / "nobody"))
 
 
 # -- nodes ---------------------------------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ def nodes(key: NodeKey, tmp_path: Path) -> Path:
 def test_a_registered_node_joins_and_others_do_not(
     key: NodeKey, nodes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = StandIn(MemoryStore())
+    server = EchoServer(TemporaryStore())
     stranger = NodeKey.make(tmp_path / "b.key")
 
     def join(node: str, key: NodeKey | None, clients: tuple[str, ...]) -> Message:
@@ -333,7 +332,7 @@ def test_a_join_is_for_one_server_and_one_run(key: NodeKey, nodes: Path) -> None
 def test_a_node_signs_for_the_certificate_that_it_sees(
     key: NodeKey, nodes: Path, made: Certificate, tmp_path: Path
 ) -> None:
-    server = StandIn(MemoryStore())
+    server = EchoServer(TemporaryStore())
     listening = Listening(nodes=nodes, certificate=made.certificate, private_key=made.private_key)
     with HttpServer(server, listening) as served:
         for trust in ({"cafile": made.certificate}, {"fingerprint": made.fingerprint}):
@@ -384,7 +383,7 @@ def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: 
 
 def test_nothing_older_than_tls_1_3_is_spoken(made: Certificate, tmp_path: Path) -> None:
     listening = Listening(certificate=made.certificate, private_key=made.private_key)
-    with HttpServer(StandIn(MemoryStore()), listening) as served:
+    with HttpServer(EchoServer(TemporaryStore()), listening) as served:
         for newest, fine in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
             context = ssl.create_default_context(cafile=made.certificate)
             context.verify_flags |= ssl.VERIFY_X509_STRICT  # as later versions of Python are by themselves
@@ -418,10 +417,10 @@ def test_a_certificate_vouches_for_itself_alone(made: Certificate) -> None:
 def test_keys_that_may_speak_for_any_client_are_named_in_the_log(
     key: NodeKey, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    HttpServer(StandIn(MemoryStore()), Listening(nodes=nodes))
+    HttpServer(EchoServer(TemporaryStore()), Listening(nodes=nodes))
     assert "speak for any client" not in caplog.text
     nodes.write_text(nodes.read_text() + NodeKey.make(nodes.parent / "b.key").line("b") + "\n")
-    HttpServer(StandIn(MemoryStore()), Listening(nodes=nodes))
+    HttpServer(EchoServer(TemporaryStore()), Listening(nodes=nodes))
     assert "lets b speak for any client" in caplog.text
 
 
@@ -472,12 +471,12 @@ def test_names_that_would_break_the_file_are_refused(key: NodeKey) -> None:
 def test_a_node_keeps_tensors_where_somebody_at_the_site_has_said(
     address: str, stores: tuple[str, ...], fine: bool, tmp_path: Path
 ) -> None:
-    class Elsewhere(StandIn):
+    class Elsewhere(EchoServer):
         def answer(self, message: Message) -> Message:
             answer = super().answer(message)
             return replace(answer, blobs=address) if isinstance(answer, Welcome) else answer
 
-    with HttpServer(Elsewhere(MemoryStore())) as served:
+    with HttpServer(Elsewhere(TemporaryStore())) as served:
         link = HttpLink(served.address, tmp_path, patience=5, stores=stores)
         if fine:
             assert isinstance(link.send(Join(node="a", clients=())), Welcome)
@@ -506,4 +505,4 @@ def test_the_server_goes_with_versions_of_uvicorn_that_are_known(monkeypatch: py
         with pytest.raises(
             FederatedError, match=rf"needs uvicorn 0\.{oldest} to 0\.{newest}, and {other} is installed"
         ):
-            HttpServer(StandIn(MemoryStore())).start()
+            HttpServer(EchoServer(TemporaryStore())).start()

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.federated.transports.standin import StandIn
+from tests.federated.fakes import EchoServer, TemporaryStore
 
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
@@ -33,18 +32,18 @@ DIGEST = hashlib.sha256(BYTES).hexdigest()
 @dataclass
 class Pair:
     link: Link
-    server: StandIn
+    server: EchoServer
 
 
 @contextmanager
 def in_process(folder: Path) -> Iterator[Pair]:
-    server = StandIn(FolderStore(folder / "server"))
+    server = EchoServer(FolderStore(folder / "server"))
     yield Pair(InProcessLink(server), server)
 
 
 @contextmanager
 def http(folder: Path) -> Iterator[Pair]:
-    server = StandIn(FolderStore(folder / "server"))
+    server = EchoServer(FolderStore(folder / "server"))
     with HttpServer(server) as served:
         link = HttpLink(served.address, folder / "cache", patience=5)
         yield Pair(link, server)
@@ -54,7 +53,7 @@ def http(folder: Path) -> Iterator[Pair]:
 @contextmanager
 def http_into_memory(folder: Path) -> Iterator[Pair]:
     """The server's store is no folder: blobs come in elsewhere first."""
-    server = StandIn(MemoryStore())
+    server = EchoServer(TemporaryStore())
     with HttpServer(server) as served:
         link = HttpLink(served.address, folder / "cache", patience=5)
         yield Pair(link, server)
@@ -64,7 +63,7 @@ def http_into_memory(folder: Path) -> Iterator[Pair]:
 @contextmanager
 def https(folder: Path) -> Iterator[Pair]:
     """As off loopback: a pinned certificate, and a node with a key."""
-    server = StandIn(FolderStore(folder / "server"))
+    server = EchoServer(FolderStore(folder / "server"))
     made = make_certificate(folder / "keys", ["localhost", "127.0.0.1"])
     key = NodeKey.make(folder / "node.key")
     (folder / "nodes").write_text(key.line("a", ["left", "right"]) + "  # the first node\n")
@@ -79,7 +78,7 @@ def https(folder: Path) -> Iterator[Pair]:
 def http_and_object_store(folder: Path) -> Iterator[Pair]:
     """Messages go to the server, blobs to a third place."""
     address = f"memory://{uuid.uuid4().hex}/blobs"
-    server = StandIn(ObjectStore(address, folder / "server"))
+    server = EchoServer(ObjectStore(address, folder / "server"))
     with HttpServer(server) as served:
         link = HttpLink(served.address, folder / "other", blobs=ObjectStore(address, folder / "cache"), patience=5)
         yield Pair(link, server)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic
+from tests.federated.fakes import Quadratic
 from tests.federated.transports.serving import Line, Serving, wait_until
 
 from arclight.federated.clients.client import Client

@@ -21,7 +21,6 @@ from arclight.checkpoint.tensorfile import as_bytes
 from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import Encoded, LocalStore, ManifestReader, open_manifest, write_blobs
-from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.codecs.encoding import decode, encode, goes_raw
 from arclight.federated.codecs.settings import Codec, Lossy, Raw
@@ -115,7 +114,7 @@ class WeightsReplica:
     store: for nothing else: `tidy` removes what is no longer needed. remote: where the server's blobs are.
     """
 
-    def __init__(self, store: FolderStore | MemoryStore, remote: BlobStore) -> None:
+    def __init__(self, store: FolderStore, remote: BlobStore) -> None:
         self._store, self._remote = store, remote
         self._needed: Set[str] | None = None
 
