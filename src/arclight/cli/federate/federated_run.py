@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import logging
@@ -66,6 +65,8 @@ def federate(arguments: list[str]) -> None:
 
 
 def run_parser(verb: str, about: str) -> Parser:
+    from arclight.cli.federate.run_report import with_curves
+
     parser = recipe_parser(verb, about)
     parser.own_tables = ("federation", "partition")
     parser.add_argument(
@@ -81,18 +82,6 @@ def run_parser(verb: str, about: str) -> Parser:
         help="also train the same recipe without a federation, on as many samples, and compare",
     )  # fmt: skip
     return parser
-
-
-def with_curves(path: str) -> Path:
-    """Return the folder of a run with curves.
-
-    Argparse refuses others before anything is trained.
-    """
-    if not (Path(path) / "metrics.csv").is_file():
-        raise argparse.ArgumentTypeError(
-            f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"
-        )
-    return Path(path)
 
 
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:

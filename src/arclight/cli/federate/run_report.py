@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError
-from arclight.cli.federate.federated_run import with_curves
 from arclight.federated.rounds.history import has_history, read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
@@ -51,6 +51,18 @@ def report(arguments: list[str]) -> None:
     if not has_history(options.run):
         raise UsageError(f"{options.run} has no history.jsonl: give the folder of a federated run")
     print(f"The report is {federated_report(options.run, beside=options.beside)}")
+
+
+def with_curves(path: str) -> Path:
+    """Return the folder of a run with curves.
+
+    Argparse refuses others before anything is trained.
+    """
+    if not (Path(path) / "metrics.csv").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"
+        )
+    return Path(path)
 
 
 def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:

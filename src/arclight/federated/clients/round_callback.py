@@ -122,7 +122,9 @@ class RoundCallback(Pause):
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         order = self._order
         if order is None:
-            raise RuntimeError("this trainer belongs to a federation's client: its fits are begun by RoundCallback.begin")
+            raise RuntimeError(
+                "this trainer belongs to a federation's client: its fits are begun by RoundCallback.begin"
+            )
         if self._at is None:
             self._load_round_weights(trainer, pl_module, order)
         self._freeze(pl_module)
