@@ -180,7 +180,7 @@ def test_a_killed_writer_leaves_nothing_that_stays(store: FolderStore) -> None:
     process.stdout.close()
     FolderStore(store.folder)
     assert leftovers(store) == [".partial/" + "0" * 64], "a part of a blob waits for the rest"
-    store.sweep(keep_partial=3600)
+    store.sweep(keep_partial_s=3600)
     assert store.received("0" * 64) == 4
     store.sweep()
     assert leftovers(store) == []

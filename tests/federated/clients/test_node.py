@@ -216,7 +216,7 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_a_server_without_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arclight.federated.clients.session._PAUSE", 0.01)
+    monkeypatch.setattr("arclight.federated.clients.session._RETRY_PAUSE_S", 0.01)
     server, left = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4), [5]
     adopt = server.blobs.adopt
 

@@ -47,17 +47,17 @@ class FolderStore:
 
     What dead processes left half done there is removed.
 
-    keep_partial: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
+    keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
     and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it
     can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
     restart of the machine), and removed where it is not sound.
     """
 
-    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0, durable: Durable = "all") -> None:
+    def __init__(self, folder: str | Path, *, keep_partial_s: float = 86_400.0, durable: Durable = "all") -> None:
         self.folder, self._durable = Path(folder), durable
         self._partial = self.folder / _PARTIAL
         self._partial.mkdir(parents=True, exist_ok=True)
-        self.sweep(keep_partial)
+        self.sweep(keep_partial_s)
         if durable != "all":
             self._verify_after_a_restart()
 
@@ -189,12 +189,12 @@ class FolderStore:
         self.remove(digest)
         return True
 
-    def sweep(self, keep_partial: float = 0.0) -> None:
-        """Remove what killed processes left, and partial blobs older than ``keep_partial`` seconds."""
+    def sweep(self, keep_partial_s: float = 0.0) -> None:
+        """Remove what killed processes left, and partial blobs older than ``keep_partial_s`` seconds."""
         atomic_replace.sweep(self.folder)
         for entry in self._partial.iterdir():
             with suppress(FileNotFoundError):
-                if time.time() - entry.stat().st_mtime >= keep_partial:
+                if time.time() - entry.stat().st_mtime >= keep_partial_s:
                     PartialBlob.drop(entry)
 
     def _verify_after_a_restart(self) -> None:

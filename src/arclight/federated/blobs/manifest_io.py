@@ -20,7 +20,7 @@ from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol.manifest import Entry, Kind, Manifest
 
-LARGEST = 256 << 20
+MAX_BLOB_BYTES = 256 << 20
 """Bytes at which a further blob is begun; a tensor that is larger has a blob of its own."""
 
 
@@ -65,7 +65,7 @@ def write_blobs(
     *,
     kind: Kind,
     base: str | None = None,
-    largest: int = LARGEST,
+    largest: int = MAX_BLOB_BYTES,
 ) -> Manifest:
     """Write tensors, raw or encoded, into blobs and return their manifest.
 
@@ -129,7 +129,7 @@ def _check(key: str, encoded: Encoded, *, taken: bool) -> None:
             raise FederatedError(f"{key} is {dtype}, which safetensors files cannot hold")
 
 
-_AT_ONCE = 4
+_THREADS = 4
 """Blobs that are fetched at the same time."""
 
 
@@ -199,7 +199,7 @@ def open_manifest(manifest: Manifest, store: BlobStore) -> ManifestReader:
     if len(manifest.blobs) == 1:
         files = {digest: opened(digest) for digest in manifest.blobs}
     else:
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-blobs") as pool:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="arclight-blobs") as pool:
             files = dict(zip(manifest.blobs, pool.map(opened, manifest.blobs), strict=True))
     for key, entry in manifest.tensors.items():
         files[entry.blob].check(key, entry)

@@ -15,9 +15,9 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import BusyError
 from arclight.federated.errors import BlobError, FederatedError, LinkError
 
-_AT_ONCE = 16 * PIECE_BYTES
+_REQUEST_BYTES = 16 * PIECE_BYTES
 """Bytes that one request reads."""
-_STUCK = 60.0
+_STUCK_TIMEOUT_S = 60.0
 """Seconds for which someone else's fetching of the same blob may stand still."""
 
 
@@ -85,7 +85,7 @@ class ObjectStore:
             except BusyError:  # another thread or process of this machine is at it: as long as it gets on
                 if (now := self._cache.received(digest)) != came:
                     came, since = now, time.monotonic()
-                elif time.monotonic() - since > _STUCK:
+                elif time.monotonic() - since > _STUCK_TIMEOUT_S:
                     raise
                 time.sleep(0.05)
         return self._cache.file(digest)
@@ -117,7 +117,7 @@ class ObjectStore:
 
     def _pieces(self, digest: str, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:
-            end = min(stop, start + _AT_ONCE)
+            end = min(stop, start + _REQUEST_BYTES)
             try:
                 piece = self._path(digest).read_range(start, end)
             except FileNotFoundError:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 
-_AT_ONCE = 4
+_THREADS = 4
 
 
 def transfer(
@@ -32,7 +32,7 @@ def transfer(
     if len(names := list(digests)) == 1:
         one(names[0])
         return
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="arclight-transfer") as pool:
         done = [pool.submit(one, digest) for digest in names]
     for transferred in done:
         transferred.result()

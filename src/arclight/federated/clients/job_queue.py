@@ -25,7 +25,7 @@ from arclight.federated.protocol import Doing, Evaluate, Evaluated, Failed, Fit,
 
 log = logging.getLogger(__name__)
 
-_LOOK = 0.5
+_POLL_S = 0.5
 """Seconds between looks at whether the node is to end."""
 T = TypeVar("T")
 Stage = Literal["fetching", "ready", "training", "done", "reporting"]
@@ -237,7 +237,7 @@ class JobQueue:
             while not self._stopping.is_set():
                 if (found := take()) is not None:
                     return found
-                self._changed.wait(_LOOK)
+                self._changed.wait(_POLL_S)
         return None
 
     def _next(self, stage: Stage, may: Callable[[Job], bool]) -> Job | None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_END = 30.0
-_AHEAD = 8
+_THREAD_TIMEOUT_S = 30.0
+_MAX_WAITING = 8
 """Orders of a node's own clients that may wait for its workers. Of clients that other nodes may take, as many as it has workers."""
 
 
@@ -124,9 +124,11 @@ class Node:
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             if thread.ident is not None:
-                thread.join(_END + self._ask_for)
+                thread.join(_THREAD_TIMEOUT_S + self._ask_for)
             if thread.is_alive():
-                log.warning("%s of node %s has not ended after %g s", thread.name, self.name, _END + self._ask_for)
+                log.warning(
+                    "%s of node %s has not ended after %g s", thread.name, self.name, _THREAD_TIMEOUT_S + self._ask_for
+                )
 
     # -- beginning ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class Node:
     def _keep_requesting(self) -> None:
         """Request orders and fetch their weights while the queue has room."""
         about, own = "", self._executor.clients
-        most = _AHEAD if own else self._executor.slots
+        most = _MAX_WAITING if own else self._executor.slots
 
         def reason() -> int | None:
             return self._jobs.next_request(self._session.welcome.ahead, own, most)

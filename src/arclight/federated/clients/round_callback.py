@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 ENTRY = "federated"
 """What a checkpoint calls the round that it was made in."""
-_LOSS_EVERY = 0.5
+_LOSS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class RoundCallback(Pause):
     def _report(self, trainer: Trainer) -> None:
         loss, now = None, time.monotonic()
         if now >= self._loss_at and trainer.last_loss is not None:
-            loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_EVERY
+            loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_INTERVAL_S
         try:
             self._progress(self._done, loss)
         except CancelledError as error:

@@ -22,7 +22,7 @@ from arclight.federated.privacy.secure_aggregation import Participant, fixed_poi
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update, keys_text
 
-_PAUSE = 1.0
+_POLL_S = 1.0
 """Seconds between messages to a server that holds no answers back."""
 
 
@@ -155,7 +155,7 @@ class SecureSumClient:
                 raise ClientError(f"the secure sum of round {self._order.round} continues without {self._order.client}")
             if told.over or getattr(told, settled) is not None:
                 return told
-            if self._stopping.wait(max(0.0, min(_PAUSE, self._ask) - (time.monotonic() - began))):
+            if self._stopping.wait(max(0.0, min(_POLL_S, self._ask) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
                 raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 1.0
+_RETRY_PAUSE_S = 1.0
 """Seconds between attempts to reach a server that is away, beyond those that the link itself makes."""
 
 
@@ -141,7 +141,7 @@ class Session:
             except LinkError as error:
                 self._is_away(error, again=away)
                 away = True
-                self._pause(_PAUSE, until, str(error))
+                self._pause(_RETRY_PAUSE_S, until, str(error))
 
     def try_to_send(self, make: Callable[[str], Message]) -> Message | None:
         """Send once what can be sent later too; None where it failed."""
@@ -179,7 +179,7 @@ class Session:
                     raise
                 self._is_away(error, again=away)
                 away = True
-                self._pause(_PAUSE, until, str(error))
+                self._pause(_RETRY_PAUSE_S, until, str(error))
             else:
                 if away:
                     log.warning("node %s has reached its server", self.node)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK = 0.1
+_POLL_S = 0.1
 """Seconds between looks at whether work is still wanted."""
-_TO_END = 20.0
+_STOP_TIMEOUT_S = 20.0
 """Seconds that a worker has to end what is no longer wanted, or itself; then it is killed."""
-_HOUR = 3600.0
+_FREE_TIMEOUT_S = 3600.0
 _ATTEMPTS = 3
 """Workers that may die of one order."""
 
@@ -56,7 +56,7 @@ class ProcessExecutor:
     Clients need a ``build`` function, which is called once in each worker that trains them. In their place: a function that
     gives the client of a name there, for ``names``, or for any client of the run where none are said. A client stays with its worker while
     that is free; its state is on the disk, so any other can go on. resident: how many clients' learners a worker keeps in
-    memory, by default all. start: seconds that new processes may take to come up.
+    memory, by default all. start_timeout_s: seconds that new processes may take to come up.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProcessExecutor:
         *,
         names: Sequence[str] = (),
         resident: int | None = None,
-        start: float = 300.0,
+        start_timeout_s: float = 300.0,
     ) -> None:
         if count < 1 or ranks < 1:
             raise FederatedError(f"a crew needs at least one worker of one process, got {count} of {ranks}")
@@ -79,7 +79,7 @@ class ProcessExecutor:
             )
         self.clients, self.slots = tuple(client.name for client in made) or tuple(names), count
         self._free = threading.Condition()
-        self._groups = [WorkerGroup(clients, ranks, number, resident, start) for number in range(count)]
+        self._groups = [WorkerGroup(clients, ranks, number, resident, start_timeout_s) for number in range(count)]
         self._busy: set[int] = set()
         atexit.register(self.close)
 
@@ -113,8 +113,8 @@ class ProcessExecutor:
     def _group(self, client: str, saved: bool = True) -> Iterator[WorkerGroup]:
         """Borrow a free worker: the client's last, or the least used if its state is ``saved``."""
         with self._free:
-            if not self._free.wait_for(lambda: self._best(client, saved) is not None, timeout=_HOUR):
-                raise FederatedError(f"no worker has become free for client {client} within {_HOUR:g} s")
+            if not self._free.wait_for(lambda: self._best(client, saved) is not None, timeout=_FREE_TIMEOUT_S):
+                raise FederatedError(f"no worker has become free for client {client} within {_FREE_TIMEOUT_S:g} s")
             number = self._best(client, saved)
             assert number is not None
             for group in self._groups:
@@ -145,11 +145,11 @@ class WorkerGroup:
         ranks: int,
         number: int,
         resident: int | None,
-        start: float,
+        start_timeout_s: float,
     ) -> None:
         self._made = clients if callable(clients) else tuple(clients)
         self._ranks, self._number = ranks, number
-        self._resident, self._start = resident, start
+        self._resident, self._start_timeout_s = resident, start_timeout_s
         self.clients: set[str] = set()
         """Clients that it has trained last, of all workers."""
         self._processes: list[Any] = []
@@ -192,7 +192,7 @@ class WorkerGroup:
                 self._tell({"do": "cancel", "why": "the node ends"})  # what is under way goes on when the node is back
                 self._tell({"do": "close"})
         for process in self._processes:
-            process.join(_TO_END / 4)
+            process.join(_STOP_TIMEOUT_S / 4)
         self._kill()
 
     # -- processes ---------------------------------------------------------------------------------------------------
@@ -213,10 +213,12 @@ class WorkerGroup:
             there.close()  # the worker's end is the worker's alone, so that its death ends the pipe
             self._processes.append(process)
             self._pipes.append(here)
-        until = time.monotonic() + self._start
+        until = time.monotonic() + self._start_timeout_s
         for rank, pipe in enumerate(self._pipes):
-            while not pipe.poll(_LOOK):
-                self._check(until, f"worker {self._number}, rank {rank}, has not started within {self._start:g} s")
+            while not pipe.poll(_POLL_S):
+                self._check(
+                    until, f"worker {self._number}, rank {rank}, has not started within {self._start_timeout_s:g} s"
+                )
             if self._read(rank)["is"] != "ready":
                 raise FederatedError(f"worker {self._number}, rank {rank}, spoke before it was ready")
         if self._opened is not None:
@@ -237,7 +239,7 @@ class WorkerGroup:
             if process.is_alive():
                 process.kill()
         for process in self._processes:
-            process.join(_TO_END)
+            process.join(_STOP_TIMEOUT_S)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -283,7 +285,7 @@ class WorkerGroup:
         while len(answers) < len(self._pipes):
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             news: list[tuple[int, float | None]] = [(steps, None)]
-            for pipe in wait(waiting, timeout=_LOOK):
+            for pipe in wait(waiting, timeout=_POLL_S):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 said = self._read(rank)
                 if said["is"] == "progress":
@@ -291,7 +293,7 @@ class WorkerGroup:
                     news.append((steps, said["loss"]))
                 else:
                     answers[rank] = said  # from here on others may wait for it in an exchange that never comes
-                    until = min(until, time.monotonic() + _TO_END)
+                    until = min(until, time.monotonic() + _STOP_TIMEOUT_S)
             if time.monotonic() > until:
                 break
             if cancelled is None and 0 not in answers:
@@ -299,7 +301,7 @@ class WorkerGroup:
                     for done, loss in news:
                         progress(done, loss)
                 except CancelledError as error:
-                    cancelled, until = error, time.monotonic() + _TO_END
+                    cancelled, until = error, time.monotonic() + _STOP_TIMEOUT_S
                     self._send(0, {"do": "cancel", "why": str(error)})
         return self._outcome(client, answers, cancelled)
 
@@ -333,9 +335,9 @@ if TYPE_CHECKING:
 
     Make = Callable[[str], Client]
 
-_TELL_EVERY = 0.1
+_PROGRESS_INTERVAL_S = 0.1
 """Seconds between two words about progress."""
-_ENDED = 3
+_NODE_DIED_STATUS = 3
 
 
 def run_worker(
@@ -393,7 +395,7 @@ class _Worker:
             try:
                 order = json.loads(self._pipe.recv_bytes())
             except (EOFError, OSError):
-                os._exit(_ENDED)  # nobody is there to train for, whatever this process is in the middle of
+                os._exit(_NODE_DIED_STATUS)  # nobody is there to train for, whatever this process is in the middle of
             if order["do"] == "cancel":
                 self._cancelled = order["why"]
             else:
@@ -403,7 +405,7 @@ class _Worker:
         try:
             self._pipe.send_bytes(json.dumps(what).encode())
         except OSError:
-            os._exit(_ENDED)
+            os._exit(_NODE_DIED_STATUS)
 
     def _do(self, order: dict[str, Any]) -> str | None:
         from arclight.federated.blobs.folder import FolderStore
@@ -425,7 +427,7 @@ class _Worker:
             raise CancelledError(self._cancelled)
         now = time.monotonic()
         if now >= self._told_at or loss is not None:
-            self._told_at = now + _TELL_EVERY
+            self._told_at = now + _PROGRESS_INTERVAL_S
             self._say(**{"is": "progress", "steps": steps, "loss": _finite(loss)})
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from arclight.checkpoint.tensorfile import DTYPES, NAMES
-from arclight.federated.blobs.manifest_io import LARGEST, part_name
+from arclight.federated.blobs.manifest_io import MAX_BLOB_BYTES, part_name
 from arclight.federated.codecs.encoding import encoded_layout
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.protocol.manifest import Entry, Manifest
@@ -33,7 +33,7 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
         key, shape = f"model/{name}", tuple(dimensions)
         layout = encoded_layout(shape, DTYPES[dtype], codec)
         bytes = sum(map(_part_bytes, layout.parts.values()))
-        if not blobs or (blobs[-1] and size + bytes > LARGEST):
+        if not blobs or (blobs[-1] and size + bytes > MAX_BLOB_BYTES):
             blobs.append({})
             size = 0
         blobs[-1] |= {part_name(key, part): what for part, what in layout.parts.items()}

@@ -17,9 +17,9 @@ from arclight.federated.transports.keys import Registry, is_signed
 
 log = logging.getLogger(__name__)
 
-_GOOD_FOR = 60.0
-_MOST = 100_000
-_NONCE, _TIME = 16, 8
+_CHALLENGE_LIFETIME_S = 60.0
+_MAX_SESSIONS = 100_000
+_NONCE_BYTES, _TIME_BYTES = 16, 8
 """Bytes of a challenge, beside its seal."""
 
 
@@ -46,8 +46,8 @@ class Authenticator:
 
         Nothing is kept of it: anyone may ask for any number.
         """
-        until = int(1000 * (time.monotonic() + _GOOD_FOR)).to_bytes(_TIME, "big")
-        return self._sealed(secrets.token_bytes(_NONCE) + until)
+        until = int(1000 * (time.monotonic() + _CHALLENGE_LIFETIME_S)).to_bytes(_TIME_BYTES, "big")
+        return self._sealed(secrets.token_bytes(_NONCE_BYTES) + until)
 
     def _sealed(self, body: bytes) -> str:
         return base64.urlsafe_b64encode(body + hmac.digest(self._seal, body, hashlib.sha256)).decode()
@@ -58,11 +58,11 @@ class Authenticator:
         Long ago for one that is not this server's.
         """
         try:
-            body = base64.urlsafe_b64decode(challenge)[: _NONCE + _TIME]
+            body = base64.urlsafe_b64decode(challenge)[: _NONCE_BYTES + _TIME_BYTES]
         except ValueError:
             return 0.0
         own = hmac.compare_digest(self._sealed(body).encode(), challenge.encode())
-        return int.from_bytes(body[_NONCE:], "big") / 1000 if own else 0.0
+        return int.from_bytes(body[_NONCE_BYTES:], "big") / 1000 if own else 0.0
 
     def _use(self, challenge: str, until: float) -> bool:
         """Use a challenge up; return True if it was not yet."""
@@ -116,7 +116,7 @@ class Authenticator:
             self._nodes.pop(former or "", None)
             self._sessions[join.node] = answer.session
             self._nodes[answer.session] = join.node
-            while len(self._sessions) > _MOST:
+            while len(self._sessions) > _MAX_SESSIONS:
                 self._nodes.pop(self._sessions.pop(next(iter(self._sessions))), None)
 
     def _check_join(self, join: Join, challenge: str) -> None:

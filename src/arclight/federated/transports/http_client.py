@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from urllib3.connection import HTTPSConnection
 
 
-_CONNECT = 10.0
-_READ = 60.0
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 60.0
 """Seconds without a byte."""
-_ANSWER = 120.0
+_ANSWER_TIMEOUT_S = 120.0
 """Seconds for an answer: the server reads an update's blobs before it gives one."""
-_SILENT = 20_000
+_ACK_TIMEOUT_MS = 20_000
 """Milliseconds without an acknowledgement after which the network counts as broken."""
-_CONNECTIONS = 16
-_OLDER = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION")
+_MAX_CONNECTIONS = 16
+_OLDER_TLS_REASONS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION")
 """OpenSSL's words for a peer that speaks only older versions of TLS."""
 
 
@@ -119,7 +119,7 @@ class HttpLink:
 
         Raises SessionError where the server does not know this node's session any more: join again.
         """
-        limit = _ANSWER + (message.wait if isinstance(message, Ask | Secure) else 0.0)
+        limit = _ANSWER_TIMEOUT_S + (message.wait if isinstance(message, Ask | Secure) else 0.0)
         answer = self._retrier.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
         if isinstance(answer, Welcome):
             self._token = answer.session
@@ -156,7 +156,7 @@ class HttpLink:
         then: Callable[[BaseHTTPResponse], T],
         body: bytes | Iterable[bytes | memoryview] | None = None,
         headers: Mapping[str, str] | None = None,
-        limit: float = _READ,
+        limit: float = _READ_TIMEOUT_S,
     ) -> T:
         """Return ``then(response)``, which may stream the body.
 
@@ -176,7 +176,7 @@ class HttpLink:
                 {**own, **(headers or {})},
                 retries=False,
                 redirect=False,
-                timeout=urllib3.Timeout(connect=_CONNECT, read=limit),
+                timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=limit),
                 preload_content=False,
                 decode_content=False,
             )
@@ -241,7 +241,7 @@ class HttpLink:
     def _new_pool(self) -> HTTPConnectionPool:
         import urllib3
 
-        shared: dict[str, Any] = {"maxsize": _CONNECTIONS, "socket_options": _socket_options()}
+        shared: dict[str, Any] = {"maxsize": _MAX_CONNECTIONS, "socket_options": _socket_options()}
         if self._tls is None:
             return urllib3.HTTPConnectionPool(self._host, self._port, **shared)
         context = self._tls()
@@ -269,7 +269,7 @@ class HttpLink:
         """Make a context that trusts the certificate of that fingerprint alone."""
         expected = fingerprint.replace(":", "").lower()
         try:
-            pem = ssl.get_server_certificate((self._host, self._port), timeout=_CONNECT)
+            pem = ssl.get_server_certificate((self._host, self._port), timeout=_CONNECT_TIMEOUT_S)
         except OSError as error:
             raise UnavailableError(f"{type(error).__name__} {error}") from error
         found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
@@ -296,7 +296,7 @@ def _is_wrong_certificate(error: BaseException | None) -> bool:
 
 def _is_older_tls(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, ssl.SSLError) and error.reason in _OLDER:
+        if isinstance(error, ssl.SSLError) and error.reason in _OLDER_TLS_REASONS:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -307,7 +307,7 @@ def _socket_options() -> list[tuple[int, int, int]]:
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         options += [
-            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _ACK_TIMEOUT_MS),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
             (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
@@ -317,8 +317,8 @@ def _socket_options() -> list[tuple[int, int, int]]:
 
 _ATTEMPTS = 3
 """Transfers of a blob that may arrive damaged before it is given up."""
-_SOON = 0.2
-_BLOCK = 1 << 17
+_BUSY_PAUSE_S = 0.2
+_BLOCK_BYTES = 1 << 17
 """Bytes that are handed to the network at once: over a slow line that has to be done within a timeout."""
 
 
@@ -364,7 +364,7 @@ class HttpBlobStore:
             before, seen = seen, received
             if busy:
                 raise UnavailableError(
-                    "it is receiving the blob from someone else", progress=received > before, after=_SOON
+                    "it is receiving the blob from someone else", progress=received > before, after=_BUSY_PAUSE_S
                 )
             start = received if received <= size else 0
             try:
@@ -441,7 +441,11 @@ class HttpBlobStore:
                 raise RefusedError("too_large", f"{self._address}: {error_text(response)}")
             raise protocol_error(response, self._address)
 
-        part = (source[start:stop],) if isinstance(source, bytes) else read_pieces(source, start, stop - start, _BLOCK)
+        part = (
+            (source[start:stop],)
+            if isinstance(source, bytes)
+            else read_pieces(source, start, stop - start, _BLOCK_BYTES)
+        )
         sent: bool | None = self._request("PUT", f"/v1/blobs/{digest}", then=then, body=part, headers=headers)
         return sent
 
@@ -538,7 +542,7 @@ def protocol_error(response: BaseHTTPResponse, address: str) -> ProtocolError:
 
 T = TypeVar("T")
 
-_FIRST, _SLOWEST = 0.05, 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
 
 
 class UnavailableError(Exception):
@@ -569,7 +573,7 @@ class Retrier:
         Raises LinkError where it was unavailable for all of the time; other errors pass.
         """
         began = since = time.monotonic()
-        tries, wait = 0, _FIRST
+        tries, wait = 0, _FIRST_WAIT_S
         while True:
             try:
                 tries += 1
@@ -577,9 +581,9 @@ class Retrier:
             except UnavailableError as error:
                 now = time.monotonic()
                 if error.progress:
-                    since, wait = now, _FIRST
+                    since, wait = now, _FIRST_WAIT_S
                 pause = max(error.after, wait * random.uniform(0.5, 1.0))
-                wait = min(2 * wait, _SLOWEST)
+                wait = min(2 * wait, _LONGEST_WAIT_S)
                 if now + pause - since > self._seconds:
                     raise LinkError(
                         f"{self._other} did not {what} within {now - since:.1f} s ({tries} attempts in {now - began:.1f} s): {error}; "

@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 UVICORN = ((0, 49), (0, 54))
 """Oldest and newest whose protocol class is known to fit `_protocol`; Flower 1.41 wants the oldest."""
-_START = 30.0
-_GRACE = 1
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 1
 """Seconds that are given to what is under way when the server stops."""
-_IDLE = 75
+_IDLE_TIMEOUT_S = 75
 """Seconds that an unused connection stays open; clients close theirs before."""
 
 
@@ -147,8 +147,8 @@ class HttpServer:
             proxy_headers=False,
             backlog=1024,
             limit_concurrency=self._listening.limits.connections,
-            timeout_keep_alive=_IDLE,
-            timeout_graceful_shutdown=_GRACE,
+            timeout_keep_alive=_IDLE_TIMEOUT_S,
+            timeout_graceful_shutdown=_GRACE_S,
             ssl_certfile=self._listening.certificate,
             ssl_keyfile=self._listening.private_key,
             ssl_context_factory=_newest_tls if self._listening.certificate else None,
@@ -158,11 +158,11 @@ class HttpServer:
             target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="arclight-http", daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + _START
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._uvicorn.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 self.stop()
-                raise FederatedError(f"the server on {host}:{port} did not come up within {_START:.0f} s")
+                raise FederatedError(f"the server on {host}:{port} did not come up within {_START_TIMEOUT_S:.0f} s")
             time.sleep(0.005)
 
     def stop(self) -> None:
@@ -172,7 +172,7 @@ class HttpServer:
         """
         if self._uvicorn is not None and self._thread is not None:
             self._uvicorn.should_exit = True
-            self._thread.join(_START)
+            self._thread.join(_START_TIMEOUT_S)
         if self._socket is not None:
             self._socket.close()
         self._app.close()
@@ -220,7 +220,7 @@ def _protocol(patience: float) -> Any:
         def shutdown(self) -> None:
             super().shutdown()
             if self.cycle is None or self.cycle.response_complete:  # over TLS nobody may be there to say goodbye to
-                self.loop.call_later(_GRACE / 2, self.transport.abort)
+                self.loop.call_later(_GRACE_S / 2, self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._closing is not None:
@@ -232,10 +232,10 @@ def _protocol(patience: float) -> Any:
 
 CHALLENGE = "x-arclight-challenge"
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
-_BESIDES = 32
+_OTHER_THREADS = 32
 """Threads for messages that are not held."""
-_SOON = 1.0
-_BRIEFLY = 0.05
+_RETRY_AFTER_S = 1.0
+_BRIEF_HOLD_S = 0.05
 """Seconds that an ask takes beyond those that are held."""
 
 
@@ -244,7 +244,7 @@ class App:
 
     def __init__(self, server: ServerApi, guard: Authenticator, limits: Limits, spool: FolderStore) -> None:
         self._server, self._guard, self._limits = server, guard, limits
-        self._threads = ThreadPoolExecutor(limits.held + _BESIDES, thread_name_prefix="arclight-answers")
+        self._threads = ThreadPoolExecutor(limits.held + _OTHER_THREADS, thread_name_prefix="arclight-answers")
         self._files = ThreadPoolExecutor(8, thread_name_prefix="arclight-blobs")
         self._held = 0
         self._lock = threading.Lock()
@@ -345,9 +345,11 @@ class App:
 
         Nodes that are held may wait for just those that are not.
         """
-        answer = self._server.answer(replace(ask, wait=min(ask.wait, _BRIEFLY)))
+        answer = self._server.answer(replace(ask, wait=min(ask.wait, _BRIEF_HOLD_S)))
         if isinstance(answer, Wait):
-            answer = replace(answer, seconds=_SOON, about="other nodes: the server holds as many asks as it can")
+            answer = replace(
+                answer, seconds=_RETRY_AFTER_S, about="other nodes: the server holds as many asks as it can"
+            )
         return answer.to_json()
 
     async def _put(self, request: Request) -> Response:

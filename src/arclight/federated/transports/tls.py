@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
-_PROBE = 3.0
+_PROBE_TIMEOUT_S = 3.0
 """Seconds to find out whether the other side speaks TLS."""
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 """OpenSSL's numbers for what is wrong with a certificate."""
@@ -138,7 +138,7 @@ def speaks_tls(host: str, port: int) -> bool | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection((host, port), _PROBE) as plain, context.wrap_socket(plain):
+        with socket.create_connection((host, port), _PROBE_TIMEOUT_S) as plain, context.wrap_socket(plain):
             return True
     except ssl.SSLError as error:
         return False if error.reason in ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST") else None
@@ -171,6 +171,6 @@ def _disbelief(fault: ssl.SSLCertVerificationError, address: str, host: str, por
 
 def _shown_names(host: str, port: int) -> list[str]:
     try:
-        return certificate_names(ssl.get_server_certificate((host, port), timeout=_PROBE).encode())
+        return certificate_names(ssl.get_server_certificate((host, port), timeout=_PROBE_TIMEOUT_S).encode())
     except (OSError, ValueError):
         return []
