@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
     from arclight.federated.clients.learner import Progress
 
+    Make = Callable[[str], Client]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ _STOP_TIMEOUT_S = 20.0
 _FREE_TIMEOUT_S = 3600.0
 _ATTEMPTS = 3
 """Workers that may die of one order."""
+_PROGRESS_INTERVAL_S = 0.1
+"""Seconds between two words about progress."""
+_NODE_DIED_STATUS = 3
 
 
 class WorkerDiedError(FederatedError):
@@ -328,16 +332,6 @@ def _ending(code: int | None) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"has ended with exit status {code}"
-
-
-if TYPE_CHECKING:
-    from arclight.federated.clients.client import Client
-
-    Make = Callable[[str], Client]
-
-_PROGRESS_INTERVAL_S = 0.1
-"""Seconds between two words about progress."""
-_NODE_DIED_STATUS = 3
 
 
 def run_worker(
