@@ -86,14 +86,14 @@ def run_parser(verb: str, about: str) -> Parser:
 
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     """Run server and clients in this process."""
-    from arclight.cli.federate.progress import Watched
+    from arclight.cli.federate.progress import ObservedServer
     from arclight.cli.federate.sites import check_devices, check_division, in_process_node
 
     check_devices(recipe)
     check_division(recipe)  # what cannot be divided is told before anything is written
     folder = folder_of(recipe, options)
-    with opened(recipe, folder, options) as (run, progress):
-        node = in_process_node(recipe, Watched(run.service, progress), folder.path)
+    with open_run(recipe, folder, options) as (run, progress):
+        node = in_process_node(recipe, ObservedServer(run.service, progress), folder.path)
         worker = Worker(node.run)
         worker.start()
         try:
@@ -131,7 +131,7 @@ class Worker(threading.Thread):
 
 
 @contextmanager
-def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
+def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
     """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring, client_names
@@ -139,7 +139,7 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
 
     begun = (folder.path / JOURNAL).exists()
     kept = options.resume is not None
-    with unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
+    with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
             recipe.federation,
@@ -156,23 +156,23 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
             with server.opened() as run:
                 progress.sent_down = run.service.history.sent_down
                 progress.take_up(list(run.coordinator.state.open.values()))
-                with resumable(folder):
+                with explain_resume(folder):
                     yield run, progress
         except KeyboardInterrupt as error:
-            failed(folder, options, f"It was interrupted. --resume {folder.path} resumes it.")
+            report_failure(folder, options, f"It was interrupted. --resume {folder.path} resumes it.")
             done = len([here for here in server.history if here.contributors])
             raise KeyboardInterrupt(
                 f"{done} of {recipe.federation.rounds} rounds are done, and kept in {folder.path} with what clients have sent since. "
                 f"The same command with --resume {folder.path} resumes it"
             ) from error
         except BaseException as error:
-            failed(folder, options, str(error) or type(error).__name__)
+            report_failure(folder, options, str(error) or type(error).__name__)
             raise
-        finish(recipe, folder, server, options, measuring)
+        write_results(recipe, folder, server, options, measuring)
 
 
 @contextmanager
-def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
+def remove_unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
     """Remove a new run's folder, unless ``kept``, if an error comes before the run has begun."""
     try:
         yield
@@ -184,7 +184,7 @@ def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
 
 
 @contextmanager
-def resumable(folder: RunFolder) -> Iterator[None]:
+def explain_resume(folder: RunFolder) -> Iterator[None]:
     """Add to an error how to resume the run."""
     try:
         yield
@@ -209,7 +209,7 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
     return module
 
 
-def finish(
+def write_results(
     recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, measuring: Measuring | None
 ) -> None:
     """Write the last weights as a checkpoint for every other verb, and the report."""
@@ -225,10 +225,10 @@ def finish(
     beside = centralised(recipe) if options.centralised else options.beside
     print(f"The report is {federated_report(folder.path, beside=beside)}")
     if (folder.path / "node").is_dir():
-        print(kept_by(folder.path / "node"))
+        print(describe_node_folder(folder.path / "node"))
 
 
-def kept_by(node: Path) -> str:
+def describe_node_folder(node: Path) -> str:
     """Describe what a node's folder is for once the run is over.
 
     A file with several names counts once.
@@ -243,7 +243,7 @@ def kept_by(node: Path) -> str:
     )
 
 
-def failed(folder: RunFolder, options: Namespace, why: str) -> None:
+def report_failure(folder: RunFolder, options: Namespace, why: str) -> None:
     """Report how the run ended; a failure to write the report does not hide why."""
     from arclight.cli.federate.run_report import federated_report
     from arclight.federated.rounds.history import has_history
@@ -330,7 +330,7 @@ def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
+def record_run(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
     """Keep recipe, environment and log in the run's folder."""
     from arclight.recipe import write
     from arclight.trainer.run.folder import write_atomically

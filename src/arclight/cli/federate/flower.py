@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import problems_listed, read_as, recipe_parser
-from arclight.cli.federate.federated_run import as_tables, first_weights, recorded, run_name
+from arclight.cli.federate.federated_run import as_tables, first_weights, record_run, run_name
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.federated.errors import FederatedError
 from arclight.federated.transports.settings import FLOWER_DEFAULTS
@@ -57,10 +57,10 @@ def flower(arguments: list[str]) -> None:
 
 
 def write(recipe: FederatedRecipe, options: Namespace) -> None:
-    from arclight.cli.federate.sites import at_site, check_devices
+    from arclight.cli.federate.sites import check_devices, recipe_at_site
 
     check_devices(recipe)
-    at_site(recipe, 0)
+    recipe_at_site(recipe, 0)
     building = _BUILDING.format(tables=pprint.pformat(as_tables(recipe), width=110, sort_dicts=False))
     folder = write_app(options.out, recipe.name.replace("_", "-"), building)
     print(
@@ -77,7 +77,7 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
     recipe = _recipe(tables)
     folder.mkdir(parents=True, exist_ok=True)
     run = RunFolder.open(folder)
-    with recorded(recipe, run):
+    with record_run(recipe, run):
         measuring = Measuring(recipe, folder) if recipe.federation.evaluate_on == "server" else None
         begun = (folder / "journal.jsonl").exists()
         weights = None if begun else first_weights(recipe, measuring)
@@ -89,12 +89,12 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
 
 def client_of(tables: Mapping[str, Any], name: str) -> Client:
     """Build the client ``name`` of a recipe, with this site's own settings."""
-    from arclight.cli.federate.sites import at_site, check_devices, learner_at
+    from arclight.cli.federate.sites import check_devices, learner_at, recipe_at_site
     from arclight.federated.clients.client import Client
 
     recipe = _recipe(tables, shlex.split(os.environ.get(FLAGS, "")))
     check_devices(recipe)
-    return Client(name, learner=partial(learner_at, at_site(recipe, int(name))))
+    return Client(name, learner=partial(learner_at, recipe_at_site(recipe, int(name))))
 
 
 def _recipe(tables: Mapping[str, Any], flags: list[str] | None = None) -> FederatedRecipe:

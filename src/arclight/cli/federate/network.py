@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
-from arclight.cli.federate.federated_run import folder_of, kept_by, opened, run_parser
+from arclight.cli.federate.federated_run import describe_node_folder, folder_of, open_run, run_parser
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError
@@ -58,9 +58,9 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate, PEM")
     parser.add_argument("--node-keys", type=Path, metavar="FILE", help="keys of the nodes that may join, one per line")
     recipe, options = read_as(FederatedRecipe, parser, arguments)
-    where = listening(options)
+    where = read_listening(options)
 
-    from arclight.cli.federate.progress import Watched
+    from arclight.cli.federate.progress import ObservedServer
     from arclight.cli.federate.sites import check_devices, check_division
     from arclight.federated.server.malloc import tune_malloc
     from arclight.federated.transports.http_server import HttpServer
@@ -69,14 +69,16 @@ def serve(arguments: list[str]) -> None:
         check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
     check_devices(recipe)
     tune_malloc()
-    with closing(bound(where)) as here:
+    with closing(bind_socket(where)) as here:
         folder = folder_of(recipe, options)
         with (
-            opened(recipe, folder, options) as (run, progress),
-            HttpServer(Watched(run.service, progress), where, run.blobs, here) as server,
+            open_run(recipe, folder, options) as (run, progress),
+            HttpServer(ObservedServer(run.service, progress), where, run.blobs, here) as server,
         ):
             progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-            progress.say(f"  nodes join it with: {join_line(reached_at(server.address, where), server.fingerprint)}")
+            progress.say(
+                f"  nodes join it with: {join_line(public_address(server.address, where), server.fingerprint)}"
+            )
             run.wait_for_nodes()
 
 
@@ -99,7 +101,7 @@ def join(arguments: list[str]) -> None:
     identity = Identity(
         sign=None if key is None else key.sign, vouches=Registry(options.nodes).vouches if options.nodes else None
     )
-    ranks = processes(overrides)
+    ranks = count_processes(overrides)
     site = Site(options.data, overrides, options.client, ranks)
     link = LoggingLink(
         HttpLink(
@@ -117,7 +119,7 @@ def join(arguments: list[str]) -> None:
         node.run()
         return node
 
-    with written_down(folder), closing(link):
+    with log_to_folder(folder), closing(link):
         try:
             while (node := work()).another:
                 print(f"{node.closed}; what was finished for that is kept", flush=True)
@@ -129,10 +131,10 @@ def join(arguments: list[str]) -> None:
         back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"
         raise FederatedError(f"node {options.name} ends: {node.closed}{back if link.run else ''}")
     print(f"node {options.name} is done: {node.closed}")
-    print(kept_by(folder))
+    print(describe_node_folder(folder))
 
 
-def processes(overrides: list[str]) -> int:
+def count_processes(overrides: list[str]) -> int:
     """Count the processes that train a client together, by ``--trainer.devices``.
 
     Raises UsageError where that is no number.
@@ -146,7 +148,7 @@ def processes(overrides: list[str]) -> int:
 
 
 @contextmanager
-def written_down(folder: Path) -> Iterator[None]:
+def log_to_folder(folder: Path) -> Iterator[None]:
     """Keep a node's log in its folder, and print warnings on standard error."""
     folder.mkdir(parents=True, exist_ok=True)
     kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
@@ -342,14 +344,14 @@ class Site:
         return learner_at(self._at(client), folder, self._devices)
 
     def _at(self, client: str) -> FederatedRecipe:
-        from arclight.cli.federate.sites import at_site, with_data
+        from arclight.cli.federate.sites import recipe_at_site, recipe_with_data
 
         if not self._recipe:
             raise UsageError(
                 "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
             )
         recipe = self._read()
-        return at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
+        return recipe_at_site(recipe, int(client)) if self._data is None else recipe_with_data(recipe, self._data)
 
     def _read(self) -> FederatedRecipe:
         from arclight.recipe import read
@@ -362,7 +364,7 @@ DEFAULT_PORT = 8470
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
 
 
-def bound(where: Listening) -> socket.socket:
+def bind_socket(where: Listening) -> socket.socket:
     """Bind the socket.
 
     Raises UsageError where that cannot be, before anything of the run is made.
@@ -380,7 +382,7 @@ def bound(where: Listening) -> socket.socket:
         raise UsageError(f"--address {where.host}:{where.port}: {why}") from error
 
 
-def listening(options: Namespace) -> Listening:
+def read_listening(options: Namespace) -> Listening:
     """Read where to listen.
 
     Raises UsageError for a bad address, and off this machine for what is missing.
@@ -406,11 +408,11 @@ def listening(options: Namespace) -> Listening:
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(f"--address {options.address}: {error}") from error
-    check_means(where)
+    check_requirements(where)
     return where
 
 
-def check_means(where: Listening) -> None:
+def check_requirements(where: Listening) -> None:
     """Raise FederatedError for unusable files, MissingExtraError without the extra."""
     for module in ("uvicorn", "httptools", "starlette"):
         require(module, extra="federated")
@@ -424,7 +426,7 @@ def check_means(where: Listening) -> None:
         Registry(where.nodes)
 
 
-def reached_at(address: str, where: Listening) -> str:
+def public_address(address: str, where: Listening) -> str:
     """Return the address for others.
 
     Of a server that listens everywhere, with its certificate's name.

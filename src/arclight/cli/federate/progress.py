@@ -234,7 +234,7 @@ def _columns() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-class Watched:
+class ObservedServer:
     """Wrap a server so that nodes' heartbeats are seen on their way."""
 
     def __init__(self, server: ServerApi, progress: Progress) -> None:

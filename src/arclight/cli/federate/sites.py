@@ -54,7 +54,7 @@ class OwnSite:
         return given if isinstance(given, tuple) else (module, given)
 
 
-def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
+def recipe_at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
     """Return the recipe with the data of site ``number`` only.
 
     Raises UsageError where the task's data cannot be divided.
@@ -91,7 +91,7 @@ def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
 
     A class of a person's own finds that out by itself, in its method site.
     """
-    at_site(recipe, 0)
+    recipe_at_site(recipe, 0)
     check = getattr(recipe.task, "check_sites", None)
     if isinstance(recipe.task, Imported) or not callable(check):
         return
@@ -102,7 +102,7 @@ def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
         raise UsageError(f"the data cannot be divided among federation.clients = {count}: {error}{or_else}") from error
 
 
-def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
+def recipe_with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
     """Return the recipe on a site's own data, all of them.
 
     Raises UsageError where the task cannot.
@@ -130,7 +130,7 @@ def check_devices(recipe: FederatedRecipe) -> None:
 
 
 def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learner:
-    """Build the learner of the client whose data the recipe's task has (see `at_site`).
+    """Build the learner of the client whose data the recipe's task has (see `recipe_at_site`).
 
     devices: processes that train it together, of which this is one.
     """
@@ -257,7 +257,7 @@ def in_process_node(recipe: FederatedRecipe, server: ServerApi, folder: Path) ->
     from arclight.federated.transports.link import InProcessLink
 
     def made(number: int, place: Path) -> Learner:
-        return OneAtATime(learner_at(at_site(recipe, number), place))
+        return OneAtATime(learner_at(recipe_at_site(recipe, number), place))
 
     names = client_names(recipe)
     clients = [Client(name, learner=partial(made, number)) for number, name in enumerate(names)]
