@@ -1,21 +1,27 @@
-"""Names that are imported when they are first used, so that importing a room costs nothing."""
+"""Names that are imported when they are first used, so that importing a room costs nothing; and names that are no longer offered."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 
-def lazy(package: str, names: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package whose public ``names`` map to the module that defines each.
+def lazy(
+    package: str, names: dict[str, str], refused: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose public ``names`` map to the module that defines each.
 
-    A name that equals its submodule's path (``{"qris": "arclight.vision.qris"}``) is that module itself.
+    A name that equals its submodule's path (``{"qris": "arclight.vision.qris"}``) is that module itself. ``refused``: names that are
+    not offered, with the reason, which their stand-ins say when they are used (:func:`refusal`).
     """
 
     def getattr_(name: str) -> Any:
         if name not in names:
+            if name in (refused or {}):
+                return refusal(name, (refused or {})[name])
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(names[name])
         value = module if names[name] == f"{package}.{name}" else getattr(module, name)
@@ -23,3 +29,27 @@ def lazy(package: str, names: dict[str, str]) -> tuple[Callable[[str], Any], Cal
         return value
 
     return getattr_, lambda: sorted(names), sorted(names)
+
+
+class Refused:
+    """Base of stand-ins for names that are not offered. Making or subclassing one raises NotImplementedError with the reason."""
+
+    reason: str
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Refused:
+        raise NotImplementedError(f"`{cls.__name__}` is not offered: {cls.reason}")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return False: code that chooses among devices asks every accelerator."""
+        return False
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            raise NotImplementedError(f"`{cls.__bases__[0].__name__}` is not offered: {cls.reason}")
+
+
+@cache
+def refusal(name: str, reason: str) -> type[Refused]:
+    """Return the stand-in for ``name``; always the same class for the same words."""
+    return type(name, (Refused,), {"reason": reason, "__doc__": f"Not offered: {reason}", "__module__": __name__})

@@ -66,7 +66,7 @@ def read(schema: type[T], source: str | Path | Mapping[str, Any], overrides: Seq
     table = source if isinstance(source, Mapping) else _load(schema, str(source))
     if not isinstance(table, Mapping):
         problems.insert(0, f"a recipe is a table of settings, got {_shown(table)}")
-    made: T = _fill(schema, _Said("", table, flags, problems))
+    made: T = _build(schema, _Source("", table, flags, problems))
     if problems:
         raise RecipeError(problems)
     return made
@@ -160,7 +160,7 @@ def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
     return tree
 
 
-class _Said(NamedTuple):
+class _Source(NamedTuple):
     """Value of a recipe at one place, from its file and a flag laid over it; MISSING if there is none."""
 
     where: str
@@ -182,20 +182,20 @@ class _Said(NamedTuple):
         for part in (self.file, self.flag):
             yield {"kind": part} if isinstance(part, str) else dict(part) if isinstance(part, Mapping) else {}
 
-    def fields(self) -> dict[str, _Said]:
+    def fields(self) -> dict[str, _Source]:
         file, flag = self.tables()
         return {name: self.at(f".{name}", file.get(name, MISSING), flag.get(name, MISSING)) for name in file | flag}
 
-    def at(self, suffix: str, file: Any, flag: Any = MISSING) -> _Said:
-        return _Said((self.where + suffix).removeprefix("."), file, flag, self.problems)
+    def at(self, suffix: str, file: Any, flag: Any = MISSING) -> _Source:
+        return _Source((self.where + suffix).removeprefix("."), file, flag, self.problems)
 
     def wrong(self, what: str) -> None:
         self.problems.append(f"{self.place}{what}")
 
 
-def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
+def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
     """An instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
-    fields, given, values, known = _fields(cls), said.fields(), {}, len(said.problems)
+    fields, given, values, known = _fields(cls), source.fields(), {}, len(source.problems)
     for said_name, field in given.items():
         name = todays_name(cls, said_name)
         if name != said_name:
@@ -212,29 +212,29 @@ def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
             field.wrong(f" is not a field of {cls.__name__}; {near}")
     for name, (hint, default) in fields.items():
         if default is MISSING and base is None and name not in given and name not in values:
-            said.at(f".{name}", MISSING).wrong(f" is missing; {cls.__name__} needs it: {describe(hint)}")
-    if len(said.problems) > known:
+            source.at(f".{name}", MISSING).wrong(f" is missing; {cls.__name__} needs it: {describe(hint)}")
+    if len(source.problems) > known:
         return None
     try:
         if not dataclasses.is_dataclass(cls):
             return Imported(target=f"{cls.__module__}:{cls.__qualname__}", arguments=values)
         return cls(**values) if base is None else dataclasses.replace(base, **values)
     except ValueError as error:
-        said.problems.append(f"{said.where or cls.__name__}: {error}")
+        source.problems.append(f"{source.where or cls.__name__}: {error}")
 
 
-def _convert(hint: Any, said: _Said, default: Any = MISSING) -> Any:
+def _convert(hint: Any, source: _Source, default: Any = MISSING) -> Any:
     """Convert a value to the type ``hint``; record a problem if it does not fit."""
     classes, others, empty = _members(hint)
-    if empty and (said.value is None or said.value == "none" or said.flag in ("None", "null")):
+    if empty and (source.value is None or source.value == "none" or source.flag in ("None", "null")):
         return None
     if (item := _item(hint)) is not None:
-        return _list(item, said, typing.get_origin(hint))
-    if classes and (not others or isinstance(said.value, Mapping)):
-        return _choose(classes, said, default)
-    if isinstance(said.value, Mapping) and (values := _values_of(others)) is not None:
-        return {name: _convert(values, field) for name, field in said.fields().items()}
-    return _leaf(hint, said)
+        return _list(item, source, typing.get_origin(hint))
+    if classes and (not others or isinstance(source.value, Mapping)):
+        return _select_variant(classes, source, default)
+    if isinstance(source.value, Mapping) and (values := _values_of(others)) is not None:
+        return {name: _convert(values, field) for name, field in source.fields().items()}
+    return _parse_scalar(hint, source)
 
 
 def _values_of(hints: list[Any]) -> Any:
@@ -247,28 +247,28 @@ def _values_of(hints: list[Any]) -> Any:
     return None
 
 
-def _list(item: Any, said: _Said, kind: Any) -> Any:
+def _list(item: Any, source: _Source, kind: Any) -> Any:
     """A list or tuple of tables; a flag gives all of them, as TOML."""
-    values = said.file if said.flag is MISSING else next(_spellings(Any, str(said.flag)))
+    values = source.file if source.flag is MISSING else next(_candidate_values(Any, str(source.flag)))
     if not isinstance(values, list):
-        return said.wrong(f": need a list of tables ({describe(item)}), got {_shown(values)}")
-    return kind(_convert(item, said.at(f"[{number}]", value)) for number, value in enumerate(values))
+        return source.wrong(f": need a list of tables ({describe(item)}), got {_shown(values)}")
+    return kind(_convert(item, source.at(f"[{number}]", value)) for number, value in enumerate(values))
 
 
-def _leaf(hint: Any, said: _Said) -> Any:
+def _parse_scalar(hint: Any, source: _Source) -> Any:
     from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-    for candidate in _spellings(hint, said.flag) if isinstance(said.flag, str) else [said.value]:
+    for candidate in _candidate_values(hint, source.flag) if isinstance(source.flag, str) else [source.value]:
         with contextlib.suppress(ValidationError, PydanticUserError):  # the latter: a type that is not made of data
             # Strict JSON is what a recipe means: text is not a number, but may be a path; a list may be a tuple.
             return TypeAdapter(hint).validate_json(json.dumps(candidate, default=str), strict=True)
-    near = difflib.get_close_matches(str(said.value), describe(hint).split(" | "), 1)
-    return said.wrong(
-        f": need {describe(hint)}, got {_shown(said.value)}" + "".join(f"; did you mean {x}?" for x in near)
+    near = difflib.get_close_matches(str(source.value), describe(hint).split(" | "), 1)
+    return source.wrong(
+        f": need {describe(hint)}, got {_shown(source.value)}" + "".join(f"; did you mean {x}?" for x in near)
     )
 
 
-def _spellings(hint: Any, text: str) -> Iterator[Any]:
+def _candidate_values(hint: Any, text: str) -> Iterator[Any]:
     """List the meanings of a text of the command line, the likeliest first: itself, a TOML value, a list."""
 
     def value(part: str) -> Any:
@@ -287,14 +287,14 @@ def _spellings(hint: Any, text: str) -> Iterator[Any]:
         yield from (parts, [value(part) for part in parts])
 
 
-def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
+def _select_variant(classes: list[Any], source: _Source, default: Any) -> Any:
     """An instance of one of ``classes``, chosen by kind."""
     kinds = {kind_of(cls): cls for cls in classes}
-    if not isinstance(said.value, Mapping | str):
-        return said.wrong(f": need a table ({' | '.join(kinds)}), got {_shown(said.value)}")
-    file, flag = said.tables()
+    if not isinstance(source.value, Mapping | str):
+        return source.wrong(f": need a table ({' | '.join(kinds)}), got {_shown(source.value)}")
+    file, flag = source.tables()
     usual = type(default) if dataclasses.is_dataclass(default) else classes[0] if len(classes) == 1 else None
-    place = f"{'--' if 'kind' in flag else ''}{said.where}.kind"
+    place = f"{'--' if 'kind' in flag else ''}{source.where}.kind"
     before, chosen = file.pop("kind", usual), flag.pop("kind", MISSING)
     before, chosen = (kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in (before, chosen))
     if chosen not in (before, MISSING):
@@ -304,10 +304,10 @@ def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
         chosen = imported(chosen) if isinstance(chosen, str) and ":" in chosen else chosen
         if isinstance(chosen, type):
             base = default if type(default) is chosen else None
-            return _fill(chosen, said.at("", file, flag), base)
-        said.problems.append(f"{place}: need a kind, got {_shown(chosen)}; {_nearest(str(chosen), kinds)}")
+            return _build(chosen, source.at("", file, flag), base)
+        source.problems.append(f"{place}: need a kind, got {_shown(chosen)}; {_nearest(str(chosen), kinds)}")
     except RecipeError as error:
-        said.problems.append(f"{place}: {error}")
+        source.problems.append(f"{place}: {error}")
 
 
 def _members(hint: Any) -> tuple[list[Any], list[Any], bool]:

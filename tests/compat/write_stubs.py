@@ -48,7 +48,7 @@ def text_of(path: str) -> str:
     lines += [f"from . import {child} as {child}" for child in modules.children(path)]
     refused = [name for name in sorted(REFUSED.get(path, {})) if name not in NAMES.get(path, {})]
     if refused:
-        lines.append("from arclight.compat.lightning.refused import Refused as _Refused")
+        lines.append("from arclight._lazy import Refused as _Refused")
         others += [f"class {name}(_Refused): ..." for name in refused]
     listed = "".join(f"    {name!r},\n".replace("'", '"') for name in public)
     return HEADER + "\n".join([*lines, "", f"__all__ = [\n{listed}]", *others]) + "\n"

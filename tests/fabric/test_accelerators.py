@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from arclight.fabric import registry
+from arclight.fabric import accelerators, registry
 from arclight.fabric.accelerators import (
     ACCELERATOR_REGISTRY,
     Accelerator,
@@ -16,7 +16,6 @@ from arclight.fabric.accelerators import (
     CPUAccelerator,
     CUDAAccelerator,
     MPSAccelerator,
-    XLAAccelerator,
     find_usable_cuda_devices,
     resolve_accelerator,
 )
@@ -166,7 +165,7 @@ def test_names_and_objects_choose_an_accelerator() -> None:
     with cuda_devices(2):
         assert isinstance(resolve_accelerator("gpu"), CUDAAccelerator)
         assert isinstance(resolve_accelerator("auto"), CUDAAccelerator)
-    with pytest.raises(ValueError, match=r"invalid accelerator name: `accelerator='cocofruit'`.*cpu, cuda, mps, tpu"):
+    with pytest.raises(ValueError, match=r"invalid accelerator name: `accelerator='cocofruit'`.*cpu, cuda, mps"):
         resolve_accelerator("cocofruit")
 
 
@@ -180,11 +179,13 @@ def test_a_device_that_the_machine_lacks_is_an_error_of_several_kinds() -> None:
     assert "cpu" in str(caught.value)
 
 
-def test_xla_says_what_to_install() -> None:
-    with mock.patch("arclight.fabric.accelerators.xla.find_spec", return_value=None):
-        assert not XLAAccelerator.is_available()
-        with pytest.raises(ModuleNotFoundError, match="pip install 'torch_xla"):
-            resolve_accelerator("tpu")
+def test_xla_devices_are_refused_with_what_to_use_instead() -> None:
+    for name in ("tpu", "xla"):
+        with pytest.raises(MissingDeviceError, match=f"accelerator='{name}': XLA devices are not supported; use"):
+            resolve_accelerator(name)
+    assert not accelerators.XLAAccelerator.is_available()
+    with pytest.raises(NotImplementedError, match="`XLAAccelerator` is not offered: XLA devices are not supported"):
+        accelerators.XLAAccelerator()
 
 
 def test_a_registry_makes_what_a_name_stands_for() -> None:

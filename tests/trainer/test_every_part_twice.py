@@ -17,7 +17,7 @@ import arclight as al
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer import callbacks, loggers
 
-HOSTED = {"ClearMLLogger", "CometLogger", "MLFlowLogger", "NeptuneLogger", "WandbLogger"}
+HOSTED = {"ClearMLLogger", "CometLogger", "MLFlowLogger", "WandbLogger"}
 """They write to a service; see test_hosted_loggers."""
 
 NO_CALLBACKS = {"EarlyStoppingReason", "MissingMetricError", "RichProgressBarTheme"}

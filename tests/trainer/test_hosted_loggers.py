@@ -24,14 +24,13 @@ from arclight.fabric import MissingExtraError
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.trainer import loggers
-from arclight.trainer.loggers.artifacts import CheckpointArtifacts, joint_version, scan_checkpoints
+from arclight.trainer.loggers.hosted_logger import CheckpointArtifacts, joint_version, scan_checkpoints
 
 CLIENTS = {
     "MLFlowLogger": "mlflow",
     "WandbLogger": "wandb",
     "CometLogger": "comet_ml",
     "ClearMLLogger": "clearml",
-    "NeptuneLogger": "neptune",
 }
 
 
@@ -173,17 +172,10 @@ def test_clearml_offline() -> None:
     assert [a["key"] for a in task["execution"]["artifacts"]], "the checkpoints that were left were sent"
 
 
-def test_neptune_offline() -> None:
-    client("NeptuneLogger")
-    logger = loggers.NeptuneLogger(mode="offline", project="a/b", name="n")
-    fit(logger)
-    assert logger.version is not None
-    logger.experiment.stop()
-    (written,) = glob.glob(".neptune/offline/*/data-1.log")
-    text = Path(written).read_text()
-    assert "train/loss".replace("/", '", "') in text
-    assert '"hyperparams", "width"' in text
-    assert '"checkpoints"' in text
+def test_neptune_says_why_it_is_not_offered() -> None:
+    assert "NeptuneLogger" not in loggers.__all__
+    with pytest.raises(NotImplementedError, match=r"`NeptuneLogger` is not offered: neptune\.ai has closed"):
+        loggers.NeptuneLogger(project="a/b")
 
 
 def test_which_checkpoints_are_sent_when(tmp_path: Path) -> None:
@@ -203,9 +195,9 @@ def test_which_checkpoints_are_sent_when(tmp_path: Path) -> None:
     assert artifacts.saved(callback), "at once, as none is ever removed"
     assert CheckpointArtifacts("all").saved(callback)
     assert not CheckpointArtifacts(False).saved(callback)
-    assert [path for path, _, _ in artifacts.new(callback)] == paths
+    assert [path for path, _ in artifacts.new(callback)] == paths
     os.utime(paths[0], (5, 5))
-    assert [path for path, _, _ in artifacts.new(callback)] == paths[:1], "only what was written since"
+    assert [path for path, _ in artifacts.new(callback)] == paths[:1], "only what was written since"
     with pytest.raises(ValueError, match="choose True, False or 'all'"):
         CheckpointArtifacts("some")
 

@@ -1,4 +1,4 @@
-"""From and to other formats: .pt and .ckpt files of any project, and single safetensors files."""
+"""Convert from and to other formats: .pt and .ckpt files, single safetensors files, folders of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from arclight.checkpoint import files
+from arclight.checkpoint.dcp import DCP_SUFFIX, is_dcp, read_dcp, write_dcp
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.inspection import inspect
 from arclight.checkpoint.store import load, save
@@ -22,18 +23,22 @@ _PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def convert(src: str | Path, dst: str | Path) -> Path:
-    """Turn `src` into `dst`, told apart by their names.
+    """Convert `src` to the format that the name of `dst` says.
 
     * a ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` file -> a checkpoint folder: read without unpickling any class
       (``weights_only``), the state dict found in the usual layouts becomes the entry `model`, all else keeps its name;
     * a ``.safetensors`` file -> a checkpoint folder with the entry `model`;
     * a checkpoint folder, or any of the files above -> a single ``.safetensors`` file of the entry `model`, in which
-      tied tensors are written under each of their names.
+      tied tensors are written under each of their names;
+    * a folder of torch.distributed.checkpoint (DCP), of any number of ranks, is read as the files above are; any of them -> a name
+      that ends in ``.dcp``: such a folder, which comes back bit for bit. Weights are under their names below ``model``.
 
     Raises CheckpointError where `src` would need unpickling, holds no weights, or is damaged; says what to do instead.
     """
     src, dst = Path(src), Path(dst)
-    state = read_foreign(src) if src.is_file() else load(src)
+    state = read_foreign(src) if src.is_file() or is_dcp(src) else load(src)
+    if dst.suffix == DCP_SUFFIX:
+        return write_dcp(dst, state)
     if dst.suffix != ".safetensors":
         return save(dst, state)
     if "model" not in state:
@@ -48,7 +53,9 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """
     path = Path(path)
     state = (
-        read_foreign(path) if path.is_file() else load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
+        read_foreign(path)
+        if path.is_file() or is_dcp(path)
+        else load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
     )
     return {**state["model"], **_averages(path, state["model"], state.get("ema"))}
 
@@ -68,7 +75,11 @@ def _averages(path: Path, model: Mapping[str, torch.Tensor], found: Any) -> dict
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """The state in a file of another project, with its weights as the entry `model`."""
+    """Read a file or folder of another project, with its weights as the entry `model`."""
+    if is_dcp(path):
+        content, complete = read_dcp(path, read_pickled)
+        usual = _is_state_dict(content) or any(_is_state_dict(content.get(name)) for name in _WEIGHTS)
+        return _with_model(path, content) if usual and not complete else content
     if path.suffix == ".safetensors":
         return {"model": _read_safetensors(path)}
     if path.suffix not in _PICKLED:

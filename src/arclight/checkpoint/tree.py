@@ -268,7 +268,7 @@ def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.
     """The whole tensor. Raises ValueError where its shares do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
     check_shape(node["shape"])
-    if not _cover([(offset, part.shape) for part, offset in parts], node["shape"]):
+    if not boxes_cover([(offset, part.shape) for part, offset in parts], node["shape"]):
         raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it once")
     if parts and hasattr(parts[0][0], "joined"):  # of tensors that are still in their files
         joined: torch.Tensor = parts[0][0].joined(parts, node["shape"])
@@ -282,7 +282,7 @@ def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.
     return whole
 
 
-def _cover(boxes: list[tuple[list[int], Sequence[int]]], shape: list[int]) -> bool:
+def boxes_cover(boxes: list[tuple[list[int], Sequence[int]]], shape: list[int]) -> bool:
     """Return whether boxes (offset, shape) make up a whole without gap or overlap."""
     if any(len(offset) != len(shape) for offset, _ in boxes):
         return False

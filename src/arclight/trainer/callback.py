@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -149,3 +149,46 @@ class Checkpoint(Callback):
 
     def forget_later_steps(self, trainer: Trainer) -> None:
         """Go on from an earlier step of the same fit, which training has gone back to. Every rank calls this."""
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """Ability of a callback: it keeps averaged weights, which a checkpoint holds beside the model's."""
+
+    def averages(self) -> dict[str, Any]:
+        """Return entries for a checkpoint: tensors under the model's parameter names."""
+        ...
+
+    def load_averages(self, entries: dict[str, Any]) -> None:
+        """Restore the averages from a checkpoint's entries."""
+        ...
+
+
+@runtime_checkable
+class BuildsStep(Protocol):
+    """Ability of a callback: it builds the function that the loop calls for a batch."""
+
+    def build_step(self, trainer: Trainer, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the step; ``forward`` runs the module's training step."""
+        ...
+
+
+@runtime_checkable
+class WritesPredictions(Protocol):
+    """Ability of a callback: it writes predictions, so the loop keeps their batch indices."""
+
+    interval: Any
+    """``on_epoch``: whether it writes at the end of an epoch, for which predictions are kept."""
+
+    def write_on_epoch_end(self, trainer: Trainer, pl_module: Module, predictions: Any, batch_indices: Any) -> None:
+        """Write the predictions of an epoch."""
+        ...
+
+
+@runtime_checkable
+class ListsLastCheckpoints(Protocol):
+    """Ability of a callback: it knows the newest checkpoints of former runs in its folder."""
+
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """List the paths among which ``ckpt_path="last"`` looks for the newest."""
+        ...

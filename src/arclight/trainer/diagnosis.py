@@ -14,6 +14,7 @@ from torch import nn
 from arclight.checkpoint.remote import to_path
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
+from arclight.trainer.callback import BuildsStep
 from arclight.trainer.checkpoint import state
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.data import stage_data
@@ -63,7 +64,7 @@ def _without_callbacks(trainer: Trainer) -> Iterator[None]:
     """Leave out callbacks that do not make the step; put them, the position and the metrics back afterwards."""
     callbacks, position = trainer.callbacks, dict(vars(trainer.progress))
     metrics, trainer.metrics = trainer.metrics, trainer.metrics.copy()
-    trainer.callbacks = [callback for callback in callbacks if hasattr(callback, "build_step")]
+    trainer.callbacks = [callback for callback in callbacks if isinstance(callback, BuildsStep)]
     try:
         yield
     finally:

@@ -29,7 +29,8 @@ def checkpoint(arguments: list[str]) -> int:
     verb.set_defaults(run=verify)
 
     verb = verbs.add_parser(
-        "convert", help="convert between a checkpoint folder, .safetensors, and foreign .pt or .ckpt files"
+        "convert",
+        help="convert between a checkpoint folder, .safetensors, .dcp folders, and foreign .pt or .ckpt files",
     )
     verb.add_argument("source", type=Path)
     verb.add_argument("target", type=Path)

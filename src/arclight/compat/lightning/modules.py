@@ -18,8 +18,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from arclight._lazy import refusal
 from arclight.compat.lightning.names import NAMES
-from arclight.compat.lightning.refused import REFUSED, refusal
+from arclight.compat.lightning.refused import REFUSED
 
 ROOT = "arclight.compat.lightning"
 

@@ -13,7 +13,7 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
     (
         "fabric.accelerators pytorch.accelerators",
         "arclight.fabric.accelerators",
-        "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
+        "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator find_usable_cuda_devices",
     ),
     ("fabric.accelerators", "arclight.fabric.accelerators", "ACCELERATOR_REGISTRY"),
     ("pytorch.accelerators", "arclight.fabric.accelerators", "AcceleratorRegistry=ACCELERATOR_REGISTRY"),
@@ -36,7 +36,6 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
         "find_usable_cuda_devices is_cuda_available num_cuda_devices",
     ),
     ("fabric.accelerators.mps pytorch.accelerators.mps", "arclight.fabric.accelerators.mps", "MPSAccelerator"),
-    ("fabric.accelerators.xla pytorch.accelerators.xla", "arclight.fabric.accelerators.xla", "XLAAccelerator"),
     (
         "fabric.strategies pytorch.strategies",
         "arclight.fabric.strategies",
@@ -315,7 +314,6 @@ _TRAINER: _Rows = (
     ("fabric.loggers fabric.loggers.csv_logs", "arclight.compat.lightning.fabric_loggers", "CSVLogger=FabricCSVLogger"),
     ("pytorch.loggers pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "MLFlowLogger"),
     ("pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "_get_resolve_tags"),
-    ("pytorch.loggers.neptune", "arclight.trainer.loggers.neptune_logger", "NeptuneLogger"),
     ("pytorch.loggers pytorch.loggers.tensorboard", "arclight.trainer.loggers.tensorboard_logger", "TensorBoardLogger"),
     (
         "fabric.loggers fabric.loggers.tensorboard",
@@ -324,7 +322,7 @@ _TRAINER: _Rows = (
     ),
     (
         "pytorch.loggers.utilities",
-        "arclight.trainer.loggers.artifacts",
+        "arclight.trainer.loggers.hosted_logger",
         "_scan_checkpoints=scan_checkpoints _version=joint_version",
     ),
     ("pytorch.loggers pytorch.loggers.wandb", "arclight.trainer.loggers.wandb_logger", "WandbLogger"),

@@ -1,11 +1,10 @@
-"""Names of Lightning that are not offered: they can be imported and asked about, and say why when they are used."""
+"""List the names of Lightning that are not offered: they can be imported and asked about, and say why when they are used."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from arclight.fabric.accelerators import NO_XLA as _XLA
+from arclight.trainer.loggers import NO_NEPTUNE as _NEPTUNE
 
-_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 _HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 _DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
 _DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
@@ -13,6 +12,9 @@ _LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogg
 _MNIST = "it downloads a data set; read the files that you have with a DataModule of your own"
 
 _NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
+    ("fabric.accelerators pytorch.accelerators", _XLA, "XLAAccelerator"),
+    ("fabric.accelerators.xla pytorch.accelerators.xla", _XLA, "XLAAccelerator"),
+    ("pytorch.loggers pytorch.loggers.neptune", _NEPTUNE, "NeptuneLogger"),
     ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
     ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
     ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),
@@ -58,27 +60,3 @@ def _reasons() -> dict[str, dict[str, str]]:
 
 REFUSED = _reasons()
 """Lightning's module -> name that is refused on purpose -> why, and what to use."""
-
-
-class Refused:
-    """Base of the stand-ins. Nothing is an instance of one; making or subclassing one raises NotImplementedError."""
-
-    reason: str
-
-    def __new__(cls, *arguments: Any, **options: Any) -> Refused:
-        raise NotImplementedError(f"`{cls.__name__}` is not offered: {cls.reason}")
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return True if such a device can be used: asked of every accelerator by code that chooses one."""
-        return False
-
-    def __init_subclass__(cls) -> None:
-        if "reason" not in vars(cls):
-            raise NotImplementedError(f"`{cls.__bases__[0].__name__}` is not offered: {cls.reason}")
-
-
-@cache
-def refusal(name: str, reason: str) -> type[Refused]:
-    """The stand-in for ``name``; always the same class for the same words."""
-    return type(name, (Refused,), {"reason": reason, "__doc__": f"Not offered: {reason}", "__module__": __name__})

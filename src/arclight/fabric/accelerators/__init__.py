@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from arclight.fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
     from arclight.fabric.accelerators.cuda import find_usable_cuda_devices as find_usable_cuda_devices
     from arclight.fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
-    from arclight.fabric.accelerators.xla import XLAAccelerator as XLAAccelerator
+
+NO_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+"""What a choice of XLA devices, such as TPUs, is told."""
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -26,8 +28,8 @@ __getattr__, __dir__, __all__ = lazy(
         "CPUAccelerator": "arclight.fabric.accelerators.cpu",
         "CUDAAccelerator": "arclight.fabric.accelerators.cuda",
         "MPSAccelerator": "arclight.fabric.accelerators.mps",
-        "XLAAccelerator": "arclight.fabric.accelerators.xla",
         "find_usable_cuda_devices": "arclight.fabric.accelerators.cuda",
         "resolve_accelerator": "arclight.fabric.accelerators.accelerator_registry",
     },
+    refused={"XLAAccelerator": NO_XLA},
 )

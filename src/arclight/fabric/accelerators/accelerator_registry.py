@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from arclight.fabric.accelerators import NO_XLA
 from arclight.fabric.accelerators.base import Accelerator
 from arclight.fabric.accelerators.cpu import CPUAccelerator
 from arclight.fabric.accelerators.cuda import CUDAAccelerator
 from arclight.fabric.accelerators.mps import MPSAccelerator
-from arclight.fabric.accelerators.xla import XLAAccelerator
 from arclight.fabric.errors import MissingDeviceError
 from arclight.fabric.registry import Registry
 
@@ -27,12 +27,12 @@ class AcceleratorRegistry(Registry):
 
 
 ACCELERATOR_REGISTRY = AcceleratorRegistry()
-for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator):
+for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator):
     _kind.register_accelerators(ACCELERATOR_REGISTRY)
 
 
 def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
-    """The accelerator a user asked for; ``auto`` takes the first of TPU, CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
+    """The accelerator a user asked for; ``auto`` takes the first of CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
 
     Raises ValueError for an unknown name and MissingDeviceError for a kind of device that this machine lacks.
     """
@@ -41,8 +41,10 @@ def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accele
     if isinstance(choice, Accelerator):
         return _there(choice)
     if choice == "auto":
-        kinds = (XLAAccelerator, CUDAAccelerator, MPSAccelerator, CPUAccelerator)
+        kinds = (CUDAAccelerator, MPSAccelerator, CPUAccelerator)
         return next(kind() for kind in kinds if kind.is_available())
+    if choice in ("tpu", "xla") and choice not in ACCELERATOR_REGISTRY.available_accelerators():
+        raise MissingDeviceError(f"accelerator={choice!r}: {NO_XLA}")
     if choice == "gpu":
         kind = next((kind for kind in (CUDAAccelerator, MPSAccelerator) if kind.is_available()), None)
         if kind is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.checkpoint import find_last, verify
 from arclight.checkpoint.remote import to_path
 from arclight.fabric.environments import SLURMEnvironment
+from arclight.trainer.callback import ListsLastCheckpoints
 from arclight.trainer.callbacks.checkpoint.file_ops import written_at
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.loop.signals import requeue_checkpoint, requeue_folder
@@ -155,7 +156,7 @@ def _newest_of_callbacks(trainer: Trainer) -> Path | None:
     """The newest of what this trainer's callbacks keep as their last."""
     paths: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
-        if hasattr(callback, "last_checkpoints"):
+        if isinstance(callback, ListsLastCheckpoints):
             paths |= {to_path(path) for path in callback.last_checkpoints(trainer)}
         elif path := getattr(callback, "last_model_path", ""):
             paths.add(to_path(path))

@@ -32,6 +32,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import rng_state
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
+from arclight.trainer.callback import AveragesWeights
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.data import stage_data
@@ -65,7 +66,8 @@ def dump_checkpoint(trainer: Trainer, weights_only: bool = False) -> dict[str, A
         "loops": {"layout": LAYOUT, "progress": trainer.progress.state_dict()},
     }
     for callback in trainer.callbacks:
-        checkpoint.update(callback.averages() if hasattr(callback, "averages") else {})
+        if isinstance(callback, AveragesWeights):
+            checkpoint.update(callback.averages())
     if not weights_only:
         checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
         names = name_parameters([module]) if trainer.conventions.run_folders else {}
@@ -205,7 +207,7 @@ def restore_training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None
         )
     restore_optimization(trainer, checkpoint)
     for callback in trainer.callbacks:
-        if hasattr(callback, "load_averages"):
+        if isinstance(callback, AveragesWeights):
             callback.load_averages(checkpoint)
     _restore_loops(trainer, checkpoint["loops"])
 

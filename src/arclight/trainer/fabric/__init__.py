@@ -1,1 +1,14 @@
-"""Fabric: devices, precision and processes for a loop of the user's own. Open ``fabric`` first; ``wrappers`` are what it gives back."""
+"""Fabric: devices, precision and processes for a loop of the user's own. In: a model, optimizers, loaders; out: the same, wrapped.
+
+Open ``fabric`` first: the class and what it is told. ``wrappers`` are what it gives back for a module, an optimizer and a loader,
+``state_io`` writes and reads its checkpoints, ``link`` is how an :class:`arclight.Module` logs in such a loop.
+"""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.trainer.fabric.fabric import Fabric as Fabric
+
+__getattr__, __dir__, __all__ = lazy(__name__, {"Fabric": "arclight.trainer.fabric.fabric"})

@@ -38,7 +38,7 @@ from arclight.trainer.strategies import select
 
 @dataclass
 class Choices:
-    """What a Fabric is made of, before it is looked up."""
+    """Arguments of a Fabric before they are resolved."""
 
     accelerator: Any
     strategy: Any
@@ -56,7 +56,7 @@ def started_by_command_line() -> bool:
 
 
 def from_command_line(accelerator: Any, strategy: Any, devices: Any, num_nodes: Any, precision: Any) -> Choices:
-    """The arguments, with the command line's choice where the script left the default.
+    """Take the command line's choice for each argument that the script left at its default.
 
     Raises ValueError where the script and the command line choose differently.
     """
@@ -93,24 +93,133 @@ def _nothing(*_: Any) -> None:
     """Do nothing: a launch without a function."""
 
 
-class FabricProcesses:
-    """What of :class:`Fabric` is about processes."""
+def _run(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fabric._join()
+    return function(fabric, *args, **kwargs)
 
-    _strategy: Strategy
-    _accelerator: Accelerator
-    _launched: bool
+
+def _run_override(fabric: Fabric, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fabric._join()
+    return cls.__dict__["run"].__wrapped__(fabric, *args, **kwargs)
+
+
+def check_module(module: nn.Module, method: str) -> None:
+    """Raise ValueError for a module that has been set up."""
+    if isinstance(uncompiled(module)[0], FabricModule):
+        raise ValueError(f"A model should be passed only once to the `{method}` method: this one has been set up")
+
+
+def check_optimizers(optimizers: tuple[Optimizer, ...], method: str) -> None:
+    """Raise ValueError for an optimizer that has been set up, RuntimeError for one of parameters that are not there yet."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, FabricOptimizer):
+            raise ValueError(
+                f"An optimizer should be passed only once to the `{method}` method: this one has been set up"
+            )
+        if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "The optimizer has references to the model's meta-device parameters, which get their values only in set-up. "
+                "First `model = fabric.setup_module(model)`, then make the optimizer, then "
+                "`optimizer = fabric.setup_optimizers(optimizer)`"
+            )
+
+
+def check_loaders(loaders: tuple[Any, ...]) -> None:
+    """Raise ValueError for none, or for one that was set up; TypeError for what is data rather than a loader."""
+    if not loaders:
+        raise ValueError("`setup_dataloaders` requires at least one dataloader as input.")
+    for loader in loaders:
+        if isinstance(loader, FabricDataLoader):
+            raise ValueError(
+                "A dataloader should be passed only once to the `setup_dataloaders` method: this one has been"
+            )
+        if isinstance(loader, (range, list, tuple, dict, str)) or not hasattr(loader, "__iter__"):
+            raise TypeError(
+                "Only PyTorch DataLoader are currently supported in `setup_dataloaders`, and objects of other classes that "
+                f"give batches; this is a {type(loader).__name__}: wrap it in a DataLoader"
+            )
+
+
+def check_filter(filter: Any, state: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError for a filter of ``save`` that says nothing about ``state``."""
+    if filter is None:
+        return
+    if not isinstance(filter, dict):
+        raise TypeError(f"fabric.save: the filter should be a dictionary of functions, given {filter!r}")
+    if unknown := set(filter) - set(state):
+        raise ValueError(f"fabric.save: the filter keys {unknown} are not present in the state keys {set(state)}")
+    for name, function in filter.items():
+        if not callable(function):
+            raise TypeError(f"fabric.save: the filter for {name!r} should be a callable, given {function!r}")
+
+
+def warn_of_devices(module: nn.Module) -> None:
+    """Warn where a module that is about to be moved was spread over devices, perhaps on purpose."""
+    devices = [(name, parameter.device) for name, parameter in module.named_parameters()]
+    others = [(name, device) for name, device in devices if device != devices[0][1]]
+    if others:
+        rank_zero_warn(
+            f"The model passed to `Fabric.setup()` has {len(others)} parameters on different devices (for example "
+            f"{others[0][0]!r} on {others[0][1]} and {devices[0][0]!r} on {devices[0][1]}). All are moved to one device; to "
+            "keep them where they are, `Fabric.setup(..., move_to_device=False)`"
+        )
+
+
+_SCALER = "precision_state"
+
+
+class Fabric:
+    """Prepares a model, its optimizers and loaders for the devices at hand; the loop stays yours.
+
+    >>> fabric = Fabric(devices=2, strategy="ddp")
+    >>> fabric.launch()
+    >>> model, optimizer = fabric.setup(model, optimizer)
+    >>> loader = fabric.setup_dataloaders(loader)
+    >>> for batch in loader:
+    ...     loss = model(batch)
+    ...     fabric.backward(loss)
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+
+    ``plugins`` are a Precision, a ClusterEnvironment or a checkpoint IO, or a list of them. A subclass may override
+    :meth:`run`, which then runs in every process.
+    """
+
+    def __init__(
+        self, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1,
+        precision: Any = None, plugins: Any = None, callbacks: Any = None, loggers: Any = None,
+    ) -> None:  # fmt: skip
+        given = from_command_line(accelerator, strategy, devices, num_nodes, precision)
+        self._strategy: Strategy = select(**vars(given), plugins=plugins, owner="Fabric")
+        self._accelerator, self._precision = self._strategy.accelerator, self._strategy.precision
+        self._strategy.checkpoint_io = self._strategy.checkpoint_io or StateIO()
+        self._callbacks = (
+            list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
+        )
+        self._loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers] * (loggers is not None)
+        self._launched = False
+        self._loader_seeds = LoaderSeeds()
+        if started_by_command_line():
+            if type(self).run is not Fabric.run:
+                raise TypeError(
+                    "Overriding `Fabric.run()` and launching from the CLI is not allowed: start the script by itself, or "
+                    "call fabric.setup(...) and the rest directly"
+                )
+            self._join()
+        elif isinstance(self._strategy, SingleDeviceStrategy):
+            self._strategy.setup_environment()
+
+    # -- processes -------------------------------------------------------------------------------------------------
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if (run := cls.__dict__.get("run")) is not None:
 
             @functools.wraps(run)
-            def launched_run(self: FabricProcesses, *args: Any, **kwargs: Any) -> Any:
+            def launched_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
                 return self._start(_run_override, cls, args, kwargs)
 
             cls.run = launched_run  # type: ignore[method-assign]
-
-    # -- processes -------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: what all processes do. It is launched by being called."""
@@ -240,123 +349,6 @@ class FabricProcesses:
     @property
     def is_global_zero(self) -> bool:
         return self._strategy.is_global_zero
-
-
-def _run(fabric: FabricProcesses, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fabric._join()
-    return function(fabric, *args, **kwargs)
-
-
-def _run_override(fabric: FabricProcesses, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fabric._join()
-    return cls.__dict__["run"].__wrapped__(fabric, *args, **kwargs)
-
-
-def check_module(module: nn.Module, method: str) -> None:
-    """Raise ValueError for a module that has been set up."""
-    if isinstance(uncompiled(module)[0], FabricModule):
-        raise ValueError(f"A model should be passed only once to the `{method}` method: this one has been set up")
-
-
-def check_optimizers(optimizers: tuple[Optimizer, ...], method: str) -> None:
-    """Raise ValueError for an optimizer that has been set up, RuntimeError for one of parameters that are not there yet."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, FabricOptimizer):
-            raise ValueError(
-                f"An optimizer should be passed only once to the `{method}` method: this one has been set up"
-            )
-        if any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                "The optimizer has references to the model's meta-device parameters, which get their values only in set-up. "
-                "First `model = fabric.setup_module(model)`, then make the optimizer, then "
-                "`optimizer = fabric.setup_optimizers(optimizer)`"
-            )
-
-
-def check_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise ValueError for none, or for one that was set up; TypeError for what is data rather than a loader."""
-    if not loaders:
-        raise ValueError("`setup_dataloaders` requires at least one dataloader as input.")
-    for loader in loaders:
-        if isinstance(loader, FabricDataLoader):
-            raise ValueError(
-                "A dataloader should be passed only once to the `setup_dataloaders` method: this one has been"
-            )
-        if isinstance(loader, (range, list, tuple, dict, str)) or not hasattr(loader, "__iter__"):
-            raise TypeError(
-                "Only PyTorch DataLoader are currently supported in `setup_dataloaders`, and objects of other classes that "
-                f"give batches; this is a {type(loader).__name__}: wrap it in a DataLoader"
-            )
-
-
-def check_filter(filter: Any, state: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for a filter of ``save`` that says nothing about ``state``."""
-    if filter is None:
-        return
-    if not isinstance(filter, dict):
-        raise TypeError(f"fabric.save: the filter should be a dictionary of functions, given {filter!r}")
-    if unknown := set(filter) - set(state):
-        raise ValueError(f"fabric.save: the filter keys {unknown} are not present in the state keys {set(state)}")
-    for name, function in filter.items():
-        if not callable(function):
-            raise TypeError(f"fabric.save: the filter for {name!r} should be a callable, given {function!r}")
-
-
-def warn_of_devices(module: nn.Module) -> None:
-    """Warn where a module that is about to be moved was spread over devices, perhaps on purpose."""
-    devices = [(name, parameter.device) for name, parameter in module.named_parameters()]
-    others = [(name, device) for name, device in devices if device != devices[0][1]]
-    if others:
-        rank_zero_warn(
-            f"The model passed to `Fabric.setup()` has {len(others)} parameters on different devices (for example "
-            f"{others[0][0]!r} on {others[0][1]} and {devices[0][0]!r} on {devices[0][1]}). All are moved to one device; to "
-            "keep them where they are, `Fabric.setup(..., move_to_device=False)`"
-        )
-
-
-_SCALER = "precision_state"
-
-
-class Fabric(FabricProcesses):
-    """Prepares a model, its optimizers and loaders for the devices at hand; the loop stays yours.
-
-    >>> fabric = Fabric(devices=2, strategy="ddp")
-    >>> fabric.launch()
-    >>> model, optimizer = fabric.setup(model, optimizer)
-    >>> loader = fabric.setup_dataloaders(loader)
-    >>> for batch in loader:
-    ...     loss = model(batch)
-    ...     fabric.backward(loss)
-    ...     optimizer.step()
-    ...     optimizer.zero_grad()
-
-    ``plugins`` are a Precision, a ClusterEnvironment or a checkpoint IO, or a list of them. A subclass may override
-    :meth:`run`, which then runs in every process.
-    """
-
-    def __init__(
-        self, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1,
-        precision: Any = None, plugins: Any = None, callbacks: Any = None, loggers: Any = None,
-    ) -> None:  # fmt: skip
-        given = from_command_line(accelerator, strategy, devices, num_nodes, precision)
-        self._strategy: Strategy = select(**vars(given), plugins=plugins, owner="Fabric")
-        self._accelerator, self._precision = self._strategy.accelerator, self._strategy.precision
-        self._strategy.checkpoint_io = self._strategy.checkpoint_io or StateIO()
-        self._callbacks = (
-            list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
-        )
-        self._loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers] * (loggers is not None)
-        self._launched = False
-        self._loader_seeds = LoaderSeeds()
-        if started_by_command_line():
-            if type(self).run is not FabricProcesses.run:
-                raise TypeError(
-                    "Overriding `Fabric.run()` and launching from the CLI is not allowed: start the script by itself, or "
-                    "call fabric.setup(...) and the rest directly"
-                )
-            self._join()
-        elif isinstance(self._strategy, SingleDeviceStrategy):
-            self._strategy.setup_environment()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from arclight.trainer.loggers.logger import Logger as Logger
     from arclight.trainer.loggers.logger import rank_zero_experiment as rank_zero_experiment
     from arclight.trainer.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
-    from arclight.trainer.loggers.neptune_logger import NeptuneLogger as NeptuneLogger
     from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
     from arclight.trainer.loggers.wandb_logger import WandbLogger as WandbLogger
+
+NO_NEPTUNE = "neptune.ai has closed its service; use MLFlowLogger, WandbLogger, CSVLogger or a Logger of your own"
+"""What a use of the former ``NeptuneLogger`` is told."""
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -29,9 +31,9 @@ __getattr__, __dir__, __all__ = lazy(
         "DummyLogger": "arclight.trainer.loggers.logger",
         "Logger": "arclight.trainer.loggers.logger",
         "MLFlowLogger": "arclight.trainer.loggers.mlflow_logger",
-        "NeptuneLogger": "arclight.trainer.loggers.neptune_logger",
         "TensorBoardLogger": "arclight.trainer.loggers.tensorboard_logger",
         "WandbLogger": "arclight.trainer.loggers.wandb_logger",
         "rank_zero_experiment": "arclight.trainer.loggers.logger",
     },
+    refused={"NeptuneLogger": NO_NEPTUNE},
 )

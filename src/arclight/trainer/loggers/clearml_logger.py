@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only
-from arclight.trainer.loggers.artifacts import CheckpointArtifacts
-from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
+from arclight.trainer.loggers.hosted_logger import HostedLogger
 from arclight.trainer.loggers.params import plain_params
 
-if TYPE_CHECKING:
-    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
-
-class ClearMLLogger(Logger):
+class ClearMLLogger(HostedLogger):
     """A task of ClearML, made when something is first logged; further arguments go to ``clearml.Task.init``.
 
     ``task`` is one that was begun elsewhere. ``offline`` keeps everything in a folder that ``clearml.Task.import_offline_session``
@@ -35,9 +32,8 @@ class ClearMLLogger(Logger):
         **kwargs: Any,
     ) -> None:
         require("clearml", extra="track")
-        self._project_name, self._offline, self.prefix = project_name, offline, prefix
-        self._experiment = task
-        self._artifacts = CheckpointArtifacts(log_model)
+        super().__init__(prefix, log_model, task)
+        self._project_name, self._offline = project_name, offline
         self._task_init: dict[str, Any] = {
             "project_name": project_name,
             "task_name": task_name,
@@ -49,16 +45,12 @@ class ClearMLLogger(Logger):
             **kwargs,
         }
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``clearml.Task``."""
-        if self._experiment is None:
-            tasks = require("clearml", extra="track").Task
-            if self._offline:
-                tasks.set_offline(offline_mode=True)
-            self._experiment = tasks.init(**self._task_init)
-        return self._experiment
+    def start_experiment(self) -> Any:
+        """Start or continue the ``clearml.Task``."""
+        tasks = require("clearml", extra="track").Task
+        if self._offline:
+            tasks.set_offline(offline_mode=True)
+        return tasks.init(**self._task_init)
 
     @property
     def name(self) -> str:
@@ -80,8 +72,7 @@ class ClearMLLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         reporter = self.experiment.get_logger()
-        for name, value in self._prefixed(metrics).items():
-            number = value.item() if hasattr(value, "item") else value
+        for name, number in self.scalars(metrics).items():
             group, _, series = name.rpartition("/")
             reporter.report_scalar(title=group or name, series=series, value=number, iteration=step or 0)
 
@@ -95,30 +86,21 @@ class ClearMLLogger(Logger):
             self._experiment.flush(wait_for_uploads=False)
 
     @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        if self._artifacts.saved(checkpoint_callback):
-            self._send(checkpoint_callback)
-
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Send what is left; the task stays open, so that a test after a fit belongs to it."""
         if self._experiment is None:
             return
-        for callback in self._artifacts.callbacks.values():
-            self._send(callback)
+        self.upload_remaining()
         if status != "success":
             self._experiment.mark_failed(status_message=status)
         self._experiment.flush(wait_for_uploads=True)
 
-    def _send(self, callback: Any) -> None:
-        from pathlib import Path
-
-        for path, _, _ in self._artifacts.new(callback):
-            self.experiment.upload_artifact(name=Path(path).name, artifact_object=str(path), wait_on_upload=True)
+    def upload_checkpoint(self, callback: Any, path: Any, score: Any) -> None:
+        self.experiment.upload_artifact(name=Path(path).name, artifact_object=str(path), wait_on_upload=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process goes on with the same task, by its id."""
-        state = {**self.__dict__, "_experiment": None}
+        """Let another process continue the same task, by its id."""
+        state = super().__getstate__()
         if self.version is not None and not self._offline:
             state["_task_init"] = {**self._task_init, "reuse_last_task_id": self.version, "continue_last_task": 0}
         return state

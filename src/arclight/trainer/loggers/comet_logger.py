@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only
-from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
+from arclight.trainer.loggers.hosted_logger import HostedLogger
 from arclight.trainer.loggers.params import convert_params, is_tensor
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ FRAMEWORK_NAME = "pytorch-lightning"
 _OLD_NAMES = {"experiment_name": "name", "save_dir": "offline_directory"}
 
 
-class CometLogger(Logger):
+class CometLogger(HostedLogger):
     """An experiment of Comet, made at once on rank 0.
 
     Further arguments (``name``, ``offline_directory``, ``log_code``, ...) are those of ``comet_ml.ExperimentConfig``.
@@ -61,33 +61,24 @@ class CometLogger(Logger):
         comet = require("comet_ml", extra="track")
         self._api_key, self._workspace, self._mode, self._online = api_key, workspace, mode, online
         self._project_name, self._experiment_key = project, experiment_key
-        self.prefix = self._prefix = prefix
+        super().__init__(prefix)
         self._kwargs = kwargs
         self._comet_config = comet.ExperimentConfig(**kwargs)
-        self._experiment: Any = None
-        if rank_zero_only.rank == 0:
-            self._create_experiment()
+        _ = self.experiment
 
-    def _create_experiment(self) -> None:
-        self._experiment = require("comet_ml", extra="track").start(
+    def start_experiment(self) -> Any:
+        """Start or continue the experiment of ``comet_ml``."""
+        experiment = require("comet_ml", extra="track").start(
             api_key=self._api_key, workspace=self._workspace, project=self._project_name, experiment_key=self._experiment_key,
             mode=self._mode, online=self._online, experiment_config=self._comet_config,
         )  # fmt: skip
-        if self._experiment is None:
+        if experiment is None:
             raise RuntimeError(
                 f"Comet has made no experiment for project {self._project_name!r}; see its messages above, or pass online=False"
             )
-        self._experiment_key = self._experiment.get_key()
-        self._project_name = self._experiment.project_name
-        self._experiment.log_other("Created from", FRAMEWORK_NAME)
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The experiment of ``comet_ml``."""
-        if self._experiment is None:
-            self._create_experiment()
-        return self._experiment
+        self._experiment_key, self._project_name = experiment.get_key(), experiment.project_name
+        experiment.log_other("Created from", FRAMEWORK_NAME)
+        return experiment
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +91,7 @@ class CometLogger(Logger):
         plain = {name: value.detach().cpu() if is_tensor(value) else value for name, value in metrics.items()}
         epoch = plain.pop("epoch", None)
         self.experiment.__internal_api__log_metrics__(
-            plain, step=step, epoch=epoch, prefix=self._prefix, framework=FRAMEWORK_NAME
+            plain, step=step, epoch=epoch, prefix=self.prefix, framework=FRAMEWORK_NAME
         )
 
     @rank_zero_only
@@ -126,7 +117,3 @@ class CometLogger(Logger):
     def version(self) -> str | None:
         """The experiment's key."""
         return self._experiment.get_key() if self._experiment is not None else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process goes on with the same experiment, by its key."""
-        return {**self.__dict__, "_experiment": None}

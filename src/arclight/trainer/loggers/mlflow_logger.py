@@ -9,17 +9,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
-from arclight.trainer.loggers import artifacts
-from arclight.trainer.loggers.artifacts import CheckpointArtifacts
-from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
+from arclight.trainer.loggers.hosted_logger import HostedLogger, aliases, describe
 from arclight.trainer.loggers.params import convert_params, flatten_dict, yaml_text
-
-if TYPE_CHECKING:
-    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +24,7 @@ _MAX_VALUE, _MAX_PARAMS, _MAX_METRICS = 250, 100, 1000
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
 
 
-class MLFlowLogger(Logger):
+class MLFlowLogger(HostedLogger):
     """A run of ``experiment_name`` in the MLflow store at ``tracking_uri``.
 
     ``tracking_uri`` is a server or ``file:<folder>``; where it is not given, ``MLFLOW_TRACKING_URI``, else the folder
@@ -62,27 +57,18 @@ class MLFlowLogger(Logger):
         tracking = require("mlflow.tracking", extra="track")
         self._experiment_name, self._run_name, self._artifact_location = experiment_name, run_name, artifact_location
         self._experiment_id: str | None = None
-        self._run_id, self.tags, self.prefix = run_id, tags, prefix
-        self._artifacts = CheckpointArtifacts(log_model)
+        super().__init__(prefix, log_model)
+        self._run_id, self.tags = run_id, tags
         self._log_batch_kwargs = {} if synchronous is None else {"synchronous": synchronous}
-        self._initialized = False
         self._mlflow_client: Any = tracking.MlflowClient(self._tracking_uri)
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``mlflow.tracking.MlflowClient``; the run is begun when this is first used."""
-        if not self._initialized:
-            require("mlflow", extra="track").set_tracking_uri(self._tracking_uri)
-            self._begin()
-            self._initialized = True
-        return self._mlflow_client
-
-    def _begin(self) -> None:
+    def start_experiment(self) -> Any:
+        """Start or continue the run, and return the ``mlflow.tracking.MlflowClient``."""
+        require("mlflow", extra="track").set_tracking_uri(self._tracking_uri)
         client = self._mlflow_client
         if self._run_id is not None:
             self._experiment_id = client.get_run(self._run_id).info.experiment_id
-            return
+            return client
         found = client.get_experiment_by_name(self._experiment_name)
         if found is not None and found.lifecycle_stage != "deleted":
             self._experiment_id = found.experiment_id
@@ -95,6 +81,7 @@ class MLFlowLogger(Logger):
             self.tags = {**(self.tags or {}), "mlflow.runName": self._run_name}
         run = client.create_run(experiment_id=self._experiment_id, tags=_get_resolve_tags()(self.tags))
         self._run_id = run.info.run_id
+        return client
 
     @property
     def run_id(self) -> str | None:
@@ -135,11 +122,10 @@ class MLFlowLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         make, now = require("mlflow.entities", extra="track").Metric, int(time() * 1000)
         items = []
-        for name, value in self._prefixed(metrics).items():
-            if isinstance(value, str):
-                log.warning("MLflow keeps numbers only: %s=%r is left out", name, value)
+        for name, number in self.scalars(metrics).items():
+            if isinstance(number, str):
+                log.warning("MLflow keeps numbers only: %s=%r is left out", name, number)
                 continue
-            number = value.item() if hasattr(value, "item") else value
             items.append(make(key=_allowed(name), value=number, timestamp=now, step=step or 0))
         for start in range(0, len(items), _MAX_METRICS):
             part = items[start : start + _MAX_METRICS]
@@ -147,31 +133,24 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        if not self._initialized:
+        if self._experiment is None:
             return
-        for callback in self._artifacts.callbacks.values():
-            self._send(callback)
+        self.upload_remaining()
         if self.experiment.get_run(self.run_id):
             self.experiment.set_terminated(self.run_id, _STATUS.get(status, status))
 
-    @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        if self._artifacts.saved(checkpoint_callback):
-            self._send(checkpoint_callback)
-
-    def _send(self, callback: Any) -> None:
-        """Each new checkpoint as an artifact of its own name, with what is said of it in two files beside it."""
-        for path, score, _ in self._artifacts.new(callback):
-            place, client = Path(path).stem, self.experiment
-            if Path(path).is_dir():
-                client.log_artifacts(self._run_id, str(path), f"{place}/{Path(path).name}")
-            else:
-                client.log_artifact(self._run_id, path, place)
-            with tempfile.TemporaryDirectory() as folder:
-                about = artifacts.describe(callback, path, score, "Checkpoint")
-                (Path(folder) / "metadata.yaml").write_text(yaml_text(about), encoding="utf-8")
-                (Path(folder) / "aliases.txt").write_text(str(artifacts.aliases(callback, path)), encoding="utf-8")
-                client.log_artifacts(self._run_id, folder, place)
+    def upload_checkpoint(self, callback: Any, path: Any, score: Any) -> None:
+        """Send a checkpoint as an artifact of its own name, with its description in two files beside it."""
+        place, client = Path(path).stem, self.experiment
+        if Path(path).is_dir():
+            client.log_artifacts(self._run_id, str(path), f"{place}/{Path(path).name}")
+        else:
+            client.log_artifact(self._run_id, path, place)
+        with tempfile.TemporaryDirectory() as folder:
+            about = describe(callback, path, score, "Checkpoint")
+            (Path(folder) / "metadata.yaml").write_text(yaml_text(about), encoding="utf-8")
+            (Path(folder) / "aliases.txt").write_text(str(aliases(callback, path)), encoding="utf-8")
+            client.log_artifacts(self._run_id, folder, place)
 
 
 def _allowed(name: str) -> str:

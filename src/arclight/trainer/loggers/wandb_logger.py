@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
-from arclight.trainer.loggers import artifacts
-from arclight.trainer.loggers.artifacts import CheckpointArtifacts
-from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
+from arclight.trainer.loggers.hosted_logger import HostedLogger, aliases, describe
 from arclight.trainer.loggers.params import convert_json_serializable, convert_params, sanitize_callable_params
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
-
 Paths = str | os.PathLike[str]
 
 
-class WandbLogger(Logger):
+class WandbLogger(HostedLogger):
     """A run of ``project`` (else ``WANDB_PROJECT``), made when something is first logged; further arguments go to ``wandb.init``.
 
     ``version`` (or ``id``) goes on with a run that is there, ``offline`` keeps everything under ``save_dir`` (or
@@ -45,8 +41,8 @@ class WandbLogger(Logger):
             raise MisconfigurationError(
                 f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints cannot be uploaded in offline mode; leave out one of them"
             )
-        self._offline, self.prefix, self._experiment = offline, prefix, experiment
-        self._artifacts = CheckpointArtifacts(log_model)
+        super().__init__(prefix, log_model, experiment)
+        self._offline = offline
         self._checkpoint_name, self.add_file_policy = checkpoint_name, add_file_policy
         folder = save_dir if save_dir is not None else dir
         self._wandb_init: dict[str, Any] = {
@@ -62,15 +58,8 @@ class WandbLogger(Logger):
         self._name, self._id = self._wandb_init["name"], self._wandb_init["id"]
         self._attach_id: str | None = None
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``wandb.Run``."""
-        if self._experiment is None:
-            self._experiment = self._begin()
-        return self._experiment
-
-    def _begin(self) -> Any:
+    def start_experiment(self) -> Any:
+        """Start or continue the ``wandb.Run``."""
         wandb = require("wandb", extra="track")
         if self._offline:
             os.environ["WANDB_MODE"] = "dryrun"  # so that processes started from here are offline too
@@ -95,7 +84,7 @@ class WandbLogger(Logger):
         """The run is begun, and another process takes part in it by its id."""
         run = self.experiment
         return {
-            **self.__dict__, "_experiment": None, "_id": getattr(run, "id", None), "_name": getattr(run, "name", None),
+            **super().__getstate__(), "_id": getattr(run, "id", None), "_name": getattr(run, "name", None),
             "_attach_id": getattr(run, "_attach_id", None),
         }  # fmt: skip
 
@@ -186,27 +175,20 @@ class WandbLogger(Logger):
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        if self._artifacts.saved(checkpoint_callback):
-            self._send(checkpoint_callback)
-
-    @rank_zero_only
     def finalize(self, status: str) -> None:
         if status == "success" and self._experiment is not None:
-            for callback in self._artifacts.callbacks.values():
-                self._send(callback)
+            self.upload_remaining()
 
-    def _send(self, callback: Any) -> None:
-        """Each new checkpoint as a version of the artifact."""
-        for path, score, _ in self._artifacts.new(callback):
-            name = self._checkpoint_name = self._checkpoint_name or f"model-{self.experiment.id}"
-            about = artifacts.describe(callback, path, score, type(callback).__name__)
-            artifact = require("wandb", extra="track").Artifact(name=name, type="model", metadata=about)
-            if Path(path).is_dir():
-                artifact.add_dir(str(path), name="model", policy=self.add_file_policy)
-            else:
-                artifact.add_file(path, name="model.ckpt", policy=self.add_file_policy)
-            self.experiment.log_artifact(artifact, aliases=artifacts.aliases(callback, path))
+    def upload_checkpoint(self, callback: Any, path: Any, score: Any) -> None:
+        """Send a checkpoint as a version of the artifact ``checkpoint_name``."""
+        name = self._checkpoint_name = self._checkpoint_name or f"model-{self.experiment.id}"
+        about = describe(callback, path, score, type(callback).__name__)
+        artifact = require("wandb", extra="track").Artifact(name=name, type="model", metadata=about)
+        if Path(path).is_dir():
+            artifact.add_dir(str(path), name="model", policy=self.add_file_policy)
+        else:
+            artifact.add_file(path, name="model.ckpt", policy=self.add_file_policy)
+        self.experiment.log_artifact(artifact, aliases=aliases(callback, path))
 
 
 def _understood(wandb: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from arclight.fabric.batches import map_tensors
 from arclight.fabric.errors import SIGTERMException
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.seeding import rng_state
+from arclight.trainer.callback import WritesPredictions
 from arclight.trainer.data import limits, stage_data
 from arclight.trainer.data.batches import BatchIterator, batch_transfer
 from arclight.trainer.data.stage_data import StageData
@@ -60,7 +61,7 @@ class Predictions:
     def begin(
         cls, trainer: Trainer, loaders: Sequence[ResumableLoader | ResumableCombination], keep: bool
     ) -> Predictions:
-        writers = [callback.interval for callback in trainer.callbacks if hasattr(callback, "interval")]
+        writers = [callback.interval for callback in trainer.callbacks if isinstance(callback, WritesPredictions)]
         epochs = any(getattr(interval, "on_epoch", False) for interval in writers)
         known = [isinstance(loader, ResumableLoader) and loader.track_indices() for loader in loaders]
         if writers and not all(known):

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callback import BuildsStep
 from arclight.trainer.loop.accumulation import GradientAccumulator, weigh_across_ranks
 from arclight.trainer.loop.gradients import clip, loss_of, parameters_of, warn_none_loss
 from arclight.trainer.loop.hooks import Hook, logging_as, module_hooks, overridden, resolve
@@ -51,8 +52,8 @@ def takes_index(step: Callable[..., Any]) -> bool:
 def build_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     """The one function that the loop calls per batch; a callback may bring its own."""
     for callback in trainer.callbacks:
-        if hasattr(callback, "build_step"):
-            return callback.build_step(trainer, module, forward)  # type: ignore[no-any-return]
+        if isinstance(callback, BuildsStep):
+            return callback.build_step(trainer, module, forward)
     if not module.automatic_optimization:
         return _manual_step(trainer, module, forward)
     if not trainer.optimizers:

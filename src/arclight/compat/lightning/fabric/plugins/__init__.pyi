@@ -12,7 +12,7 @@ from . import collectives as collectives
 from . import environments as environments
 from . import io as io
 from . import precision as precision
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "BitsandbytesPrecision",

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
 ]

@@ -4,14 +4,13 @@ from arclight.fabric.accelerators import ACCELERATOR_REGISTRY as AcceleratorRegi
 from arclight.fabric.accelerators import CPUAccelerator as CPUAccelerator
 from arclight.fabric.accelerators import CUDAAccelerator as CUDAAccelerator
 from arclight.fabric.accelerators import MPSAccelerator as MPSAccelerator
-from arclight.fabric.accelerators import XLAAccelerator as XLAAccelerator
 from arclight.fabric.accelerators import find_usable_cuda_devices as find_usable_cuda_devices
 from . import accelerator as accelerator
 from . import cpu as cpu
 from . import cuda as cuda
 from . import mps as mps
 from . import xla as xla
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "Accelerator",
@@ -19,7 +18,7 @@ __all__ = [
     "CPUAccelerator",
     "CUDAAccelerator",
     "MPSAccelerator",
-    "XLAAccelerator",
     "find_usable_cuda_devices",
 ]
 class HPUAccelerator(_Refused): ...
+class XLAAccelerator(_Refused): ...

@@ -14,7 +14,7 @@ from . import neptune as neptune
 from . import tensorboard as tensorboard
 from . import utilities as utilities
 from . import wandb as wandb
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "CSVLogger",
@@ -25,3 +25,4 @@ __all__ = [
     "WandbLogger",
 ]
 class LitLogger(_Refused): ...
+class NeptuneLogger(_Refused): ...

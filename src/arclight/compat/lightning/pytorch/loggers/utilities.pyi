@@ -1,6 +1,6 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.loggers.artifacts import scan_checkpoints as __scan_checkpoints
-from arclight.trainer.loggers.artifacts import joint_version as __version
+from arclight.trainer.loggers.hosted_logger import scan_checkpoints as __scan_checkpoints
+from arclight.trainer.loggers.hosted_logger import joint_version as __version
 
 __all__ = [
 ]

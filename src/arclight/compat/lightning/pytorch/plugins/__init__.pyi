@@ -14,7 +14,7 @@ from . import environments as environments
 from . import io as io
 from . import layer_sync as layer_sync
 from . import precision as precision
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "AsyncCheckpointIO",

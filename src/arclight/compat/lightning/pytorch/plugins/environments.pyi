@@ -6,7 +6,7 @@ from arclight.fabric.environments import LightningEnvironment as LightningEnviro
 from arclight.fabric.environments import MPIEnvironment as MPIEnvironment
 from arclight.fabric.environments import SLURMEnvironment as SLURMEnvironment
 from arclight.fabric.environments import TorchElasticEnvironment as TorchElasticEnvironment
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "ClusterEnvironment",

@@ -10,7 +10,7 @@ from . import profiler as profiler
 from . import pytorch as pytorch
 from . import simple as simple
 from . import xla as xla
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "AdvancedProfiler",

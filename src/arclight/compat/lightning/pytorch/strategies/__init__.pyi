@@ -15,7 +15,7 @@ from . import single_device as single_device
 from . import single_xla as single_xla
 from . import strategy as strategy
 from . import xla as xla
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "DDPStrategy",

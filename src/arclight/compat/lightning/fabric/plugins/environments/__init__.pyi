@@ -13,7 +13,7 @@ from . import lsf as lsf
 from . import mpi as mpi
 from . import slurm as slurm
 from . import torchelastic as torchelastic
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "ClusterEnvironment",

@@ -3,7 +3,7 @@ from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO as Checkpoint
 from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from . import checkpoint_io as checkpoint_io
 from . import torch_io as torch_io
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "CheckpointIO",

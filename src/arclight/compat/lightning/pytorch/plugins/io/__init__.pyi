@@ -3,7 +3,7 @@ from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO as Async
 from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
 from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from . import async_plugin as async_plugin
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "AsyncCheckpointIO",

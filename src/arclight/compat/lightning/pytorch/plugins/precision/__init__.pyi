@@ -13,7 +13,7 @@ from . import half as half
 from . import precision as precision
 from . import transformer_engine as transformer_engine
 from . import xla as xla
-from arclight.compat.lightning.refused import Refused as _Refused
+from arclight._lazy import Refused as _Refused
 
 __all__ = [
     "BitsandbytesPrecision",
