@@ -134,3 +134,19 @@ def test_other_folders_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="choose another name"):
         checkpoint.convert(tmp_path / "a", tmp_path / "b.dcp")
     assert (tmp_path / "b.dcp" / "mine.txt").is_file()
+
+
+def test_torch_loads_a_flipped_bit_and_ours_is_refused(tmp_path: Path) -> None:
+    """What the decision about the sharded format rests on: where this fails, read it again."""
+    weights = {"a": torch.zeros(1000)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "a", no_dist=True)
+    checkpoint.save(tmp_path / "b", {"model": weights})
+    for file in (tmp_path / "a" / "__0_0.distcp", tmp_path / "b" / "model.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0x40
+        file.write_bytes(content)
+    found = {"a": torch.ones(1000)}
+    dcp.load({"model": found}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert int((found["a"] != 0).sum()) == 1
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        checkpoint.load(tmp_path / "b")
