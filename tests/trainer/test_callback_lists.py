@@ -117,7 +117,7 @@ def test_a_loss_that_is_no_number_ends_a_run_by_our_convention_only(
             return super().training_step(batch, batch_idx) * math.nan
 
     trainer = make_trainer(max_epochs=1)
-    trainer.conventions = dataclasses.replace(trainer.conventions, stop_on_nonfinite=False)
+    trainer.behavior = dataclasses.replace(trainer.behavior, stop_on_nonfinite=False)
     trainer.fit(Broken(), make_rows(3))
     assert trainer.global_step == 3
     with pytest.raises(FloatingPointError, match="the loss is nan"):

@@ -61,15 +61,12 @@ def test_a_fraction_of_the_training() -> None:
 
 
 class Clocked:
-    """As much of a trainer as is asked; batches take time on a clock of the test's own."""
-
-    val_check_interval, check_val_every_n_epoch, enable_validation = "00:00:01:00", None, True
+    """A strategy of so many ranks, whose batches take time on a clock of the test's own."""
 
     def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.exchanges = 1000.0, 0
-        self.validated_time: float | None = None
-        self.progress, self.strategy = Progress(), self
-        self.world_size = ranks
+        self.validated_time = self.now
+        self.progress, self.world_size = Progress(), ranks
         monkeypatch.setattr(limits.time, "monotonic", lambda: self.now)
 
     def broadcast(self, value: Any) -> Any:
@@ -78,7 +75,14 @@ class Clocked:
 
     def validations(self, *seconds: float) -> list[float]:
         """Times since the start at which validation is due, with batches that take so long each."""
-        due, start = limits.timed_validation(self), self.now  # type: ignore[arg-type]
+        due = limits.timed_validation(
+            "00:00:01:00",
+            self.progress,
+            self,  # type: ignore[arg-type]
+            validated=lambda: self.validated_time,
+            validates=lambda epoch: True,
+        )
+        start = self.now
         assert due is not None
         times = []
         for batch in seconds:

@@ -85,7 +85,7 @@ def test_shuffled_loaders_of_a_stage_differ_and_the_first_stays(tmp_path: Path, 
 
 def test_a_short_loader_read_again_has_not_the_order_of_the_next_loader(tmp_path: Path) -> None:
     model, trainer = fit(tmp_path, [shuffled(), shuffled()], max_epochs=1)
-    parts = trainer.train_loader.parts  # type: ignore[union-attr]
+    parts = trainer.data.train_loader.parts  # type: ignore[union-attr]
     again = [i for batch in parts[0].batches(0, cycle=1) for i in batch[0].tolist()]
     assert again not in (model.order(0), model.order(1))
 

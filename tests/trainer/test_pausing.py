@@ -102,7 +102,7 @@ class SetClock(Callback):
         self.step = step
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.clock = StepSync(trainer)
+        self.clock = StepSync(trainer.run_state)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.clock.set(self.step)
@@ -189,9 +189,15 @@ class Moments(Callback):
         self.before = {name: value.clone() for name, value in pl_module.state_dict().items()}
         for state, value in (("exp_avg", 0.25), ("exp_avg_sq", 4.0)):
             names = {name: torch.full_like(p, value) for name, p in pl_module.named_parameters()}
-            load_optimizer_state(trainer, state, names, steps=1000)
+            load_optimizer_state(trainer.lightning_module, trainer.optimizers, state, names, steps=1000)
         with pytest.raises(WeightsMisfitError, match="no optimizer keeps momentum_buffer"):
-            load_optimizer_state(trainer, "momentum_buffer", {"net.0.weight": torch.ones(16, 8)}, steps=1)
+            load_optimizer_state(
+                trainer.lightning_module,
+                trainer.optimizers,
+                "momentum_buffer",
+                {"net.0.weight": torch.ones(16, 8)},
+                steps=1,
+            )
         self.after = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
 
@@ -202,14 +208,16 @@ def test_moments_by_name(tmp_path: Path) -> None:
     trainer.fit(module, datamodule=NoisyData())
     assert_same(moments.before, moments.after)
     names = [name for name, _ in module.named_parameters()]
-    assert optimizer_state_names(trainer, "exp_avg") == names
-    assert optimizer_state_names(trainer, "momentum") == []
-    averages = dict(gather_optimizer_state(trainer, "exp_avg", names))
+    assert optimizer_state_names(trainer.lightning_module, trainer.optimizers, "exp_avg") == names
+    assert optimizer_state_names(trainer.lightning_module, trainer.optimizers, "momentum") == []
+    averages = dict(
+        gather_optimizer_state(trainer.lightning_module, trainer.strategy, trainer.optimizers, "exp_avg", names)
+    )
     for name, parameter in module.named_parameters():
         own = trainer.optimizers[0].state[parameter]
         assert own["step"].item() == 1001
         assert torch.equal(averages[name], own["exp_avg"])
         assert averages[name] is not own["exp_avg"]
-    weights = dict(gather_parameters(trainer, ["net.0.weight"]))
+    weights = dict(gather_parameters(trainer.lightning_module, trainer.strategy, ["net.0.weight"]))
     module.net[0].weight.data.zero_()
     assert weights["net.0.weight"].any(), "what is taken is a copy"

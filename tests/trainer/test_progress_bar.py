@@ -245,10 +245,10 @@ def test_a_name_that_the_bar_shows_already_is_said(fit: Any) -> None:
     assert set(bar.get_metrics(trainer, trainer.lightning_module)) == {"train/loss"}, "the run folder tells the number"
     for version, told in ((3, {"v_num": 3}), ("2026_11_21", {"v_num": "1_21"}), (None, {})):
         trainer = fit({"val/score": [1.0]}, bar, logger=Versioned(version))
-        trainer.conventions = dataclasses.replace(trainer.conventions, run_folders=False)
+        trainer.behavior = dataclasses.replace(trainer.behavior, run_folders=False)
         assert get_standard_metrics(trainer) == told
     trainer = fit({"val/score": [1.0]}, bar, logger=Versioned(3))
-    trainer.conventions, trainer.metrics.bar["v_num"] = LIGHTNING, 4.0
+    trainer.behavior, trainer.run_state.metrics.bar["v_num"] = LIGHTNING, 4.0
     with pytest.warns(UserWarning, match="already tracks a metric with the name.s. 'v_num'"):
         assert bar.get_metrics(trainer, trainer.lightning_module)["v_num"] == 4.0
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.errors import SIGTERMException
-from arclight.trainer.loop import signals
 from arclight.trainer.run.folder import RunFolder
 
 SCRIPT = """
@@ -117,15 +116,15 @@ def test_a_requeued_job_takes_no_checkpoint_of_another_run_or_job(
         path.mkdir(parents=True)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     trainer = trainer_of(tmp_path, "mine")
-    assert signals.requeue_checkpoints(trainer) == [mine[0], mine[2], mine[1]]
-    assert signals.requeue_checkpoint(trainer) == mine[1]
-    assert signals.requeue_checkpoint(trainer_of(tmp_path, "new")) is None
+    assert trainer.requeue_checkpoints.all() == [mine[0], mine[2], mine[1]]
+    assert trainer.requeue_checkpoints.newest() == mine[1]
+    assert trainer_of(tmp_path, "new").requeue_checkpoints.newest() is None
     monkeypatch.setenv("SLURM_JOB_ID", "79")
-    assert signals.requeue_checkpoint(trainer) is None
-    assert signals.requeue_checkpoint(trainer, any_job=True) is not None  # ckpt_path="hpc" asks for it
+    assert trainer.requeue_checkpoints.newest() is None
+    assert trainer.requeue_checkpoints.newest(any_job=True) is not None  # ckpt_path="hpc" asks for it
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
-    assert signals.requeue_checkpoint(trainer) == others[2]
+    assert trainer.requeue_checkpoints.newest() == others[2]
 
 
 def test_a_requeued_job_does_not_stumble_over_a_damaged_checkpoint(
@@ -177,7 +176,7 @@ class Terminated(al.Callback):
 
     def on_train_batch_end(self, trainer: al.Trainer, *_: Any) -> None:
         if trainer.global_step in self.steps:
-            trainer.received_sigterm = trainer.should_stop = True
+            trainer.run_state.request_stop(sigterm=True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -38,7 +38,8 @@ class Interruption(Callback):
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self.asked:
                 raise KeyboardInterrupt
-            self.asked = trainer.received_sigterm = trainer.should_stop = True
+            self.asked = True
+            trainer.run_state.request_stop(sigterm=True)
             if trainer.is_global_zero and os.getpid() == owner:  # processes that load data inherit this handler
                 sys.stderr.write("\narclight: saving after this step; ctrl-C again ends at once\n")
 
@@ -70,7 +71,7 @@ def kept(trainer: Trainer, command: str) -> str:
     """Say which checkpoint of an interrupted run is the newest, and how to go on from it."""
     from arclight.checkpoint import find_last, inspect
 
-    run = trainer._run_folder
+    run = trainer.paths.opened
     found = find_last(run.path / "checkpoints") if run is not None and (run.path / "checkpoints").is_dir() else None
     if run is None or found is None:
         return "there is no checkpoint yet to resume from"

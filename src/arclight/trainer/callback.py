@@ -142,6 +142,35 @@ class Callback:
     ) -> None: ...
 
 
+@runtime_checkable
+class BuildsStep(Protocol):
+    """A callback that performs the training step in its own way; the first of a trainer's callbacks that can does."""
+
+    def build_step(
+        self, trainer: Trainer, module: Module, forward: Callable[[Any, int], Any]
+    ) -> Callable[[Any, int], Any]:
+        """Return what the loop calls for a batch and its index; ``forward`` runs ``training_step``."""
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """A callback that keeps averages of the weights, which checkpoints hold beside them."""
+
+    def averages(self) -> dict[str, Any]:
+        """The entries of a checkpoint, averaged weights by name in each."""
+
+    def load_averages(self, entries: dict[str, Any]) -> None:
+        """Take those entries back from a checkpoint's."""
+
+
+@runtime_checkable
+class KeepsLast(Protocol):
+    """A callback that knows which checkpoints a resume may go on from."""
+
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """Return the paths of the newest of each kind that it keeps."""
+
+
 class Checkpoint(Callback):
     """A callback that saves the state that others have changed; the trainer calls it after all others."""
 
@@ -149,46 +178,3 @@ class Checkpoint(Callback):
 
     def forget_later_steps(self, trainer: Trainer) -> None:
         """Go on from an earlier step of the same fit, which training has gone back to. Every rank calls this."""
-
-
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """Ability of a callback: it keeps averaged weights, which a checkpoint holds beside the model's."""
-
-    def averages(self) -> dict[str, Any]:
-        """Return entries for a checkpoint: tensors under the model's parameter names."""
-        ...
-
-    def load_averages(self, entries: dict[str, Any]) -> None:
-        """Restore the averages from a checkpoint's entries."""
-        ...
-
-
-@runtime_checkable
-class BuildsStep(Protocol):
-    """Ability of a callback: it builds the function that the loop calls for a batch."""
-
-    def build_step(self, trainer: Trainer, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step; ``forward`` runs the module's training step."""
-        ...
-
-
-@runtime_checkable
-class WritesPredictions(Protocol):
-    """Ability of a callback: it writes predictions, so the loop keeps their batch indices."""
-
-    interval: Any
-    """``on_epoch``: whether it writes at the end of an epoch, for which predictions are kept."""
-
-    def write_on_epoch_end(self, trainer: Trainer, pl_module: Module, predictions: Any, batch_indices: Any) -> None:
-        """Write the predictions of an epoch."""
-        ...
-
-
-@runtime_checkable
-class ListsLastCheckpoints(Protocol):
-    """Ability of a callback: it knows the newest checkpoints of former runs in its folder."""
-
-    def last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """List the paths among which ``ckpt_path="last"`` looks for the newest."""
-        ...

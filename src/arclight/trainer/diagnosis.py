@@ -1,9 +1,9 @@
-"""Where a loss stopped being a number: the steps since the last checkpoint are run again and watched."""
+"""Find where a loss stopped being finite: run the steps since the last checkpoint again and watch them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,11 @@ from torch import nn
 from arclight.checkpoint.remote import to_path
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
-from arclight.trainer.callback import BuildsStep
-from arclight.trainer.checkpoint import state
+from arclight.fabric.seeding import set_rng_state
+from arclight.trainer.callback import BuildsStep, Callback
 from arclight.trainer.checkpoint.loading import load_weights
-from arclight.trainer.data import stage_data
-from arclight.trainer.data.batches import batch_transfer
 from arclight.trainer.loop.gradients import loss_of
-from arclight.trainer.loop.step import build_forward, build_step
+from arclight.trainer.loop.step import Step, StepBuilder
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
@@ -37,100 +35,101 @@ def diagnose(trainer: Trainer) -> str:
     run again, and the trainer's position and metrics stay as they are; the module, its optimizers and the data do not, as the run is
     over. Only for one process and a module that the trainer optimizes; an empty text otherwise.
     """
-    module, checkpoint = trainer.lightning_module, _checkpoint(trainer)
+    module, checkpoint = trainer.lightning_module, _newest(trainer.checkpoint_callbacks)
     if trainer.world_size > 1 or not module.automatic_optimization or checkpoint is None:
         return ""
-    last = trainer.progress.batches
+    run, last = trainer.run_state, trainer.run_state.progress.batches
     saved = trainer.checkpoint_io.load_checkpoint(checkpoint)
     if "optimizer_states" not in saved:
         return ""
     if last - saved["loops"]["progress"]["batches"] > MOST:
         return f"run from {checkpoint} with log_every_n_steps=1 to find the first such step"
-    try:
-        with _without_callbacks(trainer):
+    position, metrics = dict(vars(run.progress)), run.metrics
+    # those that make the step are the only callbacks that run again
+    with trainer.temporarily(
+        callbacks=[callback for callback in trainer.callbacks if isinstance(callback, BuildsStep)]
+    ):
+        try:
+            run.metrics = metrics.copy()
             load_weights(module, saved["state_dict"])
-            state.restore_training_state(trainer, saved)
-            stage_data.restore_position(trainer)
-            found = _replay(trainer, module, last)
-    except Exception as error:  # whatever it is, the user is to hear of the loss first
-        return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"
+            trainer.checkpoints.restore_training(saved)
+            trainer.data.restore_position()
+            found = _Replay(trainer, module).until(last)
+        except Exception as error:  # whatever it is, the user is to hear of the loss first
+            return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"
+        finally:
+            run.metrics = metrics
+            vars(run.progress).update(position)
     return (
         f"{found}; {checkpoint} is from before" if found else f"running on from {checkpoint}, it did not happen again"
     )
 
 
-@contextmanager
-def _without_callbacks(trainer: Trainer) -> Iterator[None]:
-    """Leave out callbacks that do not make the step; put them, the position and the metrics back afterwards."""
-    callbacks, position = trainer.callbacks, dict(vars(trainer.progress))
-    metrics, trainer.metrics = trainer.metrics, trainer.metrics.copy()
-    trainer.callbacks = [callback for callback in callbacks if isinstance(callback, BuildsStep)]
-    try:
-        yield
-    finally:
-        trainer.callbacks, trainer.metrics = callbacks, metrics
-        vars(trainer.progress).update(position)
-
-
-def _checkpoint(trainer: Trainer) -> Path | None:
+def _newest(callbacks: Iterable[Callback]) -> Path | None:
     kept = (
-        getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
-        for callback in trainer.checkpoint_callbacks
+        getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "") for callback in callbacks
     )
     return next((to_path(path) for path in kept if path and to_path(path).exists()), None)
 
 
-def _replay(trainer: Trainer, module: Module, last: int) -> str:
-    """Train on until a loss is NaN or infinite, or up to batch ``last`` of all."""
-    from arclight.fabric.seeding import set_rng_state
+class _Replay:
+    """Train on from a restored checkpoint and look at every loss."""
 
-    if trainer.pending_rng is not None:
-        set_rng_state(trainer.pending_rng)
-        trainer.pending_rng = None
-    seen: list[Any] = []
-    forward = build_forward(trainer, module)
+    def __init__(self, trainer: Trainer, module: Module) -> None:
+        self._trainer, self._module, self._run = trainer, module, trainer.run_state
+        self._seen: list[tuple[int, str]] = []
 
-    def watched(batch: Any, index: int) -> Any:
-        with _first_bad_module(module) as names:
-            output = forward(batch, index)
-        loss = loss_of(output)
-        if loss is not None and not math.isfinite(float(loss.detach())):
-            seen.append((index, names[0] if names else ""))
-        return output
+    def until(self, last: int) -> str:
+        """Train until a loss is NaN or infinite, or up to batch ``last`` of all; a sentence about it, empty without one."""
+        trainer, module, run, progress = self._trainer, self._module, self._run, self._run.progress
+        if run.pending_rng is not None:
+            set_rng_state(run.pending_rng)
+            run.pending_rng = None
+        builder = StepBuilder(trainer, module)
+        step, move = builder.step(self._watched(builder.forward())), trainer.data.transfer(module)
+        while progress.batches < last:
+            start, before = progress.batch, progress.batches
+            for index, batch in enumerate(trainer.data.train_batches(progress.epoch, start), start):
+                batch = move(batch) if move is not None else batch
+                run.logged.batch.set(batch)
+                run.is_last_batch = index + 1 == run.num_training_batches
+                trainer.enter("training_step")
+                step(batch, index)
+                progress.batch, progress.batches = index + 1, progress.batches + 1
+                if self._seen:
+                    return self._sentence(*self._seen[0])
+                if progress.batches >= last:
+                    break
+            if progress.batches == before:
+                return ""  # data that can be read only once
+            progress.next_epoch()
+        return ""
 
-    step, move, progress = build_step(trainer, module, watched), batch_transfer(trainer, module), trainer.progress
-    while progress.batches < last:
-        start, before = progress.batch, progress.batches
-        for index, batch in enumerate(trainer.train_batches(progress.epoch, start), start):
-            batch = move(batch) if move is not None else batch
-            trainer.logged.batch.set(batch)
-            trainer.is_last_batch = index + 1 == trainer.num_training_batches
-            trainer.enter("training_step")
-            step(batch, index)
-            progress.batch, progress.batches = index + 1, progress.batches + 1
-            if seen:
-                return _sentence(trainer, *seen[0])
-            if progress.batches >= last:
-                break
-        if progress.batches == before:
-            return ""  # data that can be read only once
-        progress.next_epoch()
-    return ""
+    def _watched(self, forward: Step) -> Step:
+        def watched(batch: Any, index: int) -> Any:
+            with _first_bad_module(self._module) as names:
+                output = forward(batch, index)
+            loss = loss_of(output)
+            if loss is not None and not math.isfinite(float(loss.detach())):
+                self._seen.append((index, names[0] if names else ""))
+            return output
+
+        return watched
+
+    def _sentence(self, index: int, name: str) -> str:
+        progress, module = self._run.progress, self._module
+        where = (
+            f"first in module {name!r} ({type(module.get_submodule(name)).__name__})"
+            if name
+            else "outside of its modules"
+        )
+        samples = _samples(self._trainer.data.train_loader, progress.epoch, index)
+        of = f", samples {samples}" if samples else ""
+        return f"it was first so at step {progress.global_step} (epoch {progress.epoch}, batch {index}{of}), {where}"
 
 
-def _sentence(trainer: Trainer, index: int, name: str) -> str:
-    progress, module = trainer.progress, trainer.lightning_module
-    where = (
-        f"first in module {name!r} ({type(module.get_submodule(name)).__name__})" if name else "outside of its modules"
-    )
-    samples = _samples(trainer, progress.epoch, index)
-    of = f", samples {samples}" if samples else ""
-    return f"it was first so at step {progress.global_step} (epoch {progress.epoch}, batch {index}{of}), {where}"
-
-
-def _samples(trainer: Trainer, epoch: int, index: int) -> str:
+def _samples(loader: object, epoch: int, index: int) -> str:
     """Places in the data set of a batch's samples, where the data have such places."""
-    loader = trainer.train_loader
     if not isinstance(loader, ResumableLoader) or not loader.track_indices():
         return ""
     next(iter(loader.batches(epoch, index)), None)

@@ -28,6 +28,7 @@ from arclight.checkpoint import CheckpointError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warnings import WarningCache
+from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.loggers.params import yaml_text
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _is_visible(cls: type, owner: type) -> bool:
     return False
 
 
-INSTANTIATORS = {
+_TRUSTED_INSTANTIATORS = {
     f"{package}.cli.instantiate_module"
     for package in (
         "lightning.pytorch",
@@ -243,7 +244,16 @@ INSTANTIATORS = {
         "arclight.compat.lightning",
     )
 }
-"""What a checkpoint may name as the builder of its module: the command line's, whose arguments describe objects."""
+"""The builders that a checkpoint may name: the command line's, whose arguments describe objects."""
+
+_instantiate: Callable[[type, dict[str, Any]], Any] | None = None
+
+
+def register_instantiator(function: Callable[[type, dict[str, Any]], Any]) -> None:
+    """Build what a command line has saved with ``function(cls, arguments)``: the room of that command line calls this."""
+    global _instantiate
+    _instantiate = function
+
 
 _TOLD = WarningCache()
 _PRIMITIVES = (bool, int, float, str)
@@ -389,9 +399,21 @@ class HyperparametersMixin:
         Raises CheckpointError for a file that cannot be read so or whose weights do not fit, ValueError for a
         ``strict`` that contradicts the module's.
         """
-        from arclight.trainer.checkpoint.loading import build
+        checkpoint = read_checkpoint(checkpoint_path, map_location)
+        if hparams_file is not None:
+            checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = _read_values(hparams_file)
+        owner = rebuild(cls, checkpoint, kwargs)
+        if not isinstance(owner, HyperparametersMixin):
+            raise _not_loadable(cls)
+        return owner._load_from(checkpoint, checkpoint_path, strict)
 
-        return build(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
+    def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Any:
+        """Take the state in a checkpoint that this object was just built from; the object to give to the caller."""
+        raise _not_loadable(type(self))
+
+
+def _not_loadable(cls: type) -> TypeError:
+    return TypeError(f"{cls.__name__} is neither a Module nor a DataModule: a checkpoint has nothing to load into it")
 
 
 def constructors(frame: FrameType | None) -> Iterator[dict[str, Any]]:
@@ -545,20 +567,34 @@ def _decoded(cls: type, kept: dict[str, Any], overrides: dict[str, Any]) -> dict
     return {name: decode(value, cls) for name, value in kept.items() if name not in overrides} | overrides
 
 
+def _read_values(path: str | Path) -> dict[str, Any]:
+    kind = Path(path).suffix.lower()
+    if kind == ".csv":
+        return load_hparams_from_tags_csv(path)
+    if kind in (".yml", ".yaml"):
+        values: dict[str, Any] = load_hparams_from_yaml(path, use_omegaconf=False)
+        return values
+    raise ValueError(f".csv, .yml or .yaml is required for `hparams_file`, got {path}")
+
+
 def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> Any:
     """Build a ``cls`` with :func:`arguments_for` it; by the command line that wrote them, where one did."""
     kept = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), {})
     path = kept.get("_instantiator")
     if path is None:
         return cls(**arguments_for(cls, checkpoint, overrides))
-    if path not in INSTANTIATORS:  # a file must not choose what is imported and called
+    if path not in _TRUSTED_INSTANTIATORS:  # a file must not choose what is imported and called
         raise ValueError(
             f"The instantiator {path!r} from the checkpoint is not in the allowlist of trusted instantiators and was "
             "blocked to prevent arbitrary code execution"
         )
     given = _decoded(cls, {name: value for name, value in kept.items() if name != "_instantiator"}, overrides)
     arguments = given if "_class_path" in given else arguments_for(cls, checkpoint, overrides)
-    return importlib.import_module("arclight.compat.lightning.cli").instantiate_module(cls, arguments)
+    if _instantiate is None:
+        raise CheckpointError(
+            f"the checkpoint's {cls.__name__} was made by a LightningCLI; import arclight.compat.lightning.cli before loading it"
+        )
+    return _instantiate(cls, arguments)
 
 
 def find_attribute_owners(module: Module, name: str) -> list[Any]:

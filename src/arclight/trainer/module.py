@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.data_hooks import DataHooks
-from arclight.trainer.exporting import ExportMixin
+from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.datamodule import DataHooks
 from arclight.trainer.fabric.link import FabricLink, TrainerOfFabric
 from arclight.trainer.hparams import HyperparametersMixin
-from arclight.trainer.optimizing import Optimizing
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from arclight.trainer.callback import Callback
     from arclight.trainer.logging.results import ResultMetric
+    from arclight.trainer.loop.optimizers import ManagedOptimizer
     from arclight.trainer.trainer import Trainer
 
 
-class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module):
+class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -188,6 +191,103 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
     def unfreeze(self) -> Self:
         return self.requires_grad_(True).train()
 
+    # -- optimization -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it.
+
+        Raises MisconfigurationError in automatic optimization.
+        """
+        if self.automatic_optimization:
+            raise MisconfigurationError(
+                "To use manual optimization, please set `self.automatic_optimization = False`: `manual_backward` was called, but the "
+                "trainer runs backward and the optimizer of this module"
+            )
+        self.trainer.backward(loss, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | ManagedOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Run the optimizer. The closure, which every override must pass on or call, runs forward and backward."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        scheduler.step() if metric is None else scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        self.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``.
+
+        In manual optimization call it between backward and step. Raises MisconfigurationError where the trainer was told to
+        clip in another way.
+        """
+        if self._fabric is not None:
+            by_value = (gradient_clip_algorithm or "norm") == "value"
+            limits = {
+                "clip_val": gradient_clip_val if by_value else None,
+                "max_norm": None if by_value else gradient_clip_val,
+            }
+            self._fabric.clip_gradients(self, optimizer, **limits)
+            return
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them. Their ``step`` runs hooks, takes out the scale of 16-bit gradients and is counted.
+
+        With ``use_pl_optimizer=False`` they are as ``configure_optimizers`` returned them.
+        """
+        optimizers: list[Any]
+        if self._fabric is not None:
+            optimizers = self._fabric_optimizers
+        else:
+            optimizers = list(self.trainer.managed_optimizers if use_pl_optimizer else self.trainer.optimizers)
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        """Let only ``optimizer``'s parameters require gradients, until :meth:`untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [
+            p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"] if id(p) not in own
+        ]
+        self.__dict__.setdefault("_toggled", []).extend((p, p.requires_grad) for p in others)
+        for parameter in others:
+            parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
+        for parameter, required in reversed(self.__dict__.pop("_toggled", [])):
+            parameter.requires_grad = required
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
     # -- logging ---------------------------------------------------------------------------------------------------
 
     def log(
@@ -342,7 +442,78 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         """The processes as ``configure_model`` may spread the module over them; None where the strategy has no mesh."""
         return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
 
-    # -- checkpoints ------------------------------------------------------------------------------------------
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **options: Any) -> Any:
+        """Write the module as ONNX to a path or binary file (None: nowhere), and give the ``torch.onnx.ONNXProgram``.
+
+        ``input_sample``: what ``forward`` takes, a tuple or dict of several (default ``example_input_array``);
+        ``options`` go to ``torch.onnx.export``. Raises ValueError without a sample, MissingExtraError without onnx.
+        """
+        return _export(self, file_path, input_sample, options)
+
+    def to_torchscript(self, *args: Any, **options: Any) -> Any:
+        """Not offered: torch itself has left TorchScript for ``torch.export``."""
+        raise NotImplementedError(
+            "`to_torchscript` is not offered: TorchScript is no longer developed. Use to_onnx(), torch.export.export() or "
+            "arclight.deploy.export(), which torch 2 runs everywhere that TorchScript did"
+        )
+
+    def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Self:
+        strict = self._strictness(strict)
+        self.configure_model()
+        self.on_load_checkpoint(checkpoint)
+        weights = {**checkpoint["state_dict"], **checkpoint.get("ema", {})}
+        load_weights(self, weights, strict)
+        if not weights:
+            rank_zero_warn(f"The state dict in {str(source)!r} contains no parameters.")
+            return self
+        device = next((value.device for value in weights.values() if isinstance(value, torch.Tensor)), None)
+        return self.to(device) if device is not None else self
+
+    def _strictness(self, asked: bool | None) -> bool:
+        overriding = inspect.getattr_static(type(self), "strict_loading") is not vars(Module)["strict_loading"]
+        own = self.strict_loading if overriding else vars(self).get("_strict_loading")
+        if own is not None and asked is not None and own != asked:
+            raise ValueError(
+                f"You set `.load_from_checkpoint(..., strict={asked!r})` which is in conflict with"
+                f" `{type(self).__name__}.strict_loading={own!r}`. Please set the same value for both of them."
+            )
+        return self.strict_loading if asked is None else asked
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_entries": None}
+
+
+def _export(module: Module, target: str | Path | IO[bytes] | None, input_sample: Any, options: dict[str, Any]) -> Any:
+    require("onnx", extra="deploy")
+    if options.get("dynamo", True):
+        require("onnxscript", extra="deploy")
+    if input_sample is None:
+        input_sample = module.example_input_array
+    if input_sample is None:
+        raise ValueError(
+            "Could not export to ONNX since neither `input_sample` nor `model.example_input_array` attribute is set."
+        )
+    sample = module.transfer_batch_to_device(module.on_before_batch_transfer(input_sample, 0), module.device, 0)
+    sample = module.on_after_batch_transfer(sample, 0)
+    positional, named = _arguments(sample)
+    modes = {part: part.training for part in module.modules()}
+    try:
+        with torch.no_grad():
+            if target is None or isinstance(target, (str, Path)):
+                path = str(target) if target is not None else None
+                return torch.onnx.export(module, positional, path, kwargs=named, **options)
+            program = torch.onnx.export(module, positional, None, kwargs=named, **options | {"dynamo": True})
+            target.write(program.model_proto.SerializeToString())  # type: ignore[union-attr]
+            return program
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """What ``forward`` is called with: a tuple's items, a dict's by name, or the sample itself."""
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    return (tuple(sample) if isinstance(sample, tuple) else (sample,)), None

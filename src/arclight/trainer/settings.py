@@ -352,16 +352,16 @@ class _Given(TrainerSettings):
         """Leave the check to `_check_ranges`."""
 
 
-def check_arguments(given: dict[str, Any], conventions: TrainerBehavior) -> TrainerSettings:
+def check_arguments(given: dict[str, Any], unknown: dict[str, Any], behavior: TrainerBehavior) -> TrainerSettings:
     """Settings from a trainer's arguments, which are changed where one decides on another.
 
     Raises TypeError naming the nearest argument for an unknown one, MisconfigurationError for a value out of its range.
     """
-    _check_names(given)
+    _check_names(given, unknown)
     if given["barebones"]:
         _go_bare(given)
     values = {name: given[name] for name in _FIELDS if given.get(name) is not None}
-    values["num_sanity_val_steps"] = values.get("num_sanity_val_steps", conventions.sanity_val_steps)
+    values["num_sanity_val_steps"] = values.get("num_sanity_val_steps", behavior.sanity_val_steps)
     values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     for name in ("accelerator", "strategy", "devices", "precision", "profiler"):
         if not isinstance(values.get(name), (str, int)):
@@ -384,19 +384,13 @@ def check_arguments(given: dict[str, Any], conventions: TrainerBehavior) -> Trai
     return dataclasses.replace(settings, **changes)
 
 
-def _check_names(given: dict[str, Any]) -> None:
-    import inspect
-
-    from arclight.trainer.trainer import Trainer
-
-    names = [n for n, p in inspect.signature(Trainer.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(
-                f"Trainer has no argument {name!r}: __init__() got an unexpected keyword argument {name!r}{hint}"
-            )
+def _check_names(given: dict[str, Any], unknown: dict[str, Any]) -> None:
+    for name in unknown:
+        near = difflib.get_close_matches(name, given, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(
+            f"Trainer has no argument {name!r}: __init__() got an unexpected keyword argument {name!r}{hint}"
+        )
 
 
 def _go_bare(given: dict[str, Any]) -> None:

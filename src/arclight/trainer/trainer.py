@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
 
+from arclight.data.combined import Count
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
-from arclight.trainer import defaults
-from arclight.trainer import settings as arguments
-from arclight.trainer.callback import Callback
-from arclight.trainer.checkpoint import state
+from arclight.fabric.registry import load_external_callbacks
+from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
-from arclight.trainer.data.batches import BatchIterator
-from arclight.trainer.data.stage_data import StageData
-from arclight.trainer.data_view import DataView
-from arclight.trainer.logging.metrics import Metrics
-from arclight.trainer.logging.reporting import LoggedMetrics
-from arclight.trainer.logging.results import ResultCollection
-from arclight.trainer.loop import session
+from arclight.trainer.checkpoint.resume import CheckpointSelector
+from arclight.trainer.checkpoint.state import CheckpointConnector
+from arclight.trainer.data.limits import ValidationSchedule, estimated_steps
+from arclight.trainer.data.stage_data import DataConnector
+from arclight.trainer.diagnosis import diagnose
+from arclight.trainer.logging.reporting import NonFiniteLossError, Reporter, nonfinite_loss
+from arclight.trainer.loop import gradients
 from arclight.trainer.loop.accumulation import AccumulationState
-from arclight.trainer.loop.evaluation import Predictions
-from arclight.trainer.loop.hooks import Hook, callback_hooks, logging_as, module_hooks, resolve
+from arclight.trainer.loop.hooks import (
+    Hook,
+    callback_hooks,
+    check_state_keys,
+    checkpoints_last,
+    logging_as,
+    module_hooks,
+    within_a_step,
+)
 from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
-from arclight.trainer.loop.progress import Progress, TrainerState
+from arclight.trainer.loop.progress import Progress, RunningStage, TrainerState, TrainerStatus
+from arclight.trainer.loop.run_state import RunState
+from arclight.trainer.loop.session import Session
+from arclight.trainer.loop.signals import RequeueCheckpoints
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiler import resolve_profiler
 from arclight.trainer.run.folder import RunFolder
-from arclight.trainer.run.paths import RunPlaces, local_root
-from arclight.trainer.settings import NATIVE, TrainerBehavior, TrainerSettings
+from arclight.trainer.run.paths import RunPaths, local_root
+from arclight.trainer.settings import ATTRIBUTES, NATIVE, TrainerBehavior, TrainerSettings, check_arguments
 from arclight.trainer.strategies import select
-from arclight.trainer.view import TrainerView
 
 if TYPE_CHECKING:
     from arclight.fabric.accelerators import Accelerator
@@ -48,12 +57,15 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
     from arclight.fabric.strategies.layer_sync import LayerSync
     from arclight.trainer.loggers import Logger
+    from arclight.trainer.logging.results import ResultCollection
     from arclight.trainer.profilers import Profiler
 
     Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
 
+_LOG = logging.getLogger("arclight")
 
-class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
+
+class Trainer:
     """Runs a :class:`Module`: everything between its steps.
 
     The arguments that are fields of :class:`TrainerSettings` are described there. Beside them
@@ -68,7 +80,32 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     Nothing is written before there is something to write. Raises MisconfigurationError for arguments that do not go together.
     """
 
-    conventions: TrainerBehavior = NATIVE
+    behavior: TrainerBehavior = NATIVE
+    callbacks: list[Callback]
+
+    # settings that callbacks and modules may change while a run lasts
+    fast_dev_run: int | bool
+    max_epochs: int  # None until the first fit where the user did not say
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    val_check_interval: Any
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | float
+    log_every_n_steps: int
+    accumulate_grad_batches: int
+    gradient_clip_val: int | float | None
+    gradient_clip_algorithm: str | None
+    inference_mode: bool
+    use_distributed_sampler: bool
+    detect_anomaly: bool
+    barebones: bool
+    reload_dataloaders_every_n_epochs: int
 
     def __init__(
         self, *, accelerator: str | Accelerator = "auto", strategy: str | Strategy = "auto", devices: list[int] | str | int = "auto",
@@ -87,11 +124,9 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | Path | None = None, enable_autolog_hparams: bool = True,
         run_name: str | None = None, run_folder: RunFolder | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        given = {
-            name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")
-        } | unknown
-        self.settings = arguments.check_arguments(given, self.conventions)
-        for name in arguments.ATTRIBUTES:
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        self.settings = check_arguments(given, unknown, self.behavior)
+        for name in ATTRIBUTES:
             setattr(self, name, getattr(self.settings, name))
         self.given = given
         self.strategy = select(
@@ -101,71 +136,63 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.accelerator = self.strategy.accelerator
         self._precision_choice = precision
         self.precision_plugin = self.strategy.precision
-        own_files = TorchCheckpointIO if self.conventions.checkpoint_suffix else FolderCheckpointIO
+        own_files = TorchCheckpointIO if self.behavior.checkpoint_suffix else FolderCheckpointIO
         self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
-        self.default_root_dir = local_root(default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd()))
-        self.run_name, self._run_folder = run_name, run_folder
-        self._ckpt_path: str | Path | None = None
-        self._ckpt_path_given = self.ckpt_path_named = self._folder_made_early = False
-        self._agreed: dict[str, str | None] = {}
-        self.newest_of_run: Path | None = None
-        """The checkpoint that ``ckpt_path="last"`` found in the run's own folder, before any hook ran."""
-        self.callbacks = defaults.default_callbacks(self, callbacks)
+        root = default_root_dir or ("runs" if self.behavior.run_folders else Path.cwd())
+        self.paths = RunPaths(
+            self.strategy, root=local_root(root), name=run_name, folder=run_folder, logger=logger,
+            run_folders=self.behavior.run_folders, dry=bool(self.fast_dev_run),
+        )  # fmt: skip
+        self.run_state = RunState()
+        self.data, self.selector, self.checkpoints = (
+            DataConnector(self),
+            CheckpointSelector(self),
+            CheckpointConnector(self),
+        )
+        self.callbacks = self._default_callbacks(callbacks)
         self.profiler = resolve_profiler(profiler)
-        self._logger_choice, self._loggers = logger, None
         self.datamodule: Any = None
         self._module: Module | None = None
-        self._reset()
 
     @classmethod
     def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
         """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``, which win: callbacks, logger, run folder."""
         return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)} | objects)
 
-    @property
-    def ckpt_path(self) -> str | Path | None:
-        """The checkpoint that the newest entry point loaded; one that is set here is loaded by the next."""
-        return self._ckpt_path
+    def _default_callbacks(self, given: Callback | list[Callback] | None) -> list[Callback]:
+        """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
+        from arclight.trainer.callbacks import (
+            ModelCheckpoint,
+            ModelSummary,
+            ProgressBar,
+            RichModelSummary,
+            RichProgressBar,
+            Timer,
+            TQDMProgressBar,
+        )
 
-    @ckpt_path.setter
-    def ckpt_path(self, path: str | Path | None) -> None:
-        self._ckpt_path, self._ckpt_path_given = path, path is not None
-
-    def _reset(self) -> None:
-        """The state before any run."""
-        self.progress, self.window, self.state = Progress(), AccumulationState(), TrainerState()
-        self.should_stop = self.is_last_batch = self.received_sigterm = self.requeue = self.told_of_minimum = (
-            self.told_of_no_loss
-        ) = False
-        self.left_within_epoch = False
-        self.optimizers = []
-        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
-        self.logged = self.training_values = ResultCollection("train")
-        self.metrics = Metrics()
-        self.last_loss: torch.Tensor | None = None
-        self.validated_time: float | None = None
-        self.pending_rng: dict[str, Any] | None = None
-        self.loader_state: dict[str, Any] = {}
-        self.loader_seeds: list[int] | int = []
-        """Seeds of the training loaders from a checkpoint, until those are asked for; one number for all from versions without more."""
-        self.data: dict[str, StageData] = {}
-        self.num_training_batches: int | float = math.inf
-        self.batch_iterator: BatchIterator | None = None
-        self.rng_before_validation: dict[str, Any] | None = None
-        self.data_seed, self.eval_batch = 0, 0
-        self.evaluated: Counter[str] = Counter()
-        self.step_module: torch.nn.Module | None = None
-        self.predict_loop = Predictions()
-        self.close_window: Callable[[], None] | None = None
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer] | None) -> None:
-        self._optimizers = list(optimizers or [])
-        self.managed_optimizers = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
+        chosen, settings = self.given, self.settings
+        callbacks = [given] if isinstance(given, Callback) else list(given or [])
+        bars = [c for c in callbacks if isinstance(c, ProgressBar)]
+        _check_callbacks(callbacks, bars, chosen)
+        if settings.max_time is not None:
+            if any(isinstance(c, Timer) for c in callbacks):
+                self.say("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+            else:
+                callbacks.append(Timer(duration=settings.max_time, interval="step"))
+        saves = chosen["enable_checkpointing"] is not False and not self.fast_dev_run
+        if saves and not any(isinstance(c, Checkpoint) for c in callbacks):
+            callbacks.append(ModelCheckpoint())
+        if settings.enable_progress_bar and not bars:
+            callbacks.append(RichProgressBar())
+        summary = chosen["enable_model_summary"]
+        summary = settings.enable_progress_bar if summary is None else summary
+        if summary and not any(isinstance(c, ModelSummary) for c in callbacks):
+            plain = any(isinstance(c, TQDMProgressBar) for c in callbacks)
+            callbacks.append(ModelSummary() if plain else RichModelSummary())
+        callbacks += load_external_callbacks(self.behavior.callbacks_factory)
+        check_state_keys(callbacks)
+        return checkpoints_last(callbacks)
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
@@ -185,7 +212,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         Nothing is unpickled, whatever ``weights_only`` says.
         Raises NonFiniteLossError when the loss is no number, CheckpointError for a checkpoint that cannot be used.
         """
-        session.launch(self, session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        Session(self).launch(Session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(
         self,
@@ -214,11 +241,11 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     def _evaluate(
         self, stage: str, model: Module | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = session.launch(
-            self, session.evaluate, stage, model, loaders, datamodule, ckpt_path
+        results: list[dict[str, float]] = Session(self).launch(
+            Session.evaluate, stage, model, loaders, datamodule, ckpt_path
         )
         if verbose and self.is_global_zero and results and any(results):
-            defaults.show_results(stage, results)
+            show_results(stage, results)
         return results
 
     def predict(
@@ -226,7 +253,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         ckpt_path: str | Path | None = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
         """``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
-        return session.launch(self, session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
+        return Session(self).launch(Session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
 
     def predict_iter(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None
@@ -237,7 +264,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         """
         if not self.strategy.launcher.runs_in_this_process:
             raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
-        return session.predict_iter(self, model, dataloaders, datamodule, ckpt_path)
+        return Session(self).predict_iter(model, dataloaders, datamodule, ckpt_path)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Create a model directly on its device and in its type; ``empty_init`` leaves out first values, to be loaded."""
@@ -252,7 +279,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
                 "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        state.save_checkpoint(self, filepath, bool(weights_only), storage_options)
+        self.checkpoints.save(filepath, bool(weights_only), storage_options)
 
     def capture(self) -> dict[str, Any]:
         """The whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
@@ -260,7 +287,84 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
         they lie, and whoever changes them in between changes what it takes up.
         """
-        return state.dump_checkpoint(self)
+        return self.checkpoints.dump()
+
+    # -- the module and its optimization -------------------------------------------------------------------------------
+
+    @property
+    def attached_module(self) -> Module | None:
+        """The module of the newest entry point; None before the first."""
+        return self._module
+
+    @property
+    def lightning_module(self) -> Module:
+        """The module of the newest entry point. Raises RuntimeError before the first."""
+        module = self._module or self.strategy.lightning_module
+        if module is None:
+            raise RuntimeError("this trainer has no module yet; call fit, validate, test or predict with one")
+        return cast("Module", module)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The module as it is run: wrapped where several processes train it."""
+        step_module = self.run_state.step_module
+        if self.training and step_module is not None:
+            return step_module
+        return self._module or self.strategy.lightning_module
+
+    def attach(self, module: Module) -> None:
+        """Run ``module`` from here on."""
+        self._module = module
+        self.paths.name_after(module)
+
+    def attach_data(self, datamodule: Any) -> None:
+        """Take data from ``datamodule`` from here on; None for no data module."""
+        self.datamodule = datamodule
+        if datamodule is not None:
+            datamodule.trainer = self
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.run_state.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer] | None) -> None:
+        given = list(optimizers or [])
+        self.run_state.use_optimizers(given, [ManagedOptimizer(optimizer, self) for optimizer in given])
+
+    @property
+    def managed_optimizers(self) -> list[ManagedOptimizer]:
+        """The optimizers as a module sees them."""
+        return self.run_state.managed_optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        return self.run_state.lr_scheduler_configs
+
+    def use_optimizers(self, optimizers: list[Optimizer], schedulers: list[LRSchedulerConfig]) -> None:
+        """Train with these from here on."""
+        self.optimizers, self.run_state.lr_scheduler_configs = optimizers, schedulers
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of a ``training_step`` that runs its optimizers itself, with the hooks around it."""
+        self.run_state.last_loss = loss
+        for hook in self.resolve("on_before_backward"):
+            hook(loss)
+        gradients.manual_backward(self.lightning_module, loss, self.strategy, self.precision_plugin, *args, **kwargs)
+        for hook in self.resolve("on_after_backward"):
+            hook()
+
+    def clip_gradients(self, optimizer: Any, value: float | None = None, algorithm: str | None = None) -> None:
+        """Clip the gradients of ``optimizer``'s parameters, unless that contradicts the trainer's own settings."""
+        own = (self.gradient_clip_val, self.gradient_clip_algorithm)
+        value, algorithm = gradients.clip_settings(own, (value, algorithm))
+        if value is None or value <= 0:
+            return
+        if not self.lightning_module.automatic_optimization:
+            for managed in self.managed_optimizers:
+                if optimizer is managed or optimizer is managed.optimizer:
+                    managed.unscale()
+        gradients.clip(self.strategy, optimizer, value, algorithm)
 
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
@@ -270,12 +374,14 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str) -> tuple[Hook, ...]:
-        """Everything that runs at hook ``name``."""
-        return resolve(self, self.lightning_module, name)
+        """Everything that runs at hook ``name``: callbacks in order, then the module."""
+        module = self.lightning_module
+        hooks = callback_hooks(self, module, self.callbacks, name) + module_hooks(module, name)
+        return within_a_step(module, name, hooks)
 
     def enter(self, hook: str) -> None:
         """From here on ``log`` belongs to ``hook``."""
-        values = self.logged
+        values = self.run_state.logged
         values.hook = hook
         if self._module is not None and not self.barebones:
             self._module.__dict__["_entries"] = values.table(hook)
@@ -302,3 +408,493 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         module = self.lightning_module
         for hook in callback_hooks(self, module, self.callbacks, name):
             logging_as(module, name, hook)(*arguments, **options)
+
+    # -- runs within a run ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def temporarily(self, **attributes: Any) -> Iterator[None]:
+        """Run with other callbacks or settings for a while, and then with those of now again."""
+        before = {name: getattr(self, name) for name in attributes}
+        try:
+            for name, value in attributes.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Run something with a state of its own, and then go on with that of now; a SIGTERM is not forgotten."""
+        before = self.run_state
+        self.run_state = tried = before.for_trial()
+        self.optimizers = before.optimizers  # managed anew: a fit under way has hooks in the present ones
+        try:
+            yield
+        finally:
+            self.run_state = before
+            if tried.received_sigterm:
+                before.request_stop(sigterm=True)
+            if "train" in before.data and before.data["train"].loaded:
+                before.num_training_batches = before.data["train"].total
+
+    def use_callbacks(self, callbacks: list[Callback]) -> None:
+        """Call these from here on."""
+        self.callbacks = callbacks
+
+    def limit_epochs(self, epochs: int) -> None:
+        """End a fit after so many epochs; -1 for no limit."""
+        self.max_epochs = epochs
+
+    # -- logged values -------------------------------------------------------------------------------------------------
+
+    @property
+    def logged(self) -> ResultCollection:
+        """The values of the stage under way."""
+        return self.run_state.logged
+
+    @property
+    def reporter(self) -> Reporter:
+        """The writer of this run's rows and metrics."""
+        return Reporter(
+            self.run_state,
+            self.strategy,
+            self.lightning_module,
+            lambda: self.loggers,
+            zero_based=self.behavior.zero_based_rows,
+        )
+
+    def row_of_step(self, step: int) -> int:
+        """Number of the loggers' row that belongs to the ``step``-th step, counted from 1."""
+        return step - self.behavior.zero_based_rows
+
+    def log_step(self) -> None:
+        """Check the newest loss, and send the newest step values to the loggers."""
+        self.check_finite()
+        self.reporter.log_step()
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteLossError if the newest loss is NaN or infinite, naming the batch and module where it began."""
+        if not self.behavior.stop_on_nonfinite:
+            return
+        said = nonfinite_loss(self.run_state, self.log_every_n_steps)
+        if said is not None:
+            found = diagnose(self)
+            raise NonFiniteLossError(f"{said}. {found[0].upper()}{found[1:]}" if found else said)
+
+    def report_loss(self, loss: torch.Tensor | None) -> None:
+        """Take ``loss`` for the newest, in the place of the step's own; None for one that is not to be judged."""
+        self.run_state.last_loss = loss
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Newest value of every logged name: in training the step's, from the epoch's end on the epoch's."""
+        return self.run_state.metrics.look(self.run_state.logged).callback
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Newest values for loggers: ``x_step`` and ``x_epoch`` where both are logged."""
+        return self.run_state.metrics.look(self.run_state.logged).logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Newest values logged with ``prog_bar=True``, read from the device."""
+        return self.run_state.metrics.look(self.run_state.logged).bar_values()
+
+    # -- where it writes -----------------------------------------------------------------------------------------------
+
+    @property
+    def default_root_dir(self) -> str:
+        return self.paths.root
+
+    @property
+    def run_name(self) -> str | None:
+        return self.paths.name
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """Where this run writes, the same on every rank; in one process made when first asked for."""
+        return self.paths.run_folder
+
+    @run_folder.setter
+    def run_folder(self, folder: RunFolder) -> None:
+        self.paths.run_folder = folder
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self.paths.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Any] | None) -> None:
+        self.paths.loggers = loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, None where there is none; setting one makes it the only one."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
+        return self.paths.log_dir
+
+    @property
+    def checkpoint_folder(self) -> str:
+        """Where checkpoints go that were given no place, the same on every rank."""
+        return self.paths.checkpoint_folder
+
+    @property
+    def ckpt_path(self) -> str | Path | None:
+        """The checkpoint that the newest entry point loaded; one that is set here is loaded by the next."""
+        return self.selector.path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | Path | None) -> None:
+        self.selector.give(path)
+
+    @property
+    def requeue_checkpoints(self) -> RequeueCheckpoints:
+        """The checkpoints from which a SLURM job goes on when it is queued again."""
+        return RequeueCheckpoints(self.paths, self.strategy, self.checkpoint_io.suffix)
+
+    # -- its data ------------------------------------------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training data of the newest fit, as it was given; None before it was asked for."""
+        return self.data.structure("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self.data.structure("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self.data.structure("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self.data.structure("predict")
+
+    @property
+    def num_training_batches(self) -> Count:
+        return self.run_state.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[Count]:
+        """Batches of each validation loader, within the limits; empty before they were asked for."""
+        return self.data.counts("validate")
+
+    @property
+    def num_sanity_val_batches(self) -> list[Count]:
+        """Batches of each validation loader that the check before training runs."""
+        steps, stages = self.num_sanity_val_steps, self.data.stages
+        if "validate" in stages and stages["validate"].function != "fit":
+            return []
+        return [count if steps == -1 else min(steps, count) for count in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[Count]:
+        return self.data.counts("test")
+
+    @property
+    def num_predict_batches(self) -> list[Count]:
+        return self.data.counts("predict")
+
+    @property
+    def num_eval_batches(self) -> list[Count]:
+        """Batches of each loader in the evaluation under way."""
+        stage = {"sanity_check": "validate", "train": "validate"}.get(self.stage, self.stage)
+        counts = self.data.stages[stage].limits if stage in self.data.stages else []
+        steps = self.num_sanity_val_steps
+        return [min(steps, count) for count in counts] if self.sanity_checking and steps != -1 else counts
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if a fit validates: there are data and a step for it, and no limit forbids it."""
+        return self.data.validates
+
+    @property
+    def validation_schedule(self) -> ValidationSchedule:
+        """When a fit validates, as the settings are now."""
+        return ValidationSchedule(
+            self.val_check_interval, self.check_val_every_n_epoch, self.num_training_batches, self.enable_validation
+        )
+
+    @property
+    def validates_when_epoch_is_over(self) -> bool:
+        """True if the epoch's validation is still due after its last batch: with an interval only its multiples validate."""
+        if self.behavior.skip_leaves_out_validation and self.run_state.batch_under_way:
+            return False
+        return self.validation_schedule.left_after_last_batch(self.progress)
+
+    @property
+    def val_check_batch(self) -> Count:
+        """Training batches from one validation to the next: an epoch's, unless ``val_check_interval`` says otherwise."""
+        return self.validation_schedule.batches
+
+    def next_validation(self) -> Count:
+        """Number of batches of this epoch after which validation is due next; infinity where none is."""
+        return self.validation_schedule.next_batch(self.progress)
+
+    @property
+    def estimated_stepping_batches(self) -> Count:
+        """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
+        if "train" in self.data.stages:
+            self.data.load("train")
+        return estimated_steps(
+            self.num_training_batches,
+            self.max_epochs,
+            self.max_steps,
+            self.accumulate_grad_batches,
+            windows_span_epochs=self.behavior.windows_span_epochs,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Arguments for a ``DistributedSampler`` of one's own: of the ranks that read different data."""
+        return self.strategy.distributed_sampler_kwargs
+
+    @property
+    def predict_loop(self) -> Any:
+        """The outputs of the newest prediction."""
+        return self.run_state.predictions
+
+    # -- what it is doing ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """Status, entry point and stage."""
+        return self.run_state.state
+
+    @property
+    def stage(self) -> str:
+        """Name of the running stage; empty between two."""
+        return self.run_state.stage
+
+    @property
+    def training(self) -> bool:
+        return self.state.stage == RunningStage.TRAINING
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.state.stage == RunningStage.SANITY_CHECKING
+
+    @property
+    def validating(self) -> bool:
+        return self.state.stage == RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage == RunningStage.TESTING
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage == RunningStage.PREDICTING
+
+    @property
+    def evaluating(self) -> bool:
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    @property
+    def interrupted(self) -> bool:
+        return self.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def should_stop(self) -> bool:
+        """True if the fit was asked to end; a callback sets it to ask for that."""
+        return self.run_state.should_stop
+
+    @should_stop.setter
+    def should_stop(self, stop: bool) -> None:
+        self.run_state.should_stop = stop
+
+    @property
+    def received_sigterm(self) -> bool:
+        return self.run_state.received_sigterm
+
+    # -- how far it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed, which is the number of the one under way."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer updates completed."""
+        return self.progress.global_step
+
+    @property
+    def progress(self) -> Progress:
+        """Position of the fit."""
+        return self.run_state.progress
+
+    @property
+    def window(self) -> AccumulationState:
+        """The accumulation window under way."""
+        return self.run_state.window
+
+    @property
+    def is_last_batch(self) -> bool:
+        """True within the last batch of a training epoch."""
+        return self.run_state.is_last_batch
+
+    @property
+    def last_loss(self) -> torch.Tensor | None:
+        """The newest training loss, on its device."""
+        return self.run_state.last_loss
+
+    @property
+    def fit_is_over(self) -> bool:
+        """True if a limit has been reached, or a stop was asked for after the minimum."""
+        progress = self.progress
+        if self.max_epochs != -1 and progress.epoch >= self.max_epochs:
+            return True
+        if self.max_steps != -1 and progress.global_step >= self.max_steps:
+            return True
+        return self.should_stop and self.may_stop()
+
+    def may_stop(self) -> bool:
+        """Return True if the minimum of epochs and steps is behind us; else say once that training goes on."""
+        run, progress = self.run_state, self.progress
+        enough = (not self.min_epochs or progress.epoch >= self.min_epochs) and (
+            not self.min_steps or progress.global_step >= self.min_steps
+        )
+        if not enough and not run.warned_of_minimum:
+            run.warned_of_minimum = True
+            self.say(
+                f"Trainer was signaled to stop but the required `min_epochs={self.min_epochs}` or `min_steps={self.min_steps}` has "
+                "not been met. Training will continue..."
+            )
+        return enough
+
+    @property
+    def step_limit(self) -> float:
+        return math.inf if self.max_steps == -1 else self.max_steps
+
+    # -- where it runs -----------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.strategy.is_global_zero
+
+    @property
+    def num_devices(self) -> int:
+        return self.strategy.num_devices
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Index of each device that this node uses."""
+        return list(self.strategy.device_ids)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.strategy.num_nodes
+
+    @property
+    def precision(self) -> str:
+        return self.precision_plugin.name
+
+    @property
+    def scaler(self) -> Any:
+        return self.precision_plugin.scaler
+
+    # -- what it was given -------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        from arclight.trainer.callbacks import EarlyStopping
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        from arclight.trainer.callbacks import ProgressBar
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+
+    # -- telling people ----------------------------------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201
+
+    def notice(self, message: str) -> None:
+        """Tell the user something once, on rank 0."""
+        if self.is_global_zero:
+            _LOG.warning(message)
+
+    def say(self, message: str) -> None:
+        """Tell the user something that is no cause for concern, on rank 0."""
+        if self.is_global_zero:
+            _LOG.info(message)
+
+    def warn(self, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warn of something that the user can change, on rank 0."""
+        if self.is_global_zero:
+            warnings.warn(message, category, stacklevel=3)
+
+
+def _check_callbacks(callbacks: list[Callback], bars: list[Any], chosen: dict[str, Any]) -> None:
+    if chosen["enable_checkpointing"] is False and any(isinstance(c, Checkpoint) for c in callbacks):
+        raise MisconfigurationError(
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list: leave out one of them"
+        )
+    if len(bars) > 1:
+        raise MisconfigurationError(
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is supported: "
+            + ", ".join(type(c).__name__ for c in bars)
+        )
+    if bars and chosen["enable_progress_bar"] is False:
+        raise MisconfigurationError(
+            f"Trainer was configured with `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks list: "
+            "leave out one of them"
+        )
+
+
+def show_results(stage: str, results: list[dict[str, float]]) -> None:
+    """A table of an evaluation's values."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=stage, title_justify="left")
+    table.add_column("metric")
+    for number in range(len(results)):
+        table.add_column(f"loader {number}" if len(results) > 1 else "value", justify="right")
+    for name in dict.fromkeys(key for result in results for key in result):
+        table.add_row(name, *(f"{result[name]:.5g}" if name in result else "" for result in results))
+    Console().print(table)

@@ -33,7 +33,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.seeding import seed_everything
 from arclight.trainer import Callback, DataModule, Module, callbacks, loggers
 from arclight.trainer import Trainer as NativeTrainer
-from arclight.trainer.hparams import given_hyperparameters
+from arclight.trainer.hparams import given_hyperparameters, register_instantiator
 
 
 class SaveConfigCallback(Callback):
@@ -406,3 +406,6 @@ def instantiate_module(class_type: type[Owner], config: dict[str, Any]) -> Owner
         parser.add_class_arguments(class_type, "module", fail_untyped=False)
     made: Owner = parser.instantiate_classes(parser.parse_object({"module": config})).module
     return made
+
+
+register_instantiator(instantiate_module)  # for checkpoints of modules that a command line has built

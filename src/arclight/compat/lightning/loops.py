@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arclight.trainer.data import stage_data
-from arclight.trainer.data.limits import batch_under_way
-from arclight.trainer.loop.fit import finished
-
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
-    from arclight.trainer.loop.evaluation import Predictions
+    from arclight.trainer.loop.predictions import Predictions
 
 
 @dataclass
@@ -44,17 +40,17 @@ class StageLoop:
 
     def setup_data(self) -> None:
         """Ask for the stage's loaders, if that has not been done."""
-        stage_data.load(self.trainer, self.stage)
+        self.trainer.data.load(self.stage)
 
     @property
     def batch_progress(self) -> CountView:
         """Batches of the newest run of this stage, and of all of this trainer."""
         trainer = self.trainer
-        return CountView(_counts(trainer.eval_batch), _counts(trainer.evaluated[self.stage]))
+        return CountView(_counts(trainer.run_state.eval_batch), _counts(trainer.run_state.evaluated[self.stage]))
 
     @property
     def max_batches(self) -> list[int | float]:
-        return self.trainer.data[self.stage].counts if self.stage in self.trainer.data else []
+        return self.trainer.data.counts(self.stage)
 
 
 class PredictLoop(StageLoop):
@@ -99,7 +95,7 @@ class EpochLoop:
     @property
     def batch_idx(self) -> int:
         """Index of the batch under way, else of the newest one, in its epoch; -1 before the first."""
-        index = self.trainer.training_values.batch.index
+        index = self.trainer.run_state.training_values.batch.index
         return index if index >= 0 else self.trainer.progress.batch - 1
 
     @property
@@ -115,7 +111,7 @@ class EpochLoop:
     @property
     def _under_way(self) -> bool:
         """Return True from the start of a batch until it is counted."""
-        return batch_under_way(self.trainer)
+        return self.trainer.run_state.batch_under_way
 
 
 class FitLoop:
@@ -128,7 +124,7 @@ class FitLoop:
 
     def setup_data(self) -> None:
         """Ask for the training loaders, if that has not been done."""
-        stage_data.load(self.trainer, "train")
+        self.trainer.data.load("train")
 
     @property
     def max_batches(self) -> int | float:
@@ -178,7 +174,7 @@ class FitLoop:
 
     @property
     def done(self) -> bool:
-        return finished(self.trainer)
+        return self.trainer.fit_is_over
 
     def state_dict(self) -> dict[str, Any]:
         return {"progress": self.trainer.progress.state_dict()}

@@ -383,7 +383,7 @@ _TRAINER: _Rows = (
     ("pytorch.tuner.lr_finder", "arclight.trainer.tuner.lr_finder", "_LRFinder=LRFinder"),
     ("pytorch.tuner.batch_size_scaling", "arclight.fabric.memory", "is_oom_error=is_out_of_memory"),
     ("pytorch.utilities.exceptions", "arclight.trainer.loop.progress", "_TunerExitException=StopRun"),
-    ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
+    ("pytorch.core.hooks", "arclight.trainer.datamodule", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.loop.optimizers", "LightningOptimizer=ManagedOptimizer"),
     ("pytorch.trainer.states", "arclight.trainer.loop.progress", "RunningStage TrainerFn TrainerState TrainerStatus"),
     ("pytorch.utilities.types", "arclight.trainer.loop.optimizers", "LRSchedulerConfig"),

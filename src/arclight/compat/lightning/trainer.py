@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
-from arclight.trainer.loop.evaluation import Predictions
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.settings import LIGHTNING
 
@@ -18,7 +17,7 @@ from arclight.trainer.settings import LIGHTNING
 class Trainer(_Trainer):
     """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.settings.Conventions`."""
 
-    conventions = LIGHTNING
+    behavior = LIGHTNING
 
     if not TYPE_CHECKING:  # for type checkers, too, it takes what ours takes
 
@@ -29,7 +28,7 @@ class Trainer(_Trainer):
     @property
     def current_epoch(self) -> int:
         """The epoch under way; once a fit has left its last one, however far that was, the number of epochs begun."""
-        return self.progress.epoch + (self.state.fn == TrainerFn.FITTING and self.left_within_epoch)
+        return self.progress.epoch + (self.state.fn == TrainerFn.FITTING and self.run_state.left_within_epoch)
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -45,11 +44,7 @@ class Trainer(_Trainer):
 
     @property
     def predict_loop(self) -> Any:
-        return PredictLoop(self, self._predictions)
-
-    @predict_loop.setter
-    def predict_loop(self, kept: Predictions) -> None:
-        self._predictions = kept
+        return PredictLoop(self, self.run_state.predictions)
 
 
 def from_environment() -> dict[str, Any]:

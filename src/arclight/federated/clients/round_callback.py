@@ -117,7 +117,7 @@ class RoundCallback(Pause):
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._clock = StepSync(trainer)
+        self._clock = StepSync(trainer.run_state)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         order = self._order
@@ -153,7 +153,7 @@ class RoundCallback(Pause):
         moment_keys = [key for key in taken if not key.startswith(MODEL)]
         came = moments_by_state(select_for_module(module, self._weights, moment_keys, travel))
         for state, moments in came.items():
-            load_optimizer_state(trainer, state, moments, order.clock)
+            load_optimizer_state(module, trainer.optimizers, state, moments, order.clock)
         if came:
             clamp_adam_moments(trainer.optimizers)
         self._clock.set(order.clock)
@@ -204,8 +204,14 @@ class RoundCallback(Pause):
 
     def keys(self, trainer: Trainer, order: Fit) -> list[str]:
         """List the keys to send, in an order that all processes have alike."""
-        names, travel = trained_names(trainer.lightning_module), self._policy.travel
-        moments = [f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(trainer, s) if n in set(names)]
+        module, travel = trainer.lightning_module, self._policy.travel
+        names = trained_names(module)
+        moments = [
+            f"{s}/{n}"
+            for s in travel.moments
+            for n in optimizer_state_names(module, trainer.optimizers, s)
+            if n in set(names)
+        ]
         return travel.up([*(MODEL + name for name in names), *moments], order.round)
 
     def counts(self, trainer: Trainer) -> dict[str, int]:
@@ -252,17 +258,21 @@ class _Whole(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         state, _, name = key.partition("/")
+        trainer, module = self._trainer, self._trainer.lightning_module
         found = (
-            gather_parameters(self._trainer, [name])
+            gather_parameters(module, trainer.strategy, [name])
             if state == "model"
-            else gather_optimizer_state(self._trainer, state, [name])
+            else gather_optimizer_state(module, trainer.strategy, trainer.optimizers, state, [name])
         )
         value, shape = next(found)[1], self._weights[name].shape
         return value if value.shape == shape else value.new_zeros(()).expand(shape)
 
     def __contains__(self, key: object) -> bool:
         state, _, name = str(key).partition("/")
-        return name in self._weights and (state == "model" or name in optimizer_state_names(self._trainer, state))
+        trainer = self._trainer
+        return name in self._weights and (
+            state == "model" or name in optimizer_state_names(trainer.lightning_module, trainer.optimizers, state)
+        )
 
     def __iter__(self) -> Iterator[str]:
         return (MODEL + name for name in self._weights)

@@ -110,12 +110,10 @@ class TrainerLearner:
             given = {**checkpoints.load_weights(state), **given}
         measuring = EvaluationCallback(given)
         trainer = self.trainer
-        callbacks, trainer.callbacks = trainer.callbacks, [measuring]
-        with isolate_rng():
+        with isolate_rng(), trainer.temporarily(callbacks=[measuring]):
             try:
                 results = trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
             finally:
-                trainer.callbacks = callbacks
                 measuring.restore(self.module)
         if not results:
             raise FederatedError(

@@ -19,7 +19,6 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import MixedOptimizer
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks.spike_detection import TrainingSpikeException
-from arclight.trainer.checkpoint import state
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.hparams import known_fields
 from arclight.trainer.logging.reporting import NonFiniteLossError
@@ -217,8 +216,8 @@ class LossGuard(Callback):
             loss = trainer.last_loss.detach()
             before = torch.zeros_like(loss) if self._good_loss is None else self._good_loss
             bad = ~torch.isfinite(loss) if self._bad is None else self._bad
-            trainer.last_loss, self._bad = torch.where(bad, before, loss), None
-            self._good_loss = trainer.last_loss
+            self._good_loss, self._bad = torch.where(bad, before, loss), None
+            trainer.report_loss(self._good_loss)
         newest = bool(self._waiting) and self._waiting[-1].arrived is not None
         self._act(trainer, pl_module, len(self._waiting) - newest)
 
@@ -277,10 +276,10 @@ class LossGuard(Callback):
         path = self._checkpoint_before(trainer, event.step - self.margin)
         if path is None:
             self._end(event, f"; there is no checkpoint from {self.margin} steps before it to go back to")
-        checkpoint = state.load_checkpoint(trainer, str(path))
+        checkpoint = trainer.checkpoints.load(str(path))
         weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
         load_weights(module, weights, strict=module.strict_loading)
-        state.restore_optimization(trainer, checkpoint)
+        trainer.checkpoints.restore_optimization(checkpoint)
         module.zero_grad()
         trainer.window.count = 0
         then = checkpoint["loops"]["progress"]

@@ -15,7 +15,7 @@ from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.trainer.callback import Callback
 from arclight.trainer.loop.gradients import loss_of
 from arclight.trainer.loop.hooks import overridden
-from arclight.trainer.loop.step import Step, StepParts, needs_closure, step_parts
+from arclight.trainer.loop.step import Step, StepBuilder, StepParts, needs_closure
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class MicroBatching(Callback):
         """The function that the loop calls per batch."""
         self._check(trainer, module)
         optimizer = trainer.optimizers[0]
-        parts, progress = step_parts(trainer, module, optimizer), trainer.progress
+        parts, progress = StepBuilder(trainer, module).parts(optimizer), trainer.progress
 
         def step(batch: Any, index: int) -> Any:
             size = batch_size_of(batch)
@@ -132,7 +132,7 @@ def _backward_in_parts(
     if total is None:
         return None
     current.set(batch)
-    trainer.last_loss = total
+    trainer.report_loss(total)
     return {**output, "loss": total} if isinstance(output, Mapping) else total
 
 

@@ -1,7 +1,8 @@
-"""What processes that a run has started leave to the one that started them: weights, progress, callbacks' states."""
+"""Copy weights, progress and callback state from spawned workers back to the launching process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,29 +12,30 @@ from torch import nn
 
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
-from arclight.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
+    from arclight.trainer.callback import Callback
+    from arclight.trainer.loop.run_state import RunState
     from arclight.trainer.trainer import Trainer
 
 
 def collect_launch_results(trainer: Trainer, result: Any) -> dict[str, Any] | None:
-    """What rank 0 leaves, as bytes and plain data; None elsewhere. Every process calls this."""
+    """Collect what rank 0 leaves, as bytes and plain data; None elsewhere. Every process calls this."""
     module = trainer.lightning_module
     state = module.state_dict()
     others = {name: buffer for name, buffer in module.named_buffers() if name not in state}
     state, others = trainer.strategy.portable([dict(state), others])
     if not trainer.is_global_zero:
         return None
-    folder = trainer._run_folder
+    folder, run = trainer.paths.opened, trainer.run_state
     weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return {
         "result": result,
         "weights": _as_bytes(weights),
         "extra": {name: value for name, value in state.items() if name not in weights},
         "buffers": _as_bytes(others),
-        "progress": trainer.progress,
-        "metrics": trainer.metrics.state(),
+        "progress": run.progress,
+        "metrics": run.metrics.state(),
         "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
         "folder": None if folder is None or not folder.path.is_dir() else str(folder.path),  # an empty one is gone
     }
@@ -45,22 +47,21 @@ def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
     )
 
 
-def restore_from_worker(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:
-    """What rank 0 of other processes ended with becomes this trainer's own state; the run's result."""
-    if module is not None:
-        if overridden(module, "configure_model", Module):
-            module.configure_model()  # the new processes made layers that this one has not
-        _give_memory(module, load_bytes(outcome["buffers"]))
-        module.load_state_dict({**load_bytes(outcome["weights"]), **outcome["extra"]})
-        trainer._module = module
-    trainer.progress = outcome["progress"]
-    trainer.metrics.load_state(outcome["metrics"])
-    for callback in trainer.callbacks:
+def restore_module(module: Module, outcome: dict[str, Any]) -> None:
+    """Give ``module`` the weights and buffers that rank 0 of other processes ended with."""
+    if overridden(module, "configure_model", Module):
+        module.configure_model()  # the new processes made layers that this one has not
+    _give_memory(module, load_bytes(outcome["buffers"]))
+    module.load_state_dict({**load_bytes(outcome["weights"]), **outcome["extra"]})
+
+
+def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
+    """Give this process the progress, metrics and callback state that rank 0 of other processes ended with."""
+    run.progress = outcome["progress"]
+    run.metrics.load_state(outcome["metrics"])
+    for callback in callbacks:
         if callback.state_key in outcome["callbacks"]:
             callback.load_state_dict(outcome["callbacks"][callback.state_key])
-    if outcome["folder"] is not None:
-        trainer.run_folder = RunFolder.open(outcome["folder"])
-    return outcome["result"]
 
 
 def _give_memory(module: Module, buffers: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Whole tensors by name, into a fit and out of it, whatever share of them each process holds.
+"""Gather and load full (unsharded) tensors by parameter name, whatever share of them each process holds.
 
 For those who exchange weights or moments with the world outside: tensors have the names of ``module.named_parameters`` and of
 saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
@@ -6,7 +6,7 @@ saved buffers, and are whole and plain on both ways, one at a time. Every rank m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from arclight.trainer.trainer import Trainer
+    from arclight.fabric.strategies import Strategy
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What can be bound and taken: parameters, and buffers that are saved. One name for each, shared ones under their first."""
+    """Return what can be loaded and gathered: parameters, and buffers that are saved. One name for each, shared ones under their first."""
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     return dict(module.named_parameters()) | buffers
@@ -48,36 +48,43 @@ def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
         _copy(own[name], value)
 
 
-def gather_parameters(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of the named weights on the CPU, one after another: whole on rank 0, empty on other ranks of a spread one."""
-    own = named_tensors(trainer.lightning_module)
+def gather_parameters(
+    module: nn.Module, strategy: Strategy, names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy the named weights to the CPU, one after another: full on rank 0, empty on other ranks of a sharded one."""
+    own = named_tensors(module)
     for name in names:
-        yield name, _whole(trainer, own[name].detach())
+        yield name, _full(strategy, own[name].detach())
 
 
-def optimizer_state_names(trainer: Trainer, state: str) -> list[str]:
-    """The parameters that an optimizer keeps a ``state`` tensor (``exp_avg``) of its shape for, in the module's order."""
-    found = {name for name, _, entries in _entries(trainer) if _is_moment(entries.get(state))}
-    return [name for name, _ in trainer.lightning_module.named_parameters() if name in found]
+def optimizer_state_names(module: nn.Module, optimizers: Iterable[Optimizer], state: str) -> list[str]:
+    """Name the parameters that an optimizer keeps a ``state`` tensor (``exp_avg``) of its shape for, in the module's order."""
+    found = {name for name, _, entries in _entries(module, optimizers) if _is_moment(entries.get(state))}
+    return [name for name, _ in module.named_parameters() if name in found]
 
 
-def gather_optimizer_state(trainer: Trainer, state: str, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of a state tensor of the named parameters, as `gather_parameters`."""
-    own = {name: entries[state] for name, _, entries in _entries(trainer) if _is_moment(entries.get(state))}
+def gather_optimizer_state(
+    module: nn.Module, strategy: Strategy, optimizers: Iterable[Optimizer], state: str, names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy a state tensor of the named parameters, as `gather_parameters`."""
+    found = _entries(module, optimizers)
+    own = {name: entries[state] for name, _, entries in found if _is_moment(entries.get(state))}
     for name in names:
-        yield name, _whole(trainer, own[name])
+        yield name, _full(strategy, own[name])
 
 
 @torch.no_grad()
-def load_optimizer_state(trainer: Trainer, state: str, moments: Mapping[str, torch.Tensor], steps: int) -> None:
+def load_optimizer_state(
+    module: nn.Module, optimizers: Sequence[Optimizer], state: str, moments: Mapping[str, torch.Tensor], steps: int
+) -> None:
     """Copy ``moments`` into the optimizers' ``state`` tensors.
 
     Parameters that have no state yet get one first, which counts ``steps`` steps. Raises WeightsMisfitError where an optimizer
     keeps no such state.
     """
-    for optimizer in trainer.optimizers:
-        _begin(optimizer, steps)
-    own = {name: entries.get(state) for name, _, entries in _entries(trainer)}
+    for optimizer in optimizers:
+        _initialise(optimizer, steps)
+    own = {name: entries.get(state) for name, _, entries in _entries(module, optimizers)}
     for name, value in moments.items():
         kept = own.get(name)
         if not isinstance(kept, torch.Tensor) or kept.shape != value.shape:
@@ -96,16 +103,16 @@ def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
     local_tensor(target).copy_(value)
 
 
-def _whole(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
+def _full(strategy: Strategy, tensor: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return tensor.detach().to("cpu", copy=True)
-    whole: torch.Tensor = trainer.strategy.portable([tensor])[0]
-    return whole
+    full: torch.Tensor = strategy.portable([tensor])[0]
+    return full
 
 
-def _entries(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-    names = name_parameters([trainer.lightning_module])
-    for optimizer in trainer.optimizers:
+def _entries(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    names = name_parameters([module])
+    for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             if parameter in names:
                 yield names[parameter], parameter, entries
@@ -115,8 +122,8 @@ def _is_moment(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _begin(optimizer: Optimizer, steps: int) -> None:
-    """The state of an optimizer that has not stepped yet: a step of rate 0 with gradients of 0 makes it, which moves nothing."""
+def _initialise(optimizer: Optimizer, steps: int) -> None:
+    """Make the state of an optimizer that has not stepped yet, by a step of rate 0 with gradients of 0, which moves nothing."""
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Everything that a resume needs, as one dictionary: taken from a trainer, and put back.
+"""Save and restore a trainer: everything that a resume needs, as one dictionary.
 
 Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_checkpoint`` know:
 
@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from arclight import checkpoint as checkpoints
 from arclight.checkpoint.filters import find_nan, refuse_nan
 from arclight.fabric.distributed.dtensor import local_tensor
@@ -35,7 +37,6 @@ from arclight.optim import restore_optimizer
 from arclight.trainer.callback import AveragesWeights
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.checkpoint.loading import load_weights
-from arclight.trainer.data import stage_data
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.logging import reporting
 from arclight.trainer.loop.hooks import logging_as, overridden
@@ -54,231 +55,235 @@ LAYOUT = 1
 """
 
 
-def dump_checkpoint(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
-    """The state of ``trainer``. A collective: every rank must call it."""
-    module, data = trainer.lightning_module, trainer.datamodule
-    key, version = trainer.conventions.version
-    checkpoint: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        key: version,
-        "state_dict": module.state_dict(),
-        "loops": {"layout": LAYOUT, "progress": trainer.progress.state_dict()},
-    }
-    for callback in trainer.callbacks:
-        if isinstance(callback, AveragesWeights):
-            checkpoint.update(callback.averages())
-    if not weights_only:
-        checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
-        names = name_parameters([module]) if trainer.conventions.run_folders else {}
-        checkpoint["optimizer_states"] = [
-            trainer.strategy.named_optimizer_state(optimizer, optimizer.state_dict(), names)
-            for optimizer in trainer.optimizers
-        ]
-        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        checkpoint["loops"] |= _loops(trainer)
-    for owner in (module, data):
-        if isinstance(owner, HyperparametersMixin):
-            checkpoint |= checkpoint_entries(owner)
-    if hasattr(data, "state_dict") and (state := profile_data_hook(trainer, data, "state_dict")()):
-        checkpoint[type(data).__qualname__] = state
-    if not weights_only:
-        trainer.call_all("on_save_checkpoint", checkpoint)
-    if overridden(module, "on_save_checkpoint", Module):
-        logging_as(module, "on_save_checkpoint", module.on_save_checkpoint)(checkpoint)
-    return checkpoint
+class CheckpointConnector:
+    """Take a trainer's state as one dictionary, write it, read it, and put it back."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    # -- saving ----------------------------------------------------------------------------------------------------------
+
+    def dump(self, weights_only: bool = False) -> dict[str, Any]:
+        """Return the state. A collective: every rank must call it."""
+        trainer, run = self._trainer, self._trainer.run_state
+        module, data, strategy = trainer.lightning_module, trainer.datamodule, trainer.strategy
+        key, version = trainer.behavior.version
+        checkpoint: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            key: version,
+            "state_dict": module.state_dict(),
+            "loops": {"layout": LAYOUT, "progress": run.progress.state_dict()},
+        }
+        for callback in trainer.callbacks:
+            checkpoint.update(callback.averages() if isinstance(callback, AveragesWeights) else {})
+        if not weights_only:
+            checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
+            names = name_parameters([module]) if trainer.behavior.run_folders else {}
+            checkpoint["optimizer_states"] = [
+                strategy.named_optimizer_state(optimizer, optimizer.state_dict(), names) for optimizer in run.optimizers
+            ]
+            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in run.lr_scheduler_configs]
+            checkpoint["loops"] |= self._loops()
+        for owner in (module, data):
+            if isinstance(owner, HyperparametersMixin):
+                checkpoint |= checkpoint_entries(owner)
+        if hasattr(data, "state_dict") and (state := profile_data_hook(trainer, data, "state_dict")()):
+            checkpoint[type(data).__qualname__] = state
+        if not weights_only:
+            trainer.call_all("on_save_checkpoint", checkpoint)
+        if overridden(module, "on_save_checkpoint", Module):
+            logging_as(module, "on_save_checkpoint", module.on_save_checkpoint)(checkpoint)
+        return checkpoint
+
+    def _loops(self) -> dict[str, Any]:
+        trainer, run, gather = self._trainer, self._trainer.run_state, self._trainer.strategy.all_gather_object
+        own = (run.rng_before_validation or rng_state(), run.window.state_dict(run.optimizers), self._share_of_work())
+        everyones = gather(own)
+        loader = trainer.data.train_loader
+        return {
+            "logged": gather(run.training_values.state_dict()),
+            "metrics": dict(trainer.callback_metrics),
+            "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
+            "rng": [rng for rng, _, _ in everyones],
+            "window": [window for _, window, _ in everyones],
+            "data": {
+                "seed": run.data_seed,
+                "seeds": [] if loader is None else loader.seeds,
+                "loader": trainer.data.position(),
+                "shares": [share for _, _, share in everyones],
+            },
+        }
+
+    def _share_of_work(self) -> str:
+        trainer = self._trainer
+        samples, names = trainer.strategy.distributed_sampler_kwargs, name_parameters([trainer.lightning_module])
+        return _digest_of_share(samples, names, trainer.run_state.optimizers)
+
+    def save(self, path: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
+        """Write a checkpoint; returns on every rank when it is complete."""
+        profile_action(self._trainer, "save_checkpoint", self._save)(path, weights_only, storage_options)
+
+    def _save(self, path: str | Path, weights_only: bool, storage_options: Any) -> None:
+        trainer = self._trainer
+        trainer.check_finite()
+        trainer.strategy.write_checkpoint(trainer.checkpoint_io, self.dump(weights_only), path, storage_options)
+        # all ranks have the same CheckpointIO, though rank 0 alone may be writing
+        if not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+            trainer.strategy.barrier("checkpoint saved")
+
+    # -- loading ---------------------------------------------------------------------------------------------------------
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint and let callbacks and module look at it."""
+        trainer = self._trainer
+        return self.accept(trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
+
+    def accept(self, content: Mapping[str, Any], called: str = "what is in memory") -> dict[str, Any]:
+        """Show a checkpoint that has been read to callbacks and module, and return it in the layout of ours."""
+        trainer, module, checkpoint = self._trainer, self._trainer.lightning_module, dict(content)
+        if not isinstance(checkpoint.get("state_dict"), dict):
+            raise checkpoints.CheckpointError(
+                f"{called} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
+            )
+        if written_by_lightning(checkpoint):
+            position = lightning_progress(checkpoint, count_optimizer_steps=trainer.behavior.count_optimizer_steps)
+            checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}
+        if overridden(module, "on_load_checkpoint", Module):
+            logging_as(module, "on_load_checkpoint", module.on_load_checkpoint)(checkpoint)
+        trainer.call_all("on_load_checkpoint", checkpoint)
+        return checkpoint
+
+    def restore_model(self, checkpoint: dict[str, Any]) -> None:
+        """Put the trained weights into the module; the data module's and the callbacks' state into those."""
+        trainer, module, data = self._trainer, self._trainer.lightning_module, self._trainer.datamodule
+        weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
+        load_weights(module, weights, strict=module.strict_loading)
+        if trainer.behavior.stop_on_nonfinite and getattr(trainer.checkpoint_io, "refuse_nan", True):
+            mine = find_nan({name: tensor for name, tensor in module.state_dict().items() if name in weights})
+            everyones = trainer.strategy.all_gather_object(mine)
+            names = list(dict.fromkeys(name for names in everyones for name in names))
+            refuse_nan(trainer.ckpt_path or "the checkpoint", names)
+        if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
+            profile_data_hook(trainer, data, "load_state_dict")(state)
+        states = checkpoint.get("callbacks", {})
+        for callback in trainer.callbacks:
+            if callback.state_key in states:
+                callback.load_state_dict(states[callback.state_key])
+        if missing := [key for key in states if key not in {callback.state_key for callback in trainer.callbacks}]:
+            trainer.warn(
+                "The checkpoint has the state of callbacks that this trainer lacks; it is not restored. Please add the "
+                f"following callbacks: {missing}"
+            )
+
+    def restore_training(self, checkpoint: dict[str, Any]) -> None:
+        """Put optimizers, schedulers, averages and position back, so that training goes on as if it had never stopped."""
+        run = self._trainer.run_state
+        if "optimizer_states" not in checkpoint:
+            raise checkpoints.CheckpointError(
+                "Trying to restore training state but checkpoint contains only the model. This is probably due to "
+                "`ModelCheckpoint.save_weights_only` being set to `True`: this checkpoint holds weights only; load it with "
+                "load_from_checkpoint or task.weights"
+            )
+        for kind, key, own in (
+            ("optimizers", "optimizer_states", run.optimizers),
+            ("learning-rate schedulers", "lr_schedulers", run.lr_scheduler_configs),
+        ):
+            if len(checkpoint[key]) != len(own):
+                raise checkpoints.CheckpointError(
+                    f"the checkpoint has {len(checkpoint[key])} {kind}, configure_optimizers gave {len(own)}"
+                )
+        self.restore_optimization(checkpoint)
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, AveragesWeights):
+                callback.load_averages(checkpoint)
+        self._restore_loops(checkpoint["loops"])
+
+    def restore_optimization(self, checkpoint: dict[str, Any]) -> None:
+        """Restore optimizers and schedulers."""
+        trainer, run, strategy = self._trainer, self._trainer.run_state, self._trainer.strategy
+        if type(strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
+            if strategy.lightning_restore_optimizer:
+                names = name_parameters([trainer.lightning_module])
+                for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
+                    restore_optimizer(optimizer, select_optimizer_state(optimizer, state, names))
+        elif strategy.lightning_restore_optimizer:
+            strategy.load_optimizer_state_dict(checkpoint)
+        for config, state in zip(run.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+
+    def _restore_loops(self, loops: dict[str, Any]) -> None:
+        trainer, run, strategy = self._trainer, self._trainer.run_state, self._trainer.strategy
+        if (layout := loops.get("layout", 0)) > LAYOUT:
+            raise checkpoints.CheckpointError(
+                f"the checkpoint's training state has layout {layout}, this version reads up to {LAYOUT}: update arclight to resume "
+                "from it, or take its weights alone with load_from_checkpoint"
+            )
+        run.progress.load_state_dict(loops["progress"])
+        if trainer.max_epochs not in (-1, None) and run.progress.epoch > trainer.max_epochs:
+            raise MisconfigurationError(
+                f"You restored a checkpoint with current_epoch={run.progress.epoch}, but you have set "
+                f"Trainer(max_epochs={trainer.max_epochs}): raise it, or start afresh"
+            )
+        run.metrics.callback = dict(loops.get("metrics", {}))
+        if "rng" not in loops:
+            trainer.notice(
+                "Lightning wrote this checkpoint, and keeps neither random states nor the order of the data nor the sums of "
+                "an epoch under way: training continues from its position, on other draws than an uninterrupted run"
+            )
+            return
+        trainer.precision_plugin.load_state_dict(loops["precision"]["state"])
+        if run.progress.batch:  # else those of an epoch that has ended
+            reporting.load_logged_state(run.training_values, loops["logged"], strategy, trainer.lightning_module)
+        run.data_seed, run.loader_state = loops["data"]["seed"], loops["data"]["loader"]
+        ranks = loops["rng"]
+        same = len(ranks) == strategy.world_size
+        if same and "shares" in loops["data"]:
+            mine = loops["data"]["shares"][strategy.global_rank] == self._share_of_work()
+            same = strategy.reduce_boolean_decision(mine)
+        if same:
+            run.pending_rng = ranks[strategy.global_rank]
+            run.window.load_state_dict(loops["window"][strategy.global_rank], run.optimizers)
+        else:
+            self._restart_window(len(ranks), loops["window"][0].get("count", 0))
+
+    def _restart_window(self, processes: int, waiting: int) -> None:
+        """Go on from a checkpoint of other processes, in number or in what each does: the gradients of a window under way have no place.
+
+        Its ``waiting`` batches are run again.
+        """
+        run, world_size = self._trainer.run_state, self._trainer.strategy.world_size
+        this = "shares the work out in another way" if processes == world_size else f"has {world_size}"
+        self._trainer.notice(
+            f"the checkpoint was made by {processes} processes, this run {this}: random draws will differ from an uninterrupted run"
+        )
+        if not waiting:
+            return
+        place = run.loader_state.get("place", {})
+        if place.get("window") is None:
+            raise checkpoints.CheckpointError(
+                f"the checkpoint lies within an accumulation window, after {waiting} of its batches, whose gradients belong to "
+                f"{processes} processes and their shares of the work: resume with the same, or from a checkpoint between two windows"
+            )
+        run.loader_state = run.loader_state | {"place": place | {"done": place["window"]}}
+        run.progress.batch -= waiting
+        run.progress.batches -= waiting
 
 
-def _loops(trainer: Trainer) -> dict[str, Any]:
-    own = (
-        trainer.rng_before_validation or rng_state(),
-        trainer.window.state_dict(trainer.optimizers),
-        _share_of_work(trainer),
-    )
-    everyones = trainer.strategy.all_gather_object(own)
-    return {
-        "logged": reporting.logged_state(trainer),
-        "metrics": dict(trainer.callback_metrics),
-        "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
-        "rng": [rng for rng, _, _ in everyones],
-        "window": [window for _, window, _ in everyones],
-        "data": {
-            "seed": trainer.data_seed,
-            "seeds": [] if trainer.train_loader is None else trainer.train_loader.seeds,
-            "loader": stage_data.position(trainer),
-            "shares": [share for _, _, share in everyones],
-        },
-    }
-
-
-def _share_of_work(trainer: Trainer) -> str:
-    """A digest of what this process does of the work: which samples it reads, and which parts of which parameters it updates."""
-    samples, names = trainer.strategy.distributed_sampler_kwargs, name_parameters([trainer.lightning_module])
+def _digest_of_share(samples: dict[str, int], names: dict[Any, str], optimizers: list[Optimizer]) -> str:
+    """Digest what this process does of the work: which samples it reads, and which parts of which parameters it updates."""
     parts = [
         (names.get(p), tuple(local_tensor(p).shape), str(getattr(p, "placements", "")))
-        for optimizer in trainer.optimizers
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
     ]
     return hashlib.sha256(repr((samples["num_replicas"], samples["rank"], parts)).encode()).hexdigest()
 
 
-def save_checkpoint(
-    trainer: Trainer, path: str | Path, weights_only: bool = False, storage_options: Any = None
-) -> None:
-    """Write a checkpoint; returns on every rank when it is complete."""
-    profile_action(trainer, "save_checkpoint", _save)(trainer, path, weights_only, storage_options)
-
-
-def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_options: Any) -> None:
-    reporting.check_finite(trainer)
-    checkpoint = dump_checkpoint(trainer, weights_only)
-    trainer.strategy.write_checkpoint(trainer.checkpoint_io, checkpoint, path, storage_options)
-    if not isinstance(
-        trainer.checkpoint_io, AsyncCheckpointIO
-    ):  # which all ranks have, though rank 0 alone may be writing
-        trainer.strategy.barrier("checkpoint saved")
-
-
-def load_checkpoint(trainer: Trainer, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint and let callbacks and module look at it."""
-    return accept_checkpoint(trainer, trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
-
-
-def accept_checkpoint(
-    trainer: Trainer, content: Mapping[str, Any], called: str = "what is in memory"
-) -> dict[str, Any]:
-    """A checkpoint that has been read, shown to callbacks and module."""
-    checkpoint = dict(content)
-    if not isinstance(checkpoint.get("state_dict"), dict):
-        raise checkpoints.CheckpointError(
-            f"{called} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
-        )
-    if written_by_lightning(checkpoint):
-        position = lightning_progress(checkpoint, count_optimizer_steps=trainer.conventions.count_optimizer_steps)
-        checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}
-    module = trainer.lightning_module
-    if overridden(module, "on_load_checkpoint", Module):
-        logging_as(module, "on_load_checkpoint", module.on_load_checkpoint)(checkpoint)
-    trainer.call_all("on_load_checkpoint", checkpoint)
-    return checkpoint
-
-
-def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """The trained weights, into the module; the data module's and the callbacks' state, into those."""
-    module, data = trainer.lightning_module, trainer.datamodule
-    weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
-    load_weights(module, weights, strict=module.strict_loading)
-    if trainer.conventions.stop_on_nonfinite and getattr(trainer.checkpoint_io, "refuse_nan", True):
-        mine = find_nan({name: tensor for name, tensor in module.state_dict().items() if name in weights})
-        everyones = trainer.strategy.all_gather_object(mine)
-        refuse_nan(
-            trainer.ckpt_path or "the checkpoint", list(dict.fromkeys(name for names in everyones for name in names))
-        )
-    if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
-        profile_data_hook(trainer, data, "load_state_dict")(state)
-    states = checkpoint.get("callbacks", {})
-    for callback in trainer.callbacks:
-        if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
-    if missing := [key for key in states if key not in {callback.state_key for callback in trainer.callbacks}]:
-        trainer.warn(
-            "The checkpoint has the state of callbacks that this trainer lacks; it is not restored. Please add the "
-            f"following callbacks: {missing}"
-        )
-
-
-def restore_training_state(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Optimizers, schedulers, averages and position, so that training goes on as if it had never stopped."""
-    if "optimizer_states" not in checkpoint:
-        raise checkpoints.CheckpointError(
-            "Trying to restore training state but checkpoint contains only the model. This is probably due to `ModelCheckpoint.save_weights_only` "
-            "being set to `True`: this checkpoint holds weights only; load it with load_from_checkpoint or task.weights"
-        )
-    states = checkpoint["optimizer_states"]
-    if len(states) != len(trainer.optimizers):
-        raise checkpoints.CheckpointError(
-            f"the checkpoint has {len(states)} optimizers, configure_optimizers gave {len(trainer.optimizers)}"
-        )
-    schedules = checkpoint["lr_schedulers"]
-    if len(schedules) != len(trainer.lr_scheduler_configs):
-        raise checkpoints.CheckpointError(
-            f"the checkpoint has {len(schedules)} learning-rate schedulers, configure_optimizers gave {len(trainer.lr_scheduler_configs)}"
-        )
-    restore_optimization(trainer, checkpoint)
-    for callback in trainer.callbacks:
-        if isinstance(callback, AveragesWeights):
-            callback.load_averages(checkpoint)
-    _restore_loops(trainer, checkpoint["loops"])
-
-
-def restore_optimization(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Restore optimizers and schedulers."""
-    strategy = trainer.strategy
-    if type(strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
-        if strategy.lightning_restore_optimizer:
-            names = name_parameters([trainer.lightning_module])
-            for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
-                restore_optimizer(optimizer, select_optimizer_state(optimizer, state, names))
-    elif strategy.lightning_restore_optimizer:
-        strategy.load_optimizer_state_dict(checkpoint)
-    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
-
-
-def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
-    if (layout := loops.get("layout", 0)) > LAYOUT:
-        raise checkpoints.CheckpointError(
-            f"the checkpoint's training state has layout {layout}, this version reads up to {LAYOUT}: update arclight to resume from "
-            "it, or take its weights alone with load_from_checkpoint"
-        )
-    trainer.progress.load_state_dict(loops["progress"])
-    if trainer.max_epochs not in (-1, None) and trainer.progress.epoch > trainer.max_epochs:
-        raise MisconfigurationError(
-            f"You restored a checkpoint with current_epoch={trainer.progress.epoch}, but you have set "
-            f"Trainer(max_epochs={trainer.max_epochs}): raise it, or start afresh"
-        )
-    trainer.metrics.callback = dict(loops.get("metrics", {}))
-    if "rng" not in loops:
-        trainer.notice(
-            "Lightning wrote this checkpoint, and keeps neither random states nor the order of the data nor the sums of "
-            "an epoch under way: training continues from its position, on other draws than an uninterrupted run"
-        )
-        return
-    trainer.precision_plugin.load_state_dict(loops["precision"]["state"])
-    if trainer.progress.batch:  # else those of an epoch that has ended
-        reporting.load_logged_state(trainer, loops["logged"])
-    trainer.data_seed, trainer.loader_state = loops["data"]["seed"], loops["data"]["loader"]
-    ranks = loops["rng"]
-    same = len(ranks) == trainer.world_size
-    if same and "shares" in loops["data"]:
-        mine = loops["data"]["shares"][trainer.global_rank] == _share_of_work(trainer)
-        same = trainer.strategy.reduce_boolean_decision(mine)
-    if same:
-        trainer.pending_rng = ranks[trainer.global_rank]
-        trainer.window.load_state_dict(loops["window"][trainer.global_rank], trainer.optimizers)
-    else:
-        _another_world(trainer, len(ranks), loops["window"][0].get("count", 0))
-
-
-def _another_world(trainer: Trainer, processes: int, waiting: int) -> None:
-    """Go on from a checkpoint of other processes, in number or in what each does: a window under way is begun again, its gradients have no place."""
-    this = "shares the work out in another way" if processes == trainer.world_size else f"has {trainer.world_size}"
-    trainer.notice(
-        f"the checkpoint was made by {processes} processes, this run {this}: random draws will differ from an uninterrupted run"
-    )
-    if not waiting:
-        return
-    place = trainer.loader_state.get("place", {})
-    if place.get("window") is None:
-        raise checkpoints.CheckpointError(
-            f"the checkpoint lies within an accumulation window, after {waiting} of its batches, whose gradients belong to {processes} "
-            f"processes and their shares of the work: resume with the same, or from a checkpoint between two windows"
-        )
-    trainer.loader_state = trainer.loader_state | {"place": place | {"done": place["window"]}}
-    trainer.progress.batch -= waiting
-    trainer.progress.batches -= waiting
-
+# -- Lightning's checkpoints: four counters (ready, started, processed, completed) for each of its loops, and how far training has come is
+# in their differences: an epoch that is processed and not completed was saved at its end, a batch that is processed and not completed was
+# saved by a callback of that very batch. Both are done as far as training goes.
 
 _WRITTEN_BY = ("pytorch-lightning_version", "lightning_version")
 _BATCHES, _EPOCHS = "epoch_loop.batch_progress", "epoch_progress"

@@ -1,4 +1,4 @@
-"""How a batch reaches the device: one function, or none where there is nothing to do."""
+"""Bring batches to the device, and let a step take them from an iterator."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from arclight.data.combined import Count
-from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.seeding import isolate_rng
-from arclight.trainer.data.stage_data import STEPS, load
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.loop.hooks import logging_as, note_iterator, overridden, takes_iterator
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.fabric.strategies import Strategy
 
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Precision cast, then the three transfer hooks, each the data module's own or else the module's.
+def batch_transfer(
+    module: Module,
+    datamodule: Any,
+    precision: Precision,
+    strategy: Strategy,
+    *,
+    training: bool,
+    dataloader_idx: int = 0,
+) -> Callable[[Any], Any] | None:
+    """Compose the precision's cast and the three transfer hooks, each the data module's own or else the module's.
 
     None where there is nothing to do, and for training steps that take their batches from an iterator.
     """
-    if trainer.training and takes_iterator(module.training_step):
+    if training and takes_iterator(module.training_step):
         note_iterator("training_step")
         return None
-    precision, device = trainer.precision_plugin, trainer.strategy.device
+    device = strategy.device
     casts = type(precision).convert_input is not Precision.convert_input
-    owners = [_owner(trainer, module, name) for name in _HOOKS]
+    owners = [_owner(module, datamodule, name) for name in _HOOKS]
     if all(owner is None for owner in owners):
-        move = trainer.strategy.move
+        move = strategy.move
         if device.type == "cpu":
             return precision.convert_input if casts else None
         return (lambda batch: move(precision.convert_input(batch))) if casts else move
@@ -51,9 +56,8 @@ def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) ->
     return run
 
 
-def _owner(trainer: Trainer, module: Module, name: str) -> Module | DataModule | None:
+def _owner(module: Module, data: Any, name: str) -> Module | DataModule | None:
     """Whose version of a hook holds; None where nobody has one."""
-    data = trainer.datamodule
     of_data = data is not None and overridden(data, name, DataModule) and not _wraps_default(data, name)
     of_module = overridden(module, name, Module)
     if of_data and of_module:
@@ -108,35 +112,3 @@ class BatchIterator:
         """Itself, once for every step that has something left to take."""
         while not self.done:
             yield self
-
-
-def sample_batch(trainer: Trainer, module: Module, stage: str, given: Any = None) -> tuple[Callable[..., Any], Any]:
-    """The step of ``stage`` and the first batch that it will see in an epoch (or the one that is ``given``), moved as it will be then.
-
-    The loop reads that batch again, and no random number is drawn. Raises MisconfigurationError where there is none to see without
-    taking it away.
-    """
-    step = getattr(module, STEPS[stage])
-    if takes_iterator(step):
-        raise MisconfigurationError(
-            f"{STEPS[stage]} takes its batches from an iterator, and this strategy cuts each batch itself: let it take (batch, batch_idx)"
-        )
-    with isolate_rng():
-        batch = _first(trainer, stage) if given is None else given
-        move = batch_transfer(trainer, module)
-        return step, move(batch) if move is not None else batch
-
-
-def _first(trainer: Trainer, stage: str) -> Any:
-    data = load(trainer, stage)
-    found, lack = None, "there are no data"
-    once = next((loader for loader in data.user_loaders if hasattr(loader, "__next__")), None)
-    if once is not None:
-        lack = f"a {type(once).__name__} can be read once only"
-    elif data.loaders:
-        found = next(iter(data.loaders[0].batches(trainer.current_epoch)), None)
-    if found is None:
-        raise MisconfigurationError(
-            f"this strategy looks at a batch before {STEPS[stage]} runs, and {lack}: give it one, as in Pipeline(example=batch)"
-        )
-    return found

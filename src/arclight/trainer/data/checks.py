@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -15,8 +16,8 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
     from arclight.trainer.data.stage_data import StageData
-    from arclight.trainer.trainer import Trainer
 
 
 class _Share(NamedTuple):
@@ -29,8 +30,12 @@ class _Share(NamedTuple):
     total: Count
 
 
-def check_stage(trainer: Trainer, data: StageData) -> None:
-    """Look at each loader, and at what all processes have of them. A collective; what it refuses it refuses on every process."""
+def check_stage(data: StageData, strategy: Strategy, owners: Sequence[Any], workers_share: int) -> None:
+    """Check each loader, and what all processes have of them. A collective; what it refuses it refuses on every process.
+
+    ``owners``: module and data module, which may allow that some processes have no batches; ``workers_share``: processes that share this
+    machine's cores.
+    """
     name = {"validate": "val"}.get(data.stage, data.stage) + "_dataloader"
     for loader in data.user_loaders:
         if data.stage != "train" and shuffles(loader):
@@ -39,9 +44,9 @@ def check_stage(trainer: Trainer, data: StageData) -> None:
                 "val/test dataloaders: the order has no meaning there, and a limit then chooses other samples",
                 category=PossibleUserWarning,
             )
-        _check_workers(trainer, loader, name)
+        _check_workers(loader, name, workers_share)
     own = _Share([length_of(loader) for loader in data.user_loaders], data.counts, data.total)
-    shares = [_Share(*share) for share in trainer.strategy.all_gather_object(tuple(own))]
+    shares = [_Share(*share) for share in strategy.all_gather_object(tuple(own))]
     data.runs = any(share.total for share in shares)
     if data.stage == "train" and data.runs and (without := [r for r, share in enumerate(shares) if share.total == 0]):
         raise nothing_to_train(without)
@@ -51,11 +56,9 @@ def check_stage(trainer: Trainer, data: StageData) -> None:
             "all of them the same number (a loader may be empty in an evaluation)"
         )
     for number, loader in enumerate(data.user_loaders):
-        _check_length(trainer, loader, [share.lengths[number] for share in shares])
-    if trainer.strategy.evaluates_together:
-        _check_even(trainer, data, shares)
-    if data.stage == "train":
-        _check_training(trainer, data)
+        _check_length(loader, [share.lengths[number] for share in shares], strategy.global_rank, owners)
+    if strategy.evaluates_together:
+        _check_even(strategy, data, shares)
 
 
 def shuffles(loader: Any) -> bool:
@@ -71,10 +74,10 @@ def usable_workers(processes: int) -> int:
     return max(1, cores // max(1, processes)) - 1
 
 
-def _check_workers(trainer: Trainer, loader: Any, name: str) -> None:
+def _check_workers(loader: Any, name: str, processes: int) -> None:
     if not isinstance(loader, DataLoader):
         return
-    usable = usable_workers(trainer.num_devices)
+    usable = usable_workers(processes)
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
     if loader.num_workers > 0 and method == "spawn" and not loader.persistent_workers:
@@ -89,17 +92,14 @@ def _check_workers(trainer: Trainer, loader: Any, name: str) -> None:
         )
 
 
-def _check_length(trainer: Trainer, loader: Any, lengths: list[Count]) -> None:
+def _check_length(loader: Any, lengths: list[Count], rank: int, owners: Sequence[Any]) -> None:
     """Look at a loader's lengths on all ranks, infinity for one that has none."""
-    length, kind = lengths[trainer.global_rank], type(loader).__name__
+    length, kind = lengths[rank], type(loader).__name__
     if sum(lengths) == 0:
         rank_zero_warn(f"Total length of `{kind}` across ranks is zero. Please make sure this was your intention.")
     elif 0 in lengths:
         without = [rank for rank, length in enumerate(lengths) if length == 0]
-        allowed = any(
-            getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
-            for owner in (trainer.lightning_module, trainer.datamodule)
-        )
+        allowed = any(getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False) for owner in owners)
         if not allowed:
             raise MisconfigurationError(
                 f"`{kind}` within local rank has zero length on rank {_listed(without)}, and batches on others. Please make sure that "
@@ -117,28 +117,29 @@ def _check_length(trainer: Trainer, loader: Any, lengths: list[Count]) -> None:
         )
 
 
-def _check_even(trainer: Trainer, data: StageData, shares: list[_Share]) -> None:
+def _check_even(strategy: Strategy, data: StageData, shares: list[_Share]) -> None:
     """Raise where one process would run more batches than others, which would have left by then."""
     for counts in zip(*(share.counts for share in shares), strict=True):
         fewest, most = min(counts), max(counts)
         if fewest != most:
             raise MisconfigurationError(
                 f"`{data.stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
-                f"with strategy={trainer.strategy.name!r} all processes take part in each: use a number of samples that as many "
+                f"with strategy={strategy.name!r} all processes take part in each: use a number of samples that as many "
                 "processes as read data divide, batches of more than one sample (whose rest is shared out), or a limit on batches"
             )
 
 
-def _check_training(trainer: Trainer, data: StageData) -> None:
+def check_training(data: StageData, log_every: int) -> None:
+    """Warn if training has no batches, or too few for a row each ``log_every`` steps; 0 is no such number."""
     total = data.total
     if total == 0 and len(data.user_loaders) != 1:
         rank_zero_warn(
             "Total length of `CombinedLoader` across ranks is zero. Please make sure this was your intention."
         )
-    if 0 < total < trainer.log_every_n_steps < math.inf and trainer.loggers and not trainer.fast_dev_run:
+    if log_every:
         rank_zero_warn(
             f"The number of training batches ({total}) is smaller than the logging interval "
-            f"Trainer(log_every_n_steps={trainer.log_every_n_steps}). Set a lower value for log_every_n_steps if you want to see "
+            f"Trainer(log_every_n_steps={log_every}). Set a lower value for log_every_n_steps if you want to see "
             "logs for the training epoch.",
             category=PossibleUserWarning,
         )

@@ -1,12 +1,13 @@
-"""Where the loaders of a stage come from, and how they reach its loop."""
+"""Ask for the loaders of each stage, and hand their batches to its loop."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,17 +26,22 @@ from arclight.data.loader import ResumableLoader
 from arclight.data.sampling import LoaderSeeds, resampled
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.seeding import isolate_rng
 from arclight.trainer.data import checks, limits
+from arclight.trainer.data.batches import BatchIterator, batch_transfer
 from arclight.trainer.datamodule import DataModule
-from arclight.trainer.loop.hooks import logging_as, overridden
+from arclight.trainer.loop.hooks import logging_as, overridden, takes_iterator
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.profiling import profile_action
+from arclight.trainer.profilers.profiling import profile_action, profile_items
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 HOOKS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}  # fmt: skip
 """The hook that gives a stage's data."""
+
+_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
+"""The name of the wait for a batch in profilers' reports."""
 
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -115,165 +121,278 @@ def resolve_dataloaders(function: str, loaders: Any, others: Any, datamodule: An
     return loaders, datamodule
 
 
-def attach(trainer: Trainer, module: Module, function: str, **given: Any) -> None:
-    """Note where the data of an entry point come from; `given`: loaders by stage. Nothing is asked for yet."""
-    for stage, loaders in given.items():
-        owner = None if loaders is not None else _owner(trainer, module, HOOKS[stage])
-        trainer.data[stage] = StageData(stage, function, owner, loaders)
+class DataConnector:
+    """Ask for a trainer's loaders, count their batches, and hand them to the loops; their state is the run's."""
 
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
-def _owner(trainer: Trainer, module: Module, name: str) -> DataModule | Module | None:
-    for owner, base in ((trainer.datamodule, DataModule), (module, Module)):
-        if owner is not None and overridden(owner, name, base):
-            return owner
-    return None
+    @property
+    def stages(self) -> dict[str, StageData]:
+        """The data of the stages of the newest entry point."""
+        return self._trainer.run_state.data
 
+    def attach(self, module: Module, function: str, **given: Any) -> None:
+        """Note where the data of an entry point come from; ``given``: loaders by stage. Nothing is asked for yet."""
+        for stage, loaders in given.items():
+            owner = None if loaders is not None else self._owner(module, HOOKS[stage])
+            self.stages[stage] = StageData(stage, function, owner, loaders)
 
-def has_step(trainer: Trainer, stage: str) -> bool:
-    """Whether the module has a step for the stage (prediction has one by default)."""
-    return stage == "predict" or overridden(trainer.lightning_module, STEPS[stage], Module)
+    def _owner(self, module: Module, name: str) -> DataModule | Module | None:
+        for owner, base in ((self._trainer.datamodule, DataModule), (module, Module)):
+            if owner is not None and overridden(owner, name, base):
+                return owner
+        return None
 
+    def limit(self, stage: str) -> Count:
+        """Return the ``limit_*_batches`` of a stage."""
+        limit: Count | None = getattr(self._trainer, f"limit_{limits.limit_name(stage)}_batches")
+        return 1.0 if limit is None else limit
 
-def validates(trainer: Trainer) -> bool:
-    """Whether the fit has anything to validate with."""
-    data = trainer.data.get("validate")
-    return (
-        data is not None and data.defined and limits.setting(trainer, "validate") > 0 and has_step(trainer, "validate")
-    )
+    def has_step(self, stage: str) -> bool:
+        """Return True if the module has a step for the stage (prediction has one by default)."""
+        return stage == "predict" or overridden(self._trainer.lightning_module, STEPS[stage], Module)
 
+    @property
+    def validates(self) -> bool:
+        """Return True if the fit has anything to validate with."""
+        data = self.stages.get("validate")
+        return data is not None and data.defined and self.limit("validate") > 0 and self.has_step("validate")
 
-def load(trainer: Trainer, stage: str) -> StageData:
-    """The data of a stage: asked for the first time, and again where ``reload_dataloaders_every_n_epochs`` says so."""
-    data = trainer.data[stage]
-    every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
-    if data.loaded and not (data.function == "fit" and every and epoch - data.loaded_at >= every):
-        return data
-    if limits.setting(trainer, stage) == 0 or not has_step(trainer, stage):
-        data.loaded, data.runs = True, False
+    def counts(self, stage: str) -> list[Count]:
+        """Batches of each loader of a stage, within the limits; empty before they were asked for."""
+        return self.stages[stage].counts if stage in self.stages else []
+
+    def structure(self, stage: str) -> Any:
+        """The user's loaders of a stage, as they were given; None before they were asked for."""
+        return self.stages[stage].structure if stage in self.stages else None
+
+    @property
+    def train_loader(self) -> ResumableLoader | ResumableCombination | None:
+        """The training data, by epoch and position."""
+        loaders = self.stages["train"].loaders if "train" in self.stages else ()
+        return loaders[0] if loaders else None
+
+    def load(self, stage: str) -> StageData:
+        """The data of a stage: asked for the first time, and again where ``reload_dataloaders_every_n_epochs`` says so."""
+        trainer, run, data = self._trainer, self._trainer.run_state, self.stages[stage]
+        every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
+        if data.loaded and not (data.function == "fit" and every and epoch - data.loaded_at >= every):
+            return data
+        if self.limit(stage) == 0 or not self.has_step(stage):
+            data.loaded, data.runs = True, False
+            if stage == "train":
+                run.num_training_batches = 0
+            return data
+        source = profile_action(trainer, f"setup_{HOOKS[stage]}", data.request)()
+        trainer.strategy.barrier(f"{HOOKS[stage]}()")
+        mode: Mode = "max_size_cycle" if stage == "train" else "sequential"
+        combined = copy.copy(source) if isinstance(source, CombinedLoader) else None
+        if combined is None and (holds_loaders(source) or (isinstance(source, (list, tuple, dict)) and not source)):
+            combined = CombinedLoader(source, mode)
+        if not trainer.sanity_checking or trainer.validation_schedule.includes(epoch):
+            data.loaded_at = epoch
+        self._take(data, combined, [source] if combined is None else combined.flattened)
+        self._check(data)
+        data.loaded = True
         if stage == "train":
-            trainer.num_training_batches = 0
+            run.num_training_batches = data.total
+            if run.loader_state:
+                self.restore_position()
         return data
-    source = profile_action(trainer, f"setup_{HOOKS[stage]}", data.request)()
-    trainer.strategy.barrier(f"{HOOKS[stage]}()")
-    mode: Mode = "max_size_cycle" if stage == "train" else "sequential"
-    combined = copy.copy(source) if isinstance(source, CombinedLoader) else None
-    if combined is None and (holds_loaders(source) or (isinstance(source, (list, tuple, dict)) and not source)):
-        combined = CombinedLoader(source, mode)
-    if not trainer.sanity_checking or limits.validates_in(trainer, epoch):
-        data.loaded_at = epoch
-    _take(trainer, data, combined, [source] if combined is None else combined.flattened)
-    checks.check_stage(trainer, data)
-    data.loaded = True
-    if stage == "train":
-        trainer.num_training_batches = data.total
-        if trainer.loader_state:
-            restore_position(trainer)
-    return data
 
+    def _take(self, data: StageData, combined: CombinedLoader | None, given: list[Any]) -> None:
+        """Make the loaders of ``data`` from the user's, one alone or several combined."""
+        stage, trainer = data.stage, self._trainer
+        if trainer.overfit_batches and data.function == "fit":
+            given = in_order(given, stage)
+        parts = [self._wrap(loader, stage, seed) for loader, seed in zip(given, self._seeds(given, stage), strict=True)]
+        data.user_loaders = given
+        data.counts = [limits.count_batches(part, self.limit(stage), limits.limit_name(stage)) for part in parts]
+        if combined is None:
+            data.structure, data.loaders, data.total = given[0], parts, data.counts[0]
+            return
+        combined.flattened = given
+        data.structure, data.total = combined.iterables, combined_length(combined.mode, data.counts)
+        if combined.mode == "sequential" and stage != "train":
+            data.loaders = parts
+            return
+        if stage == "train":
+            trainer.run_state.num_training_batches = data.total
+        if stage == "predict":
+            raise MisconfigurationError(
+                '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'
+            )
+        together = ResumableCombination(combined, parts)
+        together.limits = data.counts
+        data.loaders = [together]
 
-def position(trainer: Trainer) -> dict[str, Any]:
-    """Where the training data stand, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
-    loader, progress, iterator = trainer.train_loader, trainer.progress, trainer.batch_iterator
-    if loader is None:
-        return {}
-    if iterator is None or not progress.batch:
-        ranks = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
-        window = progress.batch - trainer.window.count  # where its gradients could be summed anew
-        place = {
-            "epoch": progress.epoch,
-            "ranks": ranks,
-            "done": loader.place_of(progress.epoch, progress.batch),
-            "window": loader.place_of(progress.epoch, window) if window >= 0 else None,
-        }
-        return {"place": place, **loader.state_dict(progress.batch, epoch=progress.epoch)}
-    taken = loader.state_dict(iterator.fetched, epoch=progress.epoch)  # steps may take more or fewer batches than one
-    return {"fetched": iterator.fetched, "taken": taken}
+    def _seeds(self, loaders: list[Any], stage: str) -> list[int]:
+        """Return a seed for each loader of a stage, the same on every rank; for training those of the checkpoint that is resumed."""
+        run = self._trainer.run_state
+        saved: list[int] | int = run.loader_seeds if stage == "train" else []
+        saved = [saved] * len(loaders) if isinstance(saved, int) else saved
+        seeds = LoaderSeeds()
+        own = [seeds.next(loader, run.data_seed) for loader in loaders]
+        shared: list[int] = self._trainer.strategy.broadcast(own)
+        if stage == "train":
+            run.loader_seeds = []
+        if len(saved) == len(loaders):
+            return list(saved)
+        # ranks with other numbers of loaders are refused once all have theirs
+        return shared if len(shared) == len(own) else own
 
-
-def restore_position(trainer: Trainer) -> None:
-    """Hand the training data what a checkpoint says of them, as soon as both are there."""
-    loader, state = trainer.train_loader, trainer.loader_state
-    if loader is not None and state:
-        _restore_place(trainer, loader, state.get("place"))
-        taken = state.get("taken", state)
-        loader.load_state_dict({key: value for key, value in taken.items() if key != "place"})
-        trainer.loader_state = {"fetched": state["fetched"]} if "fetched" in state else {}
-
-
-def _restore_place(
-    trainer: Trainer, loader: ResumableLoader | ResumableCombination, place: dict[str, Any] | None
-) -> None:
-    """Count the batches that are done anew where batches are of another size now, or shared by other ranks."""
-    progress, ranks = trainer.progress, trainer.strategy.distributed_sampler_kwargs["num_replicas"]
-    if place is None or place["epoch"] != progress.epoch:
-        return
-    batch = None if place["done"] is None else loader.go_to(progress.epoch, place["done"])
-    if batch is not None:
-        progress.validated_at = batch if progress.validated_at == progress.batch else min(progress.validated_at, batch)
-        progress.batch = batch
-    elif ranks != place["ranks"] and progress.batch:
-        trainer.notice(
-            f"the checkpoint was made with {place['ranks']} ranks that read data, this run has {ranks}, and the order of this data "
-            f"is not one that all ranks share: training continues from batch {progress.batch}, which repeats samples or skips some"
+    def _wrap(self, loader: Any, stage: str, seed: int) -> ResumableLoader:
+        if isinstance(loader, ResumableLoader):
+            return loader
+        share = self._trainer.strategy.distributed_sampler_kwargs
+        return ResumableLoader(
+            loader,
+            seed=seed,
+            rank=share["rank"],
+            world_size=share["num_replicas"],
+            train=stage == "train",
+            complete=stage == "predict",
+            shard=self._trainer.use_distributed_sampler,
         )
 
+    def _check(self, data: StageData) -> None:
+        trainer, total = self._trainer, data.total
+        checks.check_stage(
+            data, trainer.strategy, (trainer.lightning_module, trainer.datamodule), workers_share=trainer.num_devices
+        )
+        if data.stage != "train":
+            return
+        few = 0 < total < trainer.log_every_n_steps < math.inf
+        checks.check_training(
+            data, trainer.log_every_n_steps if few and trainer.loggers and not trainer.fast_dev_run else 0
+        )
 
-def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, given: list[Any]) -> None:
-    """Make the loaders of `data` from the user's, one alone or several combined."""
-    stage = data.stage
-    if trainer.overfit_batches and data.function == "fit":
-        given = in_order(given, stage)
-    parts = [
-        _wrap(trainer, loader, stage, seed) for loader, seed in zip(given, _seeds(trainer, given, stage), strict=True)
-    ]
-    data.user_loaders = given
-    data.counts = [limits.count(trainer, stage, part) for part in parts]
-    if combined is None:
-        data.structure, data.loaders, data.total = given[0], parts, data.counts[0]
-        return
-    combined.flattened = given
-    data.structure, data.total = combined.iterables, combined_length(combined.mode, data.counts)
-    if combined.mode == "sequential" and stage != "train":
-        data.loaders = parts
-        return
-    if stage == "train":
-        trainer.num_training_batches = data.total
-    if stage == "predict":
-        raise MisconfigurationError('`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.')
-    together = ResumableCombination(combined, parts)
-    together.limits = data.counts
-    data.loaders = [together]
+    # -- where the training data stand ---------------------------------------------------------------------------------
 
+    def position(self) -> dict[str, Any]:
+        """Where the training data stand, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
+        run, loader = self._trainer.run_state, self.train_loader
+        progress, iterator = run.progress, run.batch_iterator
+        if loader is None:
+            return {}
+        if iterator is None or not progress.batch:
+            ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+            window = progress.batch - run.window.count  # where its gradients could be summed anew
+            place = {
+                "epoch": progress.epoch,
+                "ranks": ranks,
+                "done": loader.place_of(progress.epoch, progress.batch),
+                "window": loader.place_of(progress.epoch, window) if window >= 0 else None,
+            }
+            return {"place": place, **loader.state_dict(progress.batch, epoch=progress.epoch)}
+        taken = loader.state_dict(
+            iterator.fetched, epoch=progress.epoch
+        )  # steps may take more or fewer batches than one
+        return {"fetched": iterator.fetched, "taken": taken}
 
-def _seeds(trainer: Trainer, loaders: list[Any], stage: str) -> list[int]:
-    """Return a seed for each loader of a stage, the same on every rank; for training those of the checkpoint that is resumed."""
-    saved: list[int] | int = trainer.loader_seeds if stage == "train" else []
-    saved = [saved] * len(loaders) if isinstance(saved, int) else saved
-    seeds = LoaderSeeds()
-    own = [seeds.next(loader, trainer.data_seed) for loader in loaders]
-    shared: list[int] = trainer.strategy.broadcast(own)
-    if stage == "train":
-        trainer.loader_seeds = []
-    if len(saved) == len(loaders):
-        return list(saved)
-    return (
-        shared if len(shared) == len(own) else own
-    )  # ranks with other numbers of loaders are refused once all have theirs
+    def restore_position(self) -> None:
+        """Hand the training data what a checkpoint says of them, as soon as both are there."""
+        run, loader = self._trainer.run_state, self.train_loader
+        state = run.loader_state
+        if loader is not None and state:
+            self._restore_place(loader, state.get("place"))
+            taken = state.get("taken", state)
+            loader.load_state_dict({key: value for key, value in taken.items() if key != "place"})
+            run.loader_state = {"fetched": state["fetched"]} if "fetched" in state else {}
 
+    def _restore_place(self, loader: ResumableLoader | ResumableCombination, place: dict[str, Any] | None) -> None:
+        """Count the batches that are done anew where batches are of another size now, or shared by other ranks."""
+        progress = self._trainer.run_state.progress
+        ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+        if place is None or place["epoch"] != progress.epoch:
+            return
+        batch = None if place["done"] is None else loader.go_to(progress.epoch, place["done"])
+        if batch is not None:
+            progress.validated_at = (
+                batch if progress.validated_at == progress.batch else min(progress.validated_at, batch)
+            )
+            progress.batch = batch
+        elif ranks != place["ranks"] and progress.batch:
+            self._trainer.notice(
+                f"the checkpoint was made with {place['ranks']} ranks that read data, this run has {ranks}, and the order of this "
+                f"data is not one that all ranks share: training continues from batch {progress.batch}, which repeats samples or skips "
+                "some"
+            )
 
-def _wrap(trainer: Trainer, loader: Any, stage: str, seed: int) -> ResumableLoader:
-    if isinstance(loader, ResumableLoader):
-        return loader
-    share = trainer.strategy.distributed_sampler_kwargs
-    return ResumableLoader(
-        loader,
-        seed=seed,
-        rank=share["rank"],
-        world_size=share["num_replicas"],
-        train=stage == "train",
-        complete=stage == "predict",
-        shard=trainer.use_distributed_sampler,
-    )
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Batches ``start`` onwards of an epoch; for a step that takes the iterator, that iterator in every turn."""
+        run, loader = self._trainer.run_state, self.train_loader
+        total = run.num_training_batches
+        if loader is None:
+            raise RuntimeError("no training data: fit has not begun")
+        if takes_iterator(self._trainer.lightning_module.training_step):
+            start = run.loader_state.pop("fetched", start)
+            triples = ((batch, index, 0) for index, batch in enumerate(self._fetched(loader, epoch, start), start))
+            run.batch_iterator = BatchIterator(triples, total, start)
+            return run.batch_iterator.turns()
+        batches = self._fetched(loader, epoch, start)
+        return batches if total == math.inf else islice(batches, int(total) - start)
+
+    def _fetched(self, loader: ResumableLoader | ResumableCombination, epoch: int, start: int) -> Iterator[Any]:
+        """Watch the wait for batches, and look if all processes have a first one where their number is not known.
+
+        Then it is a collective of each epoch. Raises MisconfigurationError on all of them where only some have.
+        """
+        trainer = self._trainer
+        batches = profile_items(trainer, _FETCHING, loader.batches(epoch, start))
+        if trainer.run_state.num_training_batches != math.inf or trainer.world_size == 1:
+            return batches
+        first = list(islice(batches, 1))
+        having = trainer.strategy.all_gather_object(bool(first))
+        if any(having) and not all(having):
+            raise checks.nothing_to_train([rank for rank, has in enumerate(having) if not has])
+        return chain(first, batches)
+
+    def transfer(self, module: Module, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
+        """Return what brings a batch to the device; None if there is nothing to do."""
+        trainer = self._trainer
+        return batch_transfer(
+            module,
+            trainer.datamodule,
+            trainer.precision_plugin,
+            trainer.strategy,
+            training=trainer.training,
+            dataloader_idx=dataloader_idx,
+        )
+
+    def sample_batch(self, module: Module, stage: str, given: Any = None) -> tuple[Callable[..., Any], Any]:
+        """The step of ``stage`` and the first batch that it will see in an epoch (or the one that is ``given``), moved as it will be then.
+
+        For strategies that must know what a step does before optimizers are made. The loop reads that batch again, and no random
+        number is drawn. Raises MisconfigurationError where there is none to see without taking it away.
+        """
+        step = getattr(module, STEPS[stage])
+        if takes_iterator(step):
+            raise MisconfigurationError(
+                f"{STEPS[stage]} takes its batches from an iterator, and this strategy cuts each batch itself: let it take "
+                "(batch, batch_idx)"
+            )
+        with isolate_rng():
+            batch = self._first(stage) if given is None else given
+            move = self.transfer(module)
+            return step, move(batch) if move is not None else batch
+
+    def _first(self, stage: str) -> Any:
+        data = self.load(stage)
+        found, lack = None, "there are no data"
+        once = next((loader for loader in data.user_loaders if hasattr(loader, "__next__")), None)
+        if once is not None:
+            lack = f"a {type(once).__name__} can be read once only"
+        elif data.loaders:
+            found = next(iter(data.loaders[0].batches(self._trainer.current_epoch)), None)
+        if found is None:
+            raise MisconfigurationError(
+                f"this strategy looks at a batch before {STEPS[stage]} runs, and {lack}: give it one, as in Pipeline(example=batch)"
+            )
+        return found
 
 
 def in_order(loaders: list[Any], stage: str) -> list[Any]:

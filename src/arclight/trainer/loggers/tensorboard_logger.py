@@ -197,12 +197,11 @@ def _traceable(model: nn.Module) -> Iterator[None]:
 def _on_device(model: nn.Module, example: Any) -> Any:
     """``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
     from arclight.fabric.batches import move_batch
-    from arclight.trainer.data.batches import batch_transfer
     from arclight.trainer.module import Module
 
     trainer = model.__dict__.get("_trainer") if isinstance(model, Module) else None
     if trainer is not None:
-        move = batch_transfer(trainer, model)  # type: ignore[arg-type]
+        move = trainer.data.transfer(model)
         return example if move is None else move(example)
     parameter = next(model.parameters(), None)
     return example if parameter is None else move_batch(example, parameter.device)

@@ -1,4 +1,4 @@
-"""The accumulation window under way: what a checkpoint between its batches must hold."""
+"""Accumulate gradients: weigh micro-batches within an accumulation window and across ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.loop.run_state import RunState
 
 
 @dataclass
@@ -76,41 +77,43 @@ EPS = 1e-20
 
 
 class GradientAccumulator:
-    """When accumulation windows begin and end, and how their batches count.
+    """Decide when accumulation windows begin and end, and how their batches count.
 
     Ours: the gradient is the mean over the window's samples (or over what the module counts, `Module.batch_weight`), not a mean
     of means: each loss counts with its batch's weight, so a smaller last batch and a shorter last window come out right; batches
     of other ranks may differ in weight too, so several processes agree on a window's total, once for each.
+
+    ``length``: gives the batches of a window that begins now; ``ends_with_epoch``: tells if the end of this epoch closes its window
+    too; ``weigh_windows``: batches count by their samples.
     """
 
-    def __init__(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
-        self.trainer, self.optimizer, self.window = trainer, optimizer, trainer.window
-        several_batches = trainer.accumulate_grad_batches > 1 or trainer.window.count > 0
-        self.several = trainer.strategy.world_size > 1
+    def __init__(
+        self, run: RunState, strategy: Strategy, module: Module, optimizer: Optimizer, *, length: Callable[[], int],
+        ends_with_epoch: Callable[[], bool], weigh_windows: bool,
+    ) -> None:  # fmt: skip
+        self.run, self.strategy, self.optimizer, self.window = run, strategy, optimizer, run.window
+        self._length, self._ends_with_epoch = length, ends_with_epoch
+        several_batches = length() > 1 or run.window.count > 0
+        self.several = strategy.world_size > 1
         self.counts = module.batch_weight if overridden(module, "batch_weight", Module) else None
-        self.weigh = (trainer.conventions.weigh_windows and several_batches) or self.counts is not None
+        self.weigh = (weigh_windows and several_batches) or self.counts is not None
         self.exchanged = self.several or self.counts is not None
         """Whether a window's total is only known at its end; losses then carry their weight as it is."""
 
     def take(self, index: int, batch: Any) -> tuple[Any, bool, bool]:
         """For batch ``index``: the factor for its loss, whether it is the window's first, whether its last."""
-        trainer, window = self.trainer, self.window
+        run, window = self.run, self.window
         if self.counts is not None:
             size = self.counts(batch)
         else:
-            size = trainer.logged.batch.size() if self.weigh else 1
+            size = run.logged.batch.size() if self.weigh else 1
         first = window.count == 0
         if first:
-            window.begin(trainer.accumulate_grad_batches, 1 if self.exchanged or not self.weigh else max(1, size))
+            window.begin(self._length(), 1 if self.exchanged or not self.weigh else max(1, size))
         window.count += 1
-        last = window.count >= window.length or (index + 1 == trainer.num_training_batches and self._closes())
+        last = window.count >= window.length or (index + 1 == run.num_training_batches and self._ends_with_epoch())
         self.size = size
         return size / window.first_size / window.length, first, last
-
-    def _closes(self) -> bool:
-        """Whether the end of this epoch ends the window too."""
-        trainer = self.trainer
-        return not trainer.conventions.windows_span_epochs or trainer.progress.epoch + 1 == trainer.max_epochs
 
     def end(self) -> bool:
         """Close the window and make its gradients a mean; False where every batch of it was skipped."""
@@ -123,8 +126,7 @@ class GradientAccumulator:
             return True
         if self.exchanged:  # on the device: nothing here waits for it
             total = torch.as_tensor(samples, dtype=torch.float32, device=gradients[0].device)
-            strategy = self.trainer.strategy
-            total = strategy.all_reduce(total, strategy.step_group) if self.several else total
+            total = self.strategy.all_reduce(total, self.strategy.step_group) if self.several else total
             torch._foreach_mul_(local_tensors(gradients), window.length / total.clamp(min=EPS))
         elif samples != window.first_size * window.length:  # shorter, or uneven batches
             torch._foreach_mul_(gradients, window.first_size * window.length / samples)
@@ -132,13 +134,13 @@ class GradientAccumulator:
 
 
 def weigh_across_ranks(
-    trainer: Trainer, module: Module, forward: Callable[[Any, int], Any], backward: Callable[[torch.Tensor], Any]
+    strategy: Strategy, module: Module, forward: Callable[[Any, int], Any], backward: Callable[[torch.Tensor], Any]
 ) -> tuple[Callable[[Any, int], Any], Callable[[torch.Tensor], Any]]:
-    """Forward and backward for a run of several processes and one batch per update, where the module counts its batches.
+    """Weigh the loss of each rank's batch, for one batch per update and a module that counts its batches.
 
     The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
-    strategy, share = trainer.strategy, torch.tensor(1.0)
+    share = torch.tensor(1.0)
 
     def step(batch: Any, index: int) -> Any:
         nonlocal share

@@ -1,8 +1,8 @@
-"""From a step's output to gradients that an optimizer can use: the loss, its backward, clipping."""
+"""Turn a step's output into gradients that an optimizer can use: the loss, its backward, clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.precision import Precision
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.loop.hooks import overridden, resolve
+from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.loop.run_state import RunState
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -32,54 +33,40 @@ def clip(strategy: Strategy, optimizer: Optimizer, value: float, algorithm: str 
         raise ValueError(f"gradient_clip_algorithm={algorithm!r} is not known; choose norm or value")
 
 
-def clip_as_asked(trainer: Trainer, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-    """``Module.clip_gradients``: clip, unless that contradicts the trainer's own settings."""
-    for name, own, given in (
-        ("gradient_clip_val", trainer.gradient_clip_val, value),
-        ("gradient_clip_algorithm", trainer.gradient_clip_algorithm, algorithm),
-    ):
-        if own is not None and given is not None and own != given:
+def clip_settings(
+    own: tuple[float | None, str | None], given: tuple[float | None, str | None]
+) -> tuple[float | None, str]:
+    """Combine value and algorithm of the trainer's ``own`` clipping with those ``given`` to ``clip_gradients``.
+
+    Raises MisconfigurationError where they contradict each other, and for an unknown algorithm.
+    """
+    for name, mine, theirs in zip(("gradient_clip_val", "gradient_clip_algorithm"), own, given, strict=True):
+        if mine is not None and theirs is not None and mine != theirs:
             raise MisconfigurationError(
-                f"You have set `Trainer({name}={own!r})` and have passed `clip_gradients({name}={given!r})`. "
+                f"You have set `Trainer({name}={mine!r})` and have passed `clip_gradients({name}={theirs!r})`. "
                 "Please use only one of them."
             )
-    algorithm = algorithm or trainer.gradient_clip_algorithm or "norm"
+    algorithm = given[1] or own[1] or "norm"
     if algorithm not in ("norm", "value"):
         raise MisconfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
         )
-    value = trainer.gradient_clip_val if value is None else value
-    if value is None or value <= 0:
-        return
-    if not trainer.lightning_module.automatic_optimization:
-        for managed in trainer.managed_optimizers:
-            if optimizer is managed or optimizer is managed.optimizer:
-                managed.unscale()
-    clip(trainer.strategy, optimizer, value, algorithm)
+    return own[0] if given[0] is None else given[0], algorithm
 
 
-def manual_backward(trainer: Trainer, module: Module, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """``Module.manual_backward``: the hooks, the scale of 16-bit gradients, and the other ranks."""
-    if module.automatic_optimization:
-        raise MisconfigurationError(
-            "To use manual optimization, please set `self.automatic_optimization = False`: `manual_backward` was called, but the "
-            "trainer runs backward and the optimizer of this module"
-        )
-    trainer.last_loss = loss
-    for hook in resolve(trainer, module, "on_before_backward"):
-        hook(loss)
+def manual_backward(
+    module: Module, loss: torch.Tensor, strategy: Strategy, precision: Precision, *args: Any, **kwargs: Any
+) -> None:
+    """Run the backward pass of a manual step: the module's own, the scale of 16-bit gradients, and the other ranks."""
     if overridden(module, "backward", Module):
-        scaler = trainer.precision_plugin.scaler
-        module.backward(scaler.scale(loss) if scaler is not None else loss, *args, **kwargs)
+        module.backward(precision.scaler.scale(loss) if precision.scaler is not None else loss, *args, **kwargs)
     else:
-        trainer.strategy.backward(loss, module, *args, **kwargs)
-    trainer.strategy.average_gradients(module)
-    for hook in resolve(trainer, module, "on_after_backward"):
-        hook()
+        strategy.backward(loss, module, *args, **kwargs)
+    strategy.average_gradients(module)
 
 
 def detach_outputs(output: Any) -> Mapping[str, Any]:
-    """A step's output as hooks see it: a mapping, whose tensors do not hold on to how they came to be."""
+    """Detach the step's output and return it as a mapping, for hooks."""
     if not isinstance(output, Mapping):
         return {} if output is None else {"loss": _detached(output)}
     return {name: _detached(value) for name, value in output.items()}
@@ -91,18 +78,18 @@ def _detached(value: Any) -> Any:
     return map_tensors(value, torch.Tensor.detach) if isinstance(value, (dict, list, tuple)) else value
 
 
-def warn_none_loss(trainer: Trainer) -> None:
-    """Say once in a fit that ``training_step`` gave no loss."""
-    if not trainer.told_of_no_loss:
-        trainer.told_of_no_loss = True
-        trainer.warn(
+def warn_none_loss(run: RunState, warn: Callable[[str], None]) -> None:
+    """Warn once in a fit that ``training_step`` gave no loss."""
+    if not run.warned_of_no_loss:
+        run.warned_of_no_loss = True
+        warn(
             "`training_step` returned `None`. If this was on purpose, ignore this warning: the batch trains nothing. Otherwise "
             "return the loss"
         )
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what ``training_step`` returned; None means: skip this batch."""
+    """Return the loss in the output of ``training_step``; None means: skip this batch."""
     if output is None:
         return None
     if isinstance(output, Mapping) and "loss" not in output:

@@ -1,14 +1,15 @@
-"""Which functions run at which moment: resolved once, so that a moment nobody cares about is an empty tuple."""
+"""Resolve the functions that run at each moment, once: hooks nobody overrides are an empty tuple."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.callback import Callback
+from arclight.trainer.callback import Callback, Checkpoint
+from arclight.trainer.callbacks.pause import Pause
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiling import profile_callback, profile_module_hook
 
@@ -44,7 +45,8 @@ def logging_as(module: Module, name: str, hook: Hook) -> Hook:
 
     def run(*arguments: Any, **options: Any) -> Any:
         trainer = module.trainer
-        values, before, entries = trainer.logged, trainer.logged.hook, module.__dict__["_entries"]
+        values = trainer.logged
+        before, entries = values.hook, module.__dict__["_entries"]
         trainer.enter(name)
         try:
             return hook(*arguments, **options)
@@ -75,10 +77,28 @@ def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
     return (profile_module_hook(module._trainer, module, name, getattr(module, name)),)
 
 
-def resolve(trainer: Trainer, module: Module, name: str) -> tuple[Hook, ...]:
-    """Everything that runs at hook ``name``: callbacks in order, then the module."""
-    hooks = callback_hooks(trainer, module, trainer.callbacks, name) + module_hooks(module, name)
+def within_a_step(module: Module, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
+    """Give what ``hooks`` log to hook ``name``, if it is one of those that run inside a step."""
     return tuple(logging_as(module, name, hook) for hook in hooks) if name in _WITHIN_A_STEP else hooks
+
+
+def check_state_keys(callbacks: Iterable[Callback]) -> None:
+    """Raise RuntimeError where two callbacks would save their state under one name."""
+    keys: set[str] = set()
+    for callback in callbacks:
+        if not overridden(callback, "state_dict", Callback):
+            continue
+        if callback.state_key in keys:
+            raise RuntimeError(
+                f"Found more than one stateful callback of type `{type(callback).__name__}` with the state_key "
+                f"{callback.state_key!r}: only one of them could be resumed. Leave one out, or make their `state_key` differ"
+            )
+        keys.add(callback.state_key)
+
+
+def checkpoints_last(callbacks: Iterable[Callback]) -> list[Callback]:
+    """In the order given, but what saves comes after all whose state it saves, and what breaks a fit off after those."""
+    return sorted(callbacks, key=lambda callback: (isinstance(callback, Pause), isinstance(callback, Checkpoint)))
 
 
 ITERATOR = "dataloader_iter"

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loop.hooks import overridden
+from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
 
@@ -171,9 +171,7 @@ def _check_scheduler(module: Module, config: LRSchedulerConfig, optimizers: list
 
 
 def _steps_it(module: Module) -> bool:
-    from arclight.trainer.module import Module as Base
-
-    return overridden(module, "lr_scheduler_step", Base)
+    return overridden(module, "lr_scheduler_step", Module)
 
 
 class ManagedOptimizer:
@@ -190,6 +188,10 @@ class ManagedOptimizer:
     @property
     def optimizer(self) -> Optimizer:
         return self._optimizer
+
+    def manage(self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any]) -> None:
+        """Run ``actions`` between backward and update, and ``count`` after each update."""
+        self.actions, self.count = actions, count
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters once. ``closure``, where given, runs forward and backward first and its result is returned.
@@ -253,7 +255,7 @@ class ManagedOptimizer:
         if self._trainer is None:
             raise RuntimeError("this optimizer is not in use by a Trainer")
         module = self._trainer.lightning_module
-        synced = self._trainer.strategy.no_backward_sync(self._trainer.step_module or module, not sync_grad)
+        synced = self._trainer.strategy.no_backward_sync(self._trainer.run_state.step_module or module, not sync_grad)
         with synced if not sync_grad else nullcontext():
             module.toggle_optimizer(self)
             try:

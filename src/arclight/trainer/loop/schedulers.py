@@ -1,4 +1,4 @@
-"""Stepping learning-rate schedulers: after optimizer steps, or when an epoch ends."""
+"""Step learning-rate schedulers, after optimizer steps or when an epoch ends."""
 
 from __future__ import annotations
 
@@ -13,76 +13,88 @@ from torch.optim.lr_scheduler import LambdaLR
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loop.hooks import logging_as, overridden
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.profiling import profile_module_hook
 
 if TYPE_CHECKING:
     from arclight.trainer.loop.optimizers import LRSchedulerConfig
-    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.loop.run_state import RunState
 
 
-def scheduler_steps(trainer: Trainer, module: Module, interval: str, plateau: bool) -> list[Callable[[], Any]]:
-    """Return one function per scheduler of this interval: of those that watch a value, or of the others.
+class SchedulerSteps:
+    """Resolve the functions that step the learning-rate schedulers of a run; none in manual optimization.
 
-    ``plateau`` chooses; no function in manual optimization, where ``training_step`` steps them.
+    ``watch``: wraps each for the profiler; ``count_batches``: a scheduler's ``frequency`` at step interval counts the batches of its
+    epoch, not the updates of the fit.
     """
-    if not module.automatic_optimization:
-        return []
-    return [
-        profile_module_hook(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
-        for config in trainer.lr_scheduler_configs
-        if config.interval == interval and plateau == config.reduce_on_plateau
-    ]
 
+    def __init__(
+        self,
+        run: RunState,
+        module: Module,
+        watch: Callable[[Callable[[], Any]], Callable[[], Any]],
+        *,
+        count_batches: bool,
+    ) -> None:
+        self.run, self.module = run, module
+        self._watch, self._count_batches = watch, count_batches
 
-def plateau_stepper(trainer: Trainer, module: Module) -> Callable[[], None] | None:
-    """Return a function that steps what watches a value at every update, once for each; None if nothing does.
+    def of(self, interval: str, *, plateau: bool) -> list[Callable[[], Any]]:
+        """Return one function per scheduler of this interval: of those that watch a value (``plateau``), or of the others."""
+        if not self.module.automatic_optimization:
+            return []  # training_step steps them
+        return [
+            self._watch(self._stepper(config))
+            for config in self.run.lr_scheduler_configs
+            if config.interval == interval and plateau == config.reduce_on_plateau
+        ]
 
-    It runs behind the batch's validation and saves, as a value may come from there. ``progress.plateau_step`` tells a
-    resume whether the update that it starts after is still to be followed.
-    """
-    steps, progress = scheduler_steps(trainer, module, "step", plateau=True), trainer.progress
-    if not steps:
-        return None
-    if progress.plateau_step < 0:
-        progress.plateau_step = progress.global_step
+    def after_validation(self) -> Callable[[], None] | None:
+        """Return a function that steps what watches a value at every update, once for each; None if nothing does.
 
-    def run() -> None:
-        if progress.global_step != progress.plateau_step:
-            for step in steps:
-                step()
+        It runs behind the batch's validation and saves, as a value may come from there. ``progress.plateau_step`` tells a
+        resume whether the update that it starts after is still to be followed.
+        """
+        steps, progress = self.of("step", plateau=True), self.run.progress
+        if not steps:
+            return None
+        if progress.plateau_step < 0:
             progress.plateau_step = progress.global_step
 
-    return run
+        def run() -> None:
+            if progress.global_step != progress.plateau_step:
+                for step in steps:
+                    step()
+                progress.plateau_step = progress.global_step
 
+        return run
 
-def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Callable[[], Any]:
-    own = overridden(module, "lr_scheduler_step", Module)
-    if not own and not config.reduce_on_plateau and config.frequency == 1:
-        return config.scheduler.step  # type: ignore[no-any-return]
+    def _stepper(self, config: LRSchedulerConfig) -> Callable[[], Any]:
+        module, run = self.module, self.run
+        own = overridden(module, "lr_scheduler_step", Module)
+        if not own and not config.reduce_on_plateau and config.frequency == 1:
+            return config.scheduler.step  # type: ignore[no-any-return]
+        call = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
 
-    run = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
+        def step() -> None:
+            if config.interval == "epoch":
+                count = run.progress.epoch + 1
+            elif self._count_batches:
+                count = run.training_values.batch.index + 1
+            else:  # the update is counted when those that watch a value are stepped, and not yet for the others
+                count = run.progress.global_step + (not config.reduce_on_plateau)
+            if count % config.frequency == 0 and (metric := _monitored(run, config)) is not _MISSING:
+                call(config.scheduler, metric)
 
-    def step() -> None:
-        if config.interval == "epoch":
-            count = trainer.progress.epoch + 1
-        elif trainer.conventions.frequency_counts_batches:
-            count = trainer.training_values.batch.index + 1
-        else:  # the update is counted when those that watch a value are stepped, and not yet for the others
-            count = trainer.progress.global_step + (not config.reduce_on_plateau)
-        if count % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
-            run(config.scheduler, metric)
-
-    return step
+        return step
 
 
 _MISSING = object()
 
 
-def _monitored(trainer: Trainer, config: LRSchedulerConfig) -> Any:
-    """The value that a plateau scheduler watches; None for schedulers that watch nothing."""
+def _monitored(run: RunState, config: LRSchedulerConfig) -> Any:
+    """Return the value that a plateau scheduler watches; None for schedulers that watch nothing."""
     if not config.reduce_on_plateau:
         return None
-    metrics = trainer.callback_metrics
+    metrics = run.metrics.look(run.logged).callback
     if config.monitor in metrics:
         return metrics[config.monitor]
     if config.strict:
@@ -106,9 +118,9 @@ class StepSync:
     What is counted in samples, batches or epochs stays: those are this fit's own.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._fresh = [_state(config) for config in _by_step(trainer)]
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._fresh = [_state(config) for config in self._by_step()]
 
     def set(self, step: int) -> None:
         """From here on ``step`` optimizer steps are done. Nothing happens where they are.
@@ -116,16 +128,15 @@ class StepSync:
         A schedule by steps gets the rates that it would have after ``step`` steps without any in between being left out.
         Schedules that watch a value stay as they are.
         """
-        before = self._trainer.global_step
+        before = self._run.progress.global_step
         if step == before:
             return
-        self._trainer.progress.global_step = step
-        for config, fresh in zip(_by_step(self._trainer), self._fresh, strict=True):
+        self._run.progress.global_step = step
+        for config, fresh in zip(self._by_step(), self._fresh, strict=True):
             _move(config, fresh, before, step)
 
-
-def _by_step(trainer: Trainer) -> list[LRSchedulerConfig]:
-    return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
+    def _by_step(self) -> list[LRSchedulerConfig]:
+        return [c for c in self._run.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
 
 
 def _state(config: LRSchedulerConfig) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Whether a module can do what an entry point asks of it: said before anything is set up."""
+"""Check that a module has what an entry point needs, before anything is set up; unwrap compiled modules."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,6 @@ from torch import nn
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
-
-if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
-
 
 _REMOVED = {"train": ("training_epoch_end", "validation_epoch_end"), "validate": ("validation_epoch_end",)}
 
@@ -37,7 +34,7 @@ def require_model(model: Any, entry_point: str, known: Any) -> None:
         )
 
 
-def check_module(trainer: Trainer, module: Module, stage: str) -> None:
+def check_module(module: Module, stage: str, clip_value: float | None, accumulate: int) -> None:
     """Raise MisconfigurationError where ``module`` lacks what ``stage`` needs, NotImplementedError for hooks of Lightning 1.x."""
     if stage == "train":
         for name in ("training_step", "configure_optimizers"):
@@ -46,7 +43,7 @@ def check_module(trainer: Trainer, module: Module, stage: str) -> None:
                     f"No `{name}()` method defined: fit needs at least `training_step()`, training data and "
                     f"`configure_optimizers()`; {type(module).__name__} lacks {name}"
                 )
-        _check_manual(trainer, module)
+        _check_manual(module, clip_value, accumulate)
     elif stage == "predict":
         _check_predict(module)
     elif not overridden(module, name := {"validate": "validation_step"}.get(stage, "test_step"), Module):
@@ -72,30 +69,29 @@ def _check_predict(module: Module) -> None:
         raise MisconfigurationError("`Trainer.predict` requires `forward` method to run.")
 
 
-def _check_manual(trainer: Trainer, module: Module) -> None:
+def _check_manual(module: Module, clip_value: float | None, accumulate: int) -> None:
     if module.automatic_optimization:
         return
-    if trainer.gradient_clip_val is not None:
+    if clip_value is not None:
         raise MisconfigurationError(
             "Automatic gradient clipping is not supported for manual optimization. Remove "
-            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` and call self.clip_gradients(optimizer, ...) in training_step"
+            f"`Trainer(gradient_clip_val={clip_value})` and call self.clip_gradients(optimizer, ...) in training_step"
         )
-    if trainer.accumulate_grad_batches > 1:
+    if accumulate > 1:
         raise MisconfigurationError(
             "Automatic gradient accumulation is not supported for manual optimization. Remove "
-            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and step and clear the optimizer only in every "
+            f"`Trainer(accumulate_grad_batches={accumulate})` and step and clear the optimizer only in every "
             "n-th batch"
         )
 
 
-def check_validation(trainer: Trainer, module: Module) -> None:
-    """Warn where a fit has validation data and no step for it, or a step and no data."""
-    has_data = trainer.data["validate"].defined
+def check_validation(module: Module, has_data: bool, warn: Callable[[str], None]) -> None:
+    """Warn if a fit has validation data and no step for it, or a step and no data."""
     has_step = overridden(module, "validation_step", Module)
     if has_data and not has_step:
-        trainer.warn("You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.")
+        warn("You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.")
     if has_step and not has_data:
-        trainer.warn("You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.")
+        warn("You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.")
 
 
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")

@@ -1,10 +1,10 @@
-"""Where a run writes, and the loggers that say so."""
+"""Decide where a run writes: its folder, its loggers, its checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,43 +14,53 @@ from arclight.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.module import Module
-    from arclight.trainer.settings import TrainerBehavior
 
 
-class RunPlaces:
-    """Loggers and folders of a trainer. One process makes nothing before it is asked for, several decide when a run begins."""
+class RunPaths:
+    """Own the folders and loggers of a trainer. One process makes nothing before it is asked for, several decide when a run begins.
 
-    conventions: TrainerBehavior
-    strategy: Strategy
-    default_root_dir: str
-    run_name: str | None
-    fast_dev_run: int | bool
-    _run_folder: RunFolder | None
-    _logger_choice: Any
-    _loggers: list[Any] | None
-    _module: Module | None
-    _folder_made_early: bool
-    _agreed: dict[str, str | None]
+    ``logger``: what the Trainer was given; ``run_folders``: files go to ``<root>/<name>/<n>/``, else to where loggers and callbacks put
+    them; ``dry``: a development run, whose loggers write nothing.
+    """
+
+    def __init__(
+        self, strategy: Strategy, *, root: str, name: str | None, folder: RunFolder | None, logger: Any, run_folders: bool, dry: bool
+    ) -> None:  # fmt: skip
+        self.strategy, self.root, self.name, self.run_folders = strategy, root, name, run_folders
+        self._dry, self._logger_choice = dry, logger
+        self.opened: RunFolder | None = folder
+        """The run folder, if it was given, made or taken up."""
+        self._loggers: list[Any] | None = None
+        self._module_name: str | None = None
+        self._folder_made_early = False
+        self._agreed: dict[str, str | None] = {}
+
+    def name_after(self, module: object) -> None:
+        """Name the folders of runs after ``module``, if the user gave them no name."""
+        self._module_name = type(module).__name__.lower()
 
     @property
     def folder_name(self) -> str:
         """Name of the folder that the numbered folders of such runs lie in."""
-        if self._run_folder is not None:
-            return self._run_folder.name
-        return self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
+        if self.opened is not None:
+            return self.opened.name
+        return self.name or self._module_name or "run"
 
-    def agree_on_places(self) -> None:
+    def newest_run(self) -> RunFolder | None:
+        """The folder of this run, or the newest of its name; None if there is none yet."""
+        return self.opened or RunFolder.newest(self.root, self.folder_name)
+
+    def agree(self) -> None:
         """Decide on all ranks where this run writes, so that a rank may ask for it alone. A collective."""
         self._agreed = {}
         if self.strategy.world_size == 1:
             return
-        if not self.conventions.run_folders:
+        if not self.run_folders:
             self._agreed = {"log_dir": self.log_dir, "checkpoints": self.checkpoint_folder}
             return
         if self._folder_made_early and self.strategy.broadcast(not os.path.isdir(self.run_folder)):
-            self._run_folder = None  # a run before left nothing in it
-        if self._run_folder is None:
+            self.opened = None  # a run before left nothing in it
+        if self.opened is None:
             folder, self._folder_made_early = self.run_folder.path, True
             for logger in self._loggers or []:
                 if getattr(logger, "needs_folder", False) is True:
@@ -66,14 +76,14 @@ class RunPlaces:
     @property
     def run_folder(self) -> RunFolder:
         """Where this run writes, the same on every rank; in one process made when first asked for."""
-        if self._run_folder is None:
-            made = str(RunFolder(self.default_root_dir, self.folder_name).path) if self.strategy.is_global_zero else ""
-            self._run_folder = RunFolder.open(self.strategy.broadcast(made))
-        return self._run_folder
+        if self.opened is None:
+            made = str(RunFolder(self.root, self.folder_name).path) if self.strategy.is_global_zero else ""
+            self.opened = RunFolder.open(self.strategy.broadcast(made))
+        return self.opened
 
     @run_folder.setter
     def run_folder(self, folder: RunFolder) -> None:
-        self._run_folder, self._folder_made_early = folder, False
+        self.opened, self._folder_made_early = folder, False
 
     @property
     def loggers(self) -> list[Any]:
@@ -94,18 +104,26 @@ class RunPlaces:
             check_apart(self._loggers)
 
     @property
-    def logger(self) -> Any:
-        """The first logger, None where there is none; setting one makes it the only one."""
-        return self.loggers[0] if self.loggers else None
+    def made_loggers(self) -> list[Any]:
+        """The loggers that there are already: asking for them makes none."""
+        return self._loggers or []
 
-    @logger.setter
-    def logger(self, logger: Any) -> None:
-        self.loggers = [logger] if logger else []
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Log nowhere while it runs."""
+        from arclight.trainer.loggers import DummyLogger
+
+        before = self._loggers, self._agreed
+        self._loggers = [] if self._loggers == [] or self._logger_choice is False else [DummyLogger()]
+        try:
+            yield
+        finally:
+            self._loggers, self._agreed = before
 
     def own_loggers(self) -> list[Any]:
         """The loggers that were given and know where to write by themselves; no folder is made for asking."""
         given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
-        if self._loggers is None and not self.conventions.run_folders:
+        if self._loggers is None and not self.run_folders:
             given = self.loggers
         return [logger for logger in given if getattr(logger, "needs_folder", False) is not True]
 
@@ -116,29 +134,29 @@ class RunPlaces:
         choice = True if self._logger_choice is None else self._logger_choice
         if choice is not True:
             given = _listed(choice)
-            return [DummyLogger()] if given and self.fast_dev_run else given
-        if self.fast_dev_run:
+            return [DummyLogger()] if given and self._dry else given
+        if self._dry:
             return [DummyLogger()]
-        return [CSVLogger() if self.conventions.run_folders else _versioned_logger(self.default_root_dir)]
+        return [CSVLogger() if self.run_folders else _versioned_logger(self.root)]
 
     @property
     def log_dir(self) -> str | None:
         """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
-        if self.conventions.run_folders:
+        if self.run_folders:
             return str(self.run_folder.path)
         if "log_dir" in self._agreed:
             return self._agreed["log_dir"]
-        folder = self.loggers[0].log_dir if self.loggers else self.default_root_dir
+        folder = self.loggers[0].log_dir if self.loggers else self.root
         return self.strategy.broadcast(folder)  # type: ignore[no-any-return]
 
     @property
     def checkpoint_folder(self) -> str:
         """Where checkpoints go that were given no place, the same on every rank."""
-        if self.conventions.run_folders:
+        if self.run_folders:
             return os.path.realpath(self.run_folder.checkpoints)
         if "checkpoints" in self._agreed:
             return str(self._agreed["checkpoints"])
-        folder = self.default_root_dir
+        folder = self.root
         if self.loggers:
             logger = self.loggers[0]
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"

@@ -12,7 +12,6 @@ from arclight._intervals import PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.trainer.callback import Callback
-from arclight.trainer.data import limits, stage_data
 from arclight.trainer.hparams import find_attribute_owners, get_setting, has_setting, set_setting
 from arclight.trainer.loop.progress import StopRun, TrainerFn
 from arclight.trainer.module import Module
@@ -134,7 +133,7 @@ class _Finder:
 
     def _samples(self) -> int | None:
         """Samples of the largest data set read; None where that is not known."""
-        loaders = self.trainer.data[self.stages[0]].user_loaders
+        loaders = self.trainer.data.stages[self.stages[0]].user_loaders
         sets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
         lengths = [len(d) for d in sets if hasattr(d, "__len__") and not isinstance(d, IterableDataset)]
         return max(lengths, default=None)
@@ -145,7 +144,7 @@ class _Finder:
         steps, trainer = self.search.steps_per_trial, self.trainer
         if self.stages[0] == "train":
             settings: dict[str, Any] = {"max_steps": trainer.global_step + steps, "limit_train_batches": 1.0}
-            if limits.setting(trainer, "validate") != 0:
+            if trainer.data.limit("validate") != 0:
                 settings["limit_val_batches"] = steps
         else:
             prefix = {"validate": "val"}.get(self.stages[0], self.stages[0])
@@ -153,7 +152,7 @@ class _Finder:
         if trainer.strategy.root_device.type != "cpu":
             free_memory()  # what earlier trials left in cycles and caches would count against this one
         for stage in self.stages:
-            trainer.data[stage].loaded = False
+            trainer.data.stages[stage].loaded = False
         try:
             self.run(**settings)
         except RuntimeError as error:
@@ -167,9 +166,9 @@ class _Finder:
 
 def _reload(trainer: Trainer, stages: list[str]) -> None:
     for stage in stages:
-        trainer.data[stage].loaded = False
-        if trainer.data[stage].defined:
-            stage_data.load(trainer, stage)
+        trainer.data.stages[stage].loaded = False
+        if trainer.data.stages[stage].defined:
+            trainer.data.load(stage)
 
 
 class BatchSizeFinder(Callback):
@@ -233,7 +232,7 @@ class BatchSizeFinder(Callback):
             raise StopRun
 
     def _check(self, trainer: Trainer, module: Module) -> None:
-        name, data = self._search.batch_arg_name, trainer.data[trainer.stage]
+        name, data = self._search.batch_arg_name, trainer.data.stages[trainer.stage]
         if data.given is not None:
             raise MisconfigurationError(
                 f"The Batch size finder cannot be used with dataloaders passed directly to `.{data.function}()`, as it could not "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,8 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
 from arclight.optim import restore_optimizer
 from arclight.trainer.callback import Callback
-from arclight.trainer.data import stage_data
-from arclight.trainer.loggers import DummyLogger
-from arclight.trainer.logging.metrics import Metrics
-from arclight.trainer.logging.results import ResultCollection
-from arclight.trainer.loop.accumulation import AccumulationState
-from arclight.trainer.loop.evaluation import predictions, run_evaluation
-from arclight.trainer.loop.fit import run_fit
+from arclight.trainer.loop.evaluation import EvaluationLoop
+from arclight.trainer.loop.fit import FitLoop
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.module import Module
 
@@ -51,8 +45,12 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
     put_back = _keep(trainer, module)
 
     def run(callback: Callback | None = None, **settings: Any) -> None:
-        with _aside(trainer, module):
-            _begin(trainer, module, callback or TrialCallback(), settings)
+        unlimited = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "val_check_interval": None}
+        unlogged = {"log_every_n_steps": 0, "reload_dataloaders_every_n_epochs": 0}
+        given = {"callbacks": [callback or TrialCallback()], **unlimited, **unlogged, **settings}
+        with _gradients_aside(module), trainer.trial(), trainer.paths.silent(), trainer.temporarily(**given):
+            if module.automatic_optimization:  # else steps may ask for their schedules
+                trainer.use_optimizers(trainer.optimizers, [])
             try:
                 _run(trainer, module)
             finally:
@@ -69,63 +67,37 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
 
 
 class TrialCallback(Callback):
-    """Goes along with a trial."""
+    """A callback that goes along with a trial, and lets its losses be what they are."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.last_loss = None  # a loss that is no number is an outcome like others here, and ends nothing
-
-
-def _begin(trainer: Trainer, module: Module, callback: Callback, settings: dict[str, Any]) -> None:
-    trainer.callbacks = [callback]
-    trainer._loggers = [] if trainer._loggers == [] or trainer._logger_choice is False else [DummyLogger()]
-    trainer.log_every_n_steps = trainer.reload_dataloaders_every_n_epochs = 0
-    trainer.max_epochs, trainer.min_epochs, trainer.min_steps = -1, None, None
-    trainer.val_check_interval = None
-    if module.automatic_optimization:  # else steps may ask for their schedules
-        trainer.lr_scheduler_configs = []
-    for name, value in settings.items():
-        setattr(trainer, name, value)
+        trainer.report_loss(None)  # a NaN or infinite one is an outcome like others here, and ends nothing
 
 
 def _run(trainer: Trainer, module: Module) -> None:
-    data = stage_data.load(trainer, trainer.stage)
+    data = trainer.data.load(trainer.stage)
     if trainer.stage == "train":
         if not trainer.num_training_batches:
             raise MisconfigurationError("there are no training batches to try anything with")
-        run_fit(trainer, module)
+        FitLoop(trainer, module).run()
     elif trainer.stage == "predict":
-        for _ in predictions(trainer, module, data, keep=False):
+        for _ in EvaluationLoop(trainer, module).predict(data, keep=False):
             pass
     else:
-        run_evaluation(trainer, module, data)
+        EvaluationLoop(trainer, module).evaluate(data)
 
 
 @contextmanager
-def _aside(trainer: Trainer, module: Module) -> Iterator[None]:
-    """Give the trainer other objects for all that a run changes, and then its own again."""
-    before, entries = dict(vars(trainer)), module.__dict__["_entries"]
-    trainer.progress, trainer.window = dataclasses.replace(trainer.progress), AccumulationState()
-    trainer.state, trainer.evaluated = dataclasses.replace(trainer.state), trainer.evaluated.copy()
-    trainer.metrics, trainer.logged = Metrics(), ResultCollection(trainer.logged.stage)
-    trainer.training_values = trainer.logged
-    trainer.optimizers = trainer.optimizers  # wrapped anew: a fit under way has hooks in the present wrappers
-    trainer.should_stop, trainer.pending_rng, trainer.loader_state = False, None, {}
-    trainer.last_loss = trainer.batch_iterator = trainer.rng_before_validation = trainer.close_window = None
+def _gradients_aside(module: Module) -> Iterator[None]:
+    """Let a trial begin without gradients and with a place of its own for what the module logs, and then restore both."""
+    entries = module.__dict__["_entries"]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     module.zero_grad(set_to_none=True)
     try:
         yield
     finally:
-        if trainer.received_sigterm:
-            before |= {"received_sigterm": True, "should_stop": True}
-        for name in set(vars(trainer)) - set(before):
-            delattr(trainer, name)
-        vars(trainer).update(before)
         module.__dict__["_entries"] = entries
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        if "train" in trainer.data and trainer.data["train"].loaded:
-            trainer.num_training_batches = trainer.data["train"].total
 
 
 def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:

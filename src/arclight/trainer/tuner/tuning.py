@@ -11,7 +11,6 @@ from arclight.trainer.tuner.batch_size_scaling import BatchSizeFinder
 from arclight.trainer.tuner.lr_finder import LearningRateFinder
 
 if TYPE_CHECKING:
-    from arclight.trainer.callback import Callback
     from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
     from arclight.trainer.tuner.lr_finder import LRFinder
@@ -80,12 +79,11 @@ class Tuner:
                 "Leave it out to use the Tuner"
             )
         finder._early_exit = True
-        first: list[Callback] = [finder]
-        trainer.callbacks = first + trainer.callbacks
+        trainer.use_callbacks([finder, *trainer.callbacks])
         try:
             yield
         finally:
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not finder]
+            trainer.use_callbacks([callback for callback in trainer.callbacks if callback is not finder])
 
 
 def _check(method: str, train: Any, val: Any, loaders: Any) -> None:

@@ -298,7 +298,7 @@ class ModelCheckpoint(Checkpoint):
             return
         self._resumed_from, self._began = float("inf"), time.time_ns()
         self._writer.begin(trainer)
-        if not trainer.conventions.run_folders:
+        if not trainer.behavior.run_folders:
             self._adopt_folder(trainer)
         if self.dirpath is not None:
             file_ops.check_folder(trainer, self.dirpath, self.save_last, warn=self.save_top_k != 0)
@@ -325,7 +325,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _validation_follows(self, trainer: Trainer) -> bool:
         batch = trainer.progress.batch
-        at_end = batch == trainer.num_training_batches and trainer.validates_when_epoch_is_over()
+        at_end = batch == trainer.num_training_batches and trainer.validates_when_epoch_is_over
         return batch == self._next_validation or at_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -458,7 +458,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _plan(self, trainer: Trainer, values: Mapping[str, Any], rank: bool, keep: bool) -> SavePlan:
         """Plan what this save writes and drops."""
-        named = file_ops.full_path(trainer.ckpt_path) if trainer.ckpt_path and trainer.ckpt_path_named else ""
+        named = file_ops.full_path(trainer.ckpt_path) if trainer.ckpt_path and trainer.selector.named else ""
         return SavePlan.after(
             self._record,
             self._ranking,

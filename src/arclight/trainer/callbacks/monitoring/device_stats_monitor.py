@@ -12,7 +12,6 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.logging.reporting import row_of_step
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -70,7 +69,7 @@ class DeviceStatsMonitor(Callback):
             return
         for logger in trainer.loggers:
             row = _prefix_metric_keys(stats, f"{type(self).__qualname__}.{hook}", logger.group_separator)
-            logger.log_metrics(row, step=row_of_step(trainer, number) if trainer.training else trainer.global_step)
+            logger.log_metrics(row, step=trainer.row_of_step(number) if trainer.training else trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_start", trainer.global_step + 1)

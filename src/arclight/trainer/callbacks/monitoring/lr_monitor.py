@@ -85,7 +85,7 @@ class LearningRateMonitor(Callback):
         closes = trainer.window.count + 1 >= trainer.accumulate_grad_batches  # in the batch whose step uses the rates
         if closes and step % every == 0 and step != self._logged_at:
             self._logged_at = step
-            self._log(trainer, "step", step - trainer.conventions.zero_based_rows)
+            self._log(trainer, "step", step - trainer.behavior.zero_based_rows)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.progress.batch == 0:  # a resume in the middle of an epoch has logged this already
@@ -97,7 +97,7 @@ class LearningRateMonitor(Callback):
             self._make_room(names)
             if self.logging_interval is not None or own_interval in (interval, None):
                 stats.update(self._read(names, optimizer))
-        trainer.metrics.callback.update({name: torch.tensor(value) for name, value in stats.items()})
+        trainer.run_state.metrics.callback.update({name: torch.tensor(value) for name, value in stats.items()})
         if stats and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **stats}, step)
@@ -126,7 +126,7 @@ def updates(trainer: Trainer) -> int:
     """Batches after which optimizers stepped, also where each optimizer's steps are counted."""
     steps, several = (
         trainer.progress.global_step,
-        len(trainer.optimizers) if trainer.conventions.count_optimizer_steps else 1,
+        len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1,
     )
     return steps // max(1, several)
 

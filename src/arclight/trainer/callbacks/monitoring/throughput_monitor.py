@@ -12,7 +12,6 @@ import torch
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.logging.reporting import row_of_step
 from arclight.trainer.throughput import Throughput, compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class ThroughputMonitor(Callback):
         stepped, self._steps = self._steps != trainer.global_step, trainer.global_step
         every = trainer.log_every_n_steps or sys.maxsize  # 0: never
         if stepped and self._steps % every == 0:  # whole windows only, with the optimizer's time
-            self._log(trainer, row_of_step(trainer, self._steps), epoch=trainer.current_epoch)
+            self._log(trainer, trainer.row_of_step(self._steps), epoch=trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.state.fn != "fit":

@@ -247,7 +247,7 @@ class RichProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         # Reading a metric from an accelerator waits for it, so there it goes by time whatever the convention.
-        self._by_batch = trainer.conventions.metrics_by_batch and trainer.strategy.root_device.type == "cpu"
+        self._by_batch = trainer.behavior.metrics_by_batch and trainer.strategy.root_device.type == "cpu"
         own = {name for name in _BATCH_HOOKS if getattr(type(self), name) is not getattr(RichProgressBar, name)}
         self.unused_hooks = frozenset() if self._by_batch else _BATCH_HOOKS - own
 
@@ -278,7 +278,7 @@ class RichProgressBar(ProgressBar):
 
     def on_progress(self, trainer: Trainer, pl_module: Module) -> None:
         self._clock.update(trainer.progress.batches)
-        self._eval_clock.update(trainer.eval_batch)
+        self._eval_clock.update(trainer.run_state.eval_batch)
         now = time.monotonic()
         if self._running and now >= self._drawn_at + 1 / self._refresh_rate - 0.01:
             self._drawn_at = now
@@ -336,7 +336,7 @@ class RichProgressBar(ProgressBar):
         self._update_metrics(trainer, pl_module)
         number = self.val_sanity_progress_bar_id if trainer.sanity_checking else self.val_progress_bar_id
         if self.progress is not None and self._running and number is not None:
-            self.progress.update(number, completed=trainer.eval_batch, visible=False)
+            self.progress.update(number, completed=trainer.run_state.eval_batch, visible=False)
             if self.train_progress_bar_id is not None:
                 self.train_progress_bar.visible = True
 
@@ -364,17 +364,17 @@ class RichProgressBar(ProgressBar):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(self._current(trainer), trainer.eval_batch)
+        self._count(self._current(trainer), trainer.run_state.eval_batch)
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(self._current(trainer), trainer.eval_batch)
+        self._count(self._current(trainer), trainer.run_state.eval_batch)
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count(self._current(trainer), trainer.eval_batch)
+        self._count(self._current(trainer), trainer.run_state.eval_batch)
 
     def _count(self, number: TaskID | None, done: int) -> None:
         if self._by_batch and self._running and self.progress is not None and number is not None:
@@ -417,7 +417,7 @@ class RichProgressBar(ProgressBar):
         training = number == self.train_progress_bar_id
         clock = self._clock if training else self._eval_clock
         task = self._task(number)
-        done, total = trainer.progress.batch if training else trainer.eval_batch, task.total
+        done, total = trainer.progress.batch if training else trainer.run_state.eval_batch, task.total
         if finished and training and not done and total is not None:
             done = int(total)  # the last epoch is complete, and the count stands at the start of the next
         whole = total_batches(trainer) if training else math.inf if total is None else total

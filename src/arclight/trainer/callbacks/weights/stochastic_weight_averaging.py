@@ -13,7 +13,6 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callbacks.weights.weight_averaging import AverageFunction, WeightAveraging, tensor_owners
-from arclight.trainer.data.batches import batch_transfer
 from arclight.trainer.logging.results import ResultCollection
 from arclight.trainer.loop.optimizers import LRSchedulerConfig
 
@@ -183,11 +182,10 @@ class StochasticWeightAveraging(WeightAveraging):
         for norm in norms.values():
             norm.reset_running_stats()
             norm.momentum = None  # the mean of all batches
-        logged, trainer.logged = trainer.logged, ResultCollection("train")
         try:
-            _pass_over(trainer, module)
+            with trainer.run_state.logging_into(ResultCollection("train")):
+                _pass_over(trainer, module)
         finally:
-            trainer.logged = logged
             for name, norm in norms.items():
                 norm.momentum = momenta[name]
         for name, holder in found:
@@ -206,11 +204,11 @@ def _held(holder: dict[str, Any], name: str) -> torch.Tensor:
 @torch.no_grad()
 def _pass_over(trainer: Trainer, module: Module) -> None:
     """One epoch of forward passes through ``training_step``."""
-    move, step = batch_transfer(trainer, module), trainer.precision_plugin.wrap(module.training_step)
+    move, step = trainer.data.transfer(module), trainer.precision_plugin.wrap(module.training_step)
     trainer.enter("training_step")
     modes = {name: part.training for name, part in module.named_modules()}
     module.train()
-    for index, batch in enumerate(trainer.train_batches(trainer.progress.epoch, 0)):
+    for index, batch in enumerate(trainer.data.train_batches(trainer.progress.epoch, 0)):
         moved = batch if move is None else move(batch)
         trainer.logged.batch.set(moved)
         step(moved, index)

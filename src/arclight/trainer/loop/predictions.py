@@ -1,0 +1,70 @@
+"""The outputs of a prediction, and the samples that each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.data import ResumableCombination, ResumableLoader
+from arclight.fabric.batches import map_tensors
+from arclight.fabric.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from arclight.trainer.callbacks.prediction_writer import WriteInterval
+
+
+@dataclass
+class Predictions:
+    """The state of ``trainer.predict``, for callbacks that write what it gives."""
+
+    loaders: Sequence[ResumableLoader | ResumableCombination] = ()
+    return_predictions: bool = False
+    """Whether outputs are kept for the caller."""
+    keeps: bool = False
+    outputs: list[list[Any]] = field(default_factory=list)
+    """For each loader the outputs of its batches, on the host."""
+    current_batch_indices: Any = None
+    """Places in the data set of the samples of the newest batch; None where the data have no such places."""
+    epoch_batch_indices: list[list[Any]] = field(default_factory=list)
+    """For each loader those of every batch; kept for callbacks whose ``interval`` is the epoch."""
+    _epochs: bool = False
+
+    @classmethod
+    def begin(
+        cls, loaders: Sequence[ResumableLoader | ResumableCombination], keep: bool, writers: Sequence[WriteInterval]
+    ) -> Predictions:
+        """Start a prediction; ``writers``: when each of the callbacks that write predictions does so."""
+        epochs = any(interval.on_epoch for interval in writers)
+        known = [isinstance(loader, ResumableLoader) and loader.track_indices() for loader in loaders]
+        if writers and not all(known):
+            unknown = loaders[known.index(False)]
+            kind = type(unknown.loader if isinstance(unknown, ResumableLoader) else unknown).__name__
+            rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{kind}`")
+        return cls(loaders, keep, keep or epochs, [[] for _ in loaders], None, [[] for _ in loaders], epochs)
+
+    @property
+    def predictions(self) -> list[Any]:
+        """The outputs of the one loader, or a list of outputs for each of several."""
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+    def next_batch(self, number: int) -> None:
+        """Note which samples the batch that comes now is made of."""
+        loader = self.loaders[number]
+        indices = loader.indices if isinstance(loader, ResumableLoader) else None
+        self.current_batch_indices = indices.popleft() if indices is not None else None
+        if self._epochs:
+            self.epoch_batch_indices[number].append(self.current_batch_indices)
+
+    def add(self, output: Any, number: int) -> None:
+        """Keep an output, if anybody wants it later."""
+        if output is None:
+            rank_zero_warn("predict returned None if it was on purpose, ignore this warning...")
+        if self.keeps:
+            self.outputs[number].append(map_tensors(output, _to_host))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu()

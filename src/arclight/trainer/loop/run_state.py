@@ -1,0 +1,122 @@
+"""The state of a run: everything that an entry point of a Trainer changes while it runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from arclight.trainer.logging.metrics import Metrics
+from arclight.trainer.logging.results import ResultCollection
+from arclight.trainer.loop.accumulation import AccumulationState
+from arclight.trainer.loop.predictions import Predictions
+from arclight.trainer.loop.progress import Progress, RunningStage, TrainerState
+
+if TYPE_CHECKING:
+    from arclight.trainer.data.batches import BatchIterator
+    from arclight.trainer.data.stage_data import StageData
+    from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
+
+
+class RunState:
+    """Position, logged values, data, optimizers and requests to stop. A trainer has one; a trial gets one of its own."""
+
+    def __init__(self) -> None:
+        self.progress, self.window, self.state = Progress(), AccumulationState(), TrainerState()
+        self.logged = self.training_values = ResultCollection("train")
+        self.metrics = Metrics()
+        self.predictions = Predictions()
+        self.optimizers: list[Optimizer] = []
+        self.managed_optimizers: list[ManagedOptimizer] = []
+        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
+        self.step_module: torch.nn.Module | None = None
+        """What runs a training step: the module, or what a strategy wraps it in."""
+        self.close_window: Callable[[], None] | None = None
+        """Ends an accumulation window early; None where no step builds one."""
+        self.eval_batch = 0
+        """Batches of the evaluation under way."""
+        self.evaluated: Counter[str] = Counter()
+        """Batches of all evaluations, by stage."""
+        self.is_last_batch = False
+        self.pending_rng: dict[str, Any] | None = None
+        """Random state of a checkpoint, to go on from at the epoch's start."""
+        self.warned_of_minimum = False
+        self._clear(data_seed=0)
+
+    def _clear(self, data_seed: int) -> None:
+        self.should_stop = self.received_sigterm = self.requeue = self.left_within_epoch = self.warned_of_no_loss = (
+            False
+        )
+        self.last_loss: torch.Tensor | None = None
+        self.validated_time: float | None = None
+        self.rng_before_validation: dict[str, Any] | None = None
+        self.data: dict[str, StageData] = {}
+        self.num_training_batches: int | float = math.inf
+        self.batch_iterator: BatchIterator | None = None
+        self.loader_state: dict[str, Any] = {}
+        self.loader_seeds: list[int] | int = []
+        """Seeds of the training loaders from a checkpoint, until those are asked for; one number for all from versions without more."""
+        self.data_seed = data_seed
+
+    def begin_fit(self, data_seed: int) -> None:
+        """Forget what an earlier fit left, but for its position; values of an epoch under way are kept with it."""
+        if not self.progress.batch:
+            self.training_values, self.metrics = ResultCollection("train"), Metrics()
+        self.window = AccumulationState()
+        self.logged = self.training_values
+        self._clear(data_seed)
+
+    def begin_evaluation(self, stage: str) -> None:
+        """Show the values of an evaluation by itself, in place of those of a run before."""
+        self.logged, self.metrics = ResultCollection(stage), Metrics(self.metrics.rows)
+
+    def for_trial(self) -> RunState:
+        """Copy the state for a trial: the same data, and a position, values and requests of its own."""
+        other = copy.copy(self)
+        other.progress, other.window = dataclasses.replace(self.progress), AccumulationState()
+        other.state, other.evaluated = dataclasses.replace(self.state), self.evaluated.copy()
+        other.metrics, other.logged = Metrics(), ResultCollection(self.logged.stage)
+        other.training_values = other.logged
+        other.should_stop, other.pending_rng, other.loader_state = False, None, {}
+        other.last_loss = other.batch_iterator = other.rng_before_validation = other.close_window = None
+        return other
+
+    @contextmanager
+    def logging_into(self, values: ResultCollection) -> Iterator[None]:
+        """Collect logged values in ``values`` while it runs."""
+        before, self.logged = self.logged, values
+        try:
+            yield
+        finally:
+            self.logged = before
+
+    def use_optimizers(self, optimizers: list[Optimizer], managed: list[ManagedOptimizer]) -> None:
+        """Train with these; ``managed`` are the same as a module sees them."""
+        self.optimizers, self.managed_optimizers = optimizers, managed
+
+    def request_stop(self, *, sigterm: bool = False, requeue: bool = False) -> None:
+        """Ask the fit to end after the batch under way."""
+        self.should_stop = True
+        self.received_sigterm, self.requeue = self.received_sigterm or sigterm, self.requeue or requeue
+
+    @property
+    def batch_under_way(self) -> bool:
+        """Return True from the start of a training batch until it is counted; one that is skipped never is."""
+        values = self.training_values
+        return values.in_batches and values.batch.index == self.progress.batch
+
+    @property
+    def stage(self) -> str:
+        """Name of the running stage; empty between two."""
+        return self.state.stage.value if self.state.stage is not None else ""
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        self.state.stage = RunningStage(stage) if stage else None
