@@ -51,7 +51,7 @@ class Callback:
         """After it ended."""
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """When anything raised, before it reaches the caller."""
+        """Called for any exception, before it reaches the caller."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Change what is about to be saved."""

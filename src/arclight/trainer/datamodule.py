@@ -98,7 +98,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         super().__init__()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the data module."""
+        """Return the state that a checkpoint keeps of the data module."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         return self
 
     def on_exception(self, exception: BaseException) -> None:
-        """When anything raised, before it reaches the caller."""
+        """Called for any exception, before it reaches the caller."""
 
     @classmethod
     def from_datasets(

@@ -371,7 +371,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """What :meth:`save_hyperparameters` kept; a script may change it, the initial values stay."""
+        """The arguments that :meth:`save_hyperparameters` kept; a script may change it, the initial values stay."""
         return self.__dict__.setdefault("_hparams", Hyperparameters())
 
     @property
@@ -475,7 +475,7 @@ def given_hyperparameters(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
-    """What loggers get of a module and its data module, as it was when saved; None where neither asked for it.
+    """Collect the hyper-parameters for loggers, of a module and its data module, as it was when saved; None where neither asked for it.
 
     Raises RuntimeError where both have a name with different values.
     """
@@ -662,7 +662,7 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """What such a file holds; nothing but plain values is made from it. An empty dict, with a warning, where it is missing.
+    """Read such a file; nothing but plain values is made from it. An empty dict, with a warning, if it is missing.
 
     ``use_omegaconf`` gives an OmegaConf container where that package is installed.
     """
@@ -687,7 +687,7 @@ def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:
 
 
 def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
-    """What such a file holds, numbers and truth values as such. An empty dict, with a warning, where it is missing."""
+    """Read such a file, numbers and truth values as such. An empty dict, with a warning, if it is missing."""
     if not _found(tags_csv):
         return {}
     with Path(tags_csv).open(newline="", encoding="utf-8") as file:

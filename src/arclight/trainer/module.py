@@ -49,7 +49,7 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """Whether a checkpoint must have this module's parameters, no fewer and no others; True unless it is set."""
+        """Require a checkpoint to have this module's parameters, no fewer and no others; True unless it is set."""
         return self.__dict__.get("_strict_loading") is not False
 
     @strict_loading.setter
@@ -84,7 +84,7 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
         """Create layers on their device, just before they are needed."""
 
     def batch_weight(self, batch: Any) -> float | torch.Tensor:
-        """How much the loss of ``batch`` counts: of how many valid tokens, boxes, ... it is the mean.
+        """Return the weight of ``batch``: the number of valid tokens, boxes, ... that its loss is the mean of.
 
         Override it where batches have unequal numbers of what the loss is a mean of. An update then follows the gradient of the
         mean over all of them, in whatever batches of the window and processes they are; a step that looks at a part of the
@@ -513,7 +513,7 @@ def _export(module: Module, target: str | Path | IO[bytes] | None, input_sample:
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
-    """What ``forward`` is called with: a tuple's items, a dict's by name, or the sample itself."""
+    """Return the arguments of ``forward``: a tuple's items, a dict's by name, or the sample itself."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample) if isinstance(sample, tuple) else (sample,)), None

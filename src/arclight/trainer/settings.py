@@ -112,7 +112,7 @@ class TrainerSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing(Checked):
-    """Which checkpoints are kept, and where."""
+    """Checkpoints to keep: how many, by which metric, how often."""
 
     folder: str | None = None
     """Folder, or address such as s3://bucket/name; none: `checkpoints` in the run folder."""

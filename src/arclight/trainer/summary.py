@@ -1,4 +1,4 @@
-"""What a model is made of: its layers with their parameters, sizes in and out, modes and operations."""
+"""Summarise a model: its layers with their parameters, sizes in and out, modes and operations."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """How many submodules, at any depth, are in training and in evaluation mode."""
+        """Count submodules, at any depth, in training and in evaluation mode."""
         modes = [module.training for name, module in self._model.named_modules() if name]
         return {"train": modes.count(True), "eval": modes.count(False)}
 
@@ -268,7 +268,7 @@ def format_table(
 def total_lines(
     total: int, trainable: int, model_size: float, modes: dict[str, int], flops: int
 ) -> list[tuple[str, str]]:
-    """What each total is called, and its value."""
+    """Names and values of the totals."""
     return [
         ("Trainable params", get_human_readable_count(trainable)),
         ("Non-trainable params", get_human_readable_count(total - trainable)),

@@ -1,4 +1,4 @@
-"""How fast training goes: batches, samples, items and floating-point operations per second, over a moving window."""
+"""Measure throughput: batches, samples, items and floating-point operations per second, over a moving window."""
 
 from __future__ import annotations
 

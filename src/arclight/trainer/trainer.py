@@ -380,7 +380,7 @@ class Trainer:
         return within_a_step(module, name, hooks)
 
     def enter(self, hook: str) -> None:
-        """From here on ``log`` belongs to ``hook``."""
+        """Attribute calls of ``log`` to ``hook`` from here on."""
         values = self.run_state.logged
         values.hook = hook
         if self._module is not None and not self.barebones:
@@ -513,7 +513,7 @@ class Trainer:
 
     @property
     def run_folder(self) -> RunFolder:
-        """Where this run writes, the same on every rank; in one process made when first asked for."""
+        """Folder of this run, the same on every rank; in one process made when first asked for."""
         return self.paths.run_folder
 
     @run_folder.setter
@@ -544,7 +544,7 @@ class Trainer:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Where checkpoints go that were given no place, the same on every rank."""
+        """Folder of checkpoints that were given no path, the same on every rank."""
         return self.paths.checkpoint_folder
 
     @property
@@ -620,7 +620,7 @@ class Trainer:
 
     @property
     def validation_schedule(self) -> ValidationSchedule:
-        """When a fit validates, as the settings are now."""
+        """Schedule of validation during a fit, by the present settings."""
         return ValidationSchedule(
             self.val_check_interval, self.check_val_every_n_epoch, self.num_training_batches, self.enable_validation
         )

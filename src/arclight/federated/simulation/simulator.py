@@ -301,7 +301,7 @@ class Simulator:
         del self._devices[device.name]
 
     def _beat(self, device: Device) -> None:
-        """What a node says every `Waiting.heartbeat_interval_s` seconds is simulated only where it matters."""
+        """Send a node's heartbeat; only those that change anything are simulated, not one every `Waiting.heartbeat_interval_s`."""
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1

@@ -1,4 +1,4 @@
-"""How a trainer's checkpoint becomes a file and a file a checkpoint."""
+"""Write and read a trainer's checkpoints: as folders, as torch files, in the background."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CheckpointIO(ABC):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What was saved at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+        """Read what was saved at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -69,7 +69,7 @@ class FolderCheckpointIO(CheckpointIO):
         checkpoints.save_shares(path, to_tree(checkpoint), processes)
 
     def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
-        """What :meth:`load_checkpoint` gives, with weights, their averages and optimizer states still in their files."""
+        """Read what :meth:`load_checkpoint` gives, with weights, their averages and optimizer states still in their files."""
         tree = checkpoints.load_shares(path, processes)
         names = set(tree.get("model", ()))
         large = {"model", "optimizers"} | {
@@ -165,7 +165,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def wrapped(self) -> CheckpointIO:
-        """What writes."""
+        """The checkpoint IO that writes."""
         if self.checkpoint_io is None:
             self.checkpoint_io = FolderCheckpointIO()
         return self.checkpoint_io

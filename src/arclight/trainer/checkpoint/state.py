@@ -291,12 +291,12 @@ _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 def written_by_lightning(checkpoint: dict[str, Any]) -> bool:
-    """Whether Lightning wrote it, or something that has its layout."""
+    """Return True for a checkpoint in Lightning's layout."""
     return any(key in checkpoint for key in _WRITTEN_BY) and "progress" not in checkpoint.get("loops", {})
 
 
 def lightning_progress(checkpoint: dict[str, Any], *, count_optimizer_steps: bool = True) -> Progress:
-    """How far training had come when the checkpoint was saved.
+    """Read the progress that a checkpoint of Lightning holds.
 
     ``count_optimizer_steps``: ``global_step`` counts every optimizer's steps, as Lightning's does; else the batches in
     which any of them stepped. A file of Lightning 1.x, which has no counters, continues at the start of an epoch.

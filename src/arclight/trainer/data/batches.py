@@ -57,7 +57,7 @@ def batch_transfer(
 
 
 def _owner(module: Module, data: Any, name: str) -> Module | DataModule | None:
-    """Whose version of a hook holds; None where nobody has one."""
+    """Return the object whose version of a hook is called; None if nobody has one."""
     of_data = data is not None and overridden(data, name, DataModule) and not _wraps_default(data, name)
     of_module = overridden(module, name, Module)
     if of_data and of_module:
@@ -69,7 +69,7 @@ def _owner(module: Module, data: Any, name: str) -> Module | DataModule | None:
 
 
 def _wraps_default(data: DataModule, name: str) -> bool:
-    """Whether a hook is DataModule's own inside wrappers (``functools.wraps``), as tools put around hooks to watch them."""
+    """Return True for DataModule's own hook inside wrappers (``functools.wraps``), as tools put around hooks to watch them."""
     function = getattr(data, name)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Share(NamedTuple):
-    """How many batches the loaders of one process have."""
+    """The batches that the loaders of one process have."""
 
     lengths: list[Count]
     """Of each of the user's loaders, before they are shared out."""
@@ -62,7 +62,7 @@ def check_stage(data: StageData, strategy: Strategy, owners: Sequence[Any], work
 
 
 def shuffles(loader: Any) -> bool:
-    """Whether a DataLoader was made with ``shuffle=True``."""
+    """Return True for a DataLoader that was made with ``shuffle=True``."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     return isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), RandomSampler)

@@ -271,7 +271,7 @@ class DataConnector:
     # -- where the training data stand ---------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Where the training data stand, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
+        """The training data's position, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
         run, loader = self._trainer.run_state, self.train_loader
         progress, iterator = run.progress, run.batch_iterator
         if loader is None:
@@ -412,7 +412,7 @@ def _sequential(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _invalid_dataloader_reason(source: Any) -> str | None:
-    """Why `source` cannot be read as data; None where it can."""
+    """Explain why `source` cannot be read as data; None if it can."""
     if source is None:
         return "nothing to read"
     if not hasattr(source, "__iter__") and not callable(source) and not dataclasses.is_dataclass(source):

@@ -10,7 +10,7 @@ from arclight.trainer.logging.results import ResultCollection, ResultMetric
 
 
 class Metrics:
-    """What ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` show.
+    """Values of ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics``.
 
     Values stay tensors on their device; only a progress bar's are read back, in one transfer.
     """

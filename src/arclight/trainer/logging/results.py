@@ -342,7 +342,7 @@ class ResultMetric:
         return _wide(newest.dtype) if newest is not None else empty
 
     def description(self) -> dict[str, Any]:
-        """How it is kept and shown, for a process that has logged nothing under this name."""
+        """Describe how the value is reduced and shown, for a process that has logged nothing under this name."""
         settings = {name: getattr(self.settings, name) for name in LogSettings.__slots__ if name != "sync_group"}
         return {"settings": settings, "double": self.dtype == torch.float64}
 

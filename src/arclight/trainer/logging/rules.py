@@ -1,4 +1,4 @@
-"""What may be logged where: the rules that ``Module.log`` checks once for each name and hook."""
+"""Check calls of ``log`` against the rules of each hook: the rules that ``Module.log`` checks once for each name and hook."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """How the values of one name are kept and shown."""
+    """Settings of one logged name: reduction, destinations, display."""
 
     on_step: bool = False
     on_epoch: bool = True
@@ -177,7 +177,7 @@ def refuse_value(name: str, value: Any) -> ValueError:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether ``value`` gathers values by itself; a collection of metrics is none, but log_dict takes it."""
+    """Return True for a metric object that gathers values by itself; a collection of metrics is none, but log_dict takes it."""
     return (
         callable(getattr(value, "compute", None))
         and callable(getattr(value, "reset", None))

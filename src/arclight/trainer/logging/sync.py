@@ -74,7 +74,7 @@ def _parts(
 
 
 def _is_everyones(entry: ResultMetric) -> bool:
-    """Whether the value of an entry is that of all processes."""
+    """Return True if the value of an entry is already that of all processes."""
     return not entry.settings.rank_zero_only and entry.settings.sync_group is None
 
 

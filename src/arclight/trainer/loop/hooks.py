@@ -25,7 +25,7 @@ _WITHIN_A_STEP = frozenset(
 
 
 def overridden(owner: object, name: str, base: type) -> bool:
-    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away.
+    """Return True if ``owner`` overrides ``name``: defined by its class or set on the instance. None takes one away.
 
     What only behaves like a ``base`` (a mock with its specification, say) has all that it answers to.
     """
@@ -105,7 +105,7 @@ ITERATOR = "dataloader_iter"
 
 
 def takes(function: Callable[..., Any], name: str, least: int | None = None) -> bool:
-    """Whether `function` has a parameter `name`, or collects positional ones, or has at least `least` of them."""
+    """Return True if `function` has a parameter `name`, or collects positional ones, or has at least `least` of them."""
     parameters = inspect.signature(function).parameters
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     collects = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
@@ -113,7 +113,7 @@ def takes(function: Callable[..., Any], name: str, least: int | None = None) -> 
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Whether a step asks for the iterator over batches (a parameter ``dataloader_iter``) in place of a batch."""
+    """Return True for a step that takes the iterator over batches (a parameter ``dataloader_iter``) in place of a batch."""
     return ITERATOR in inspect.signature(step).parameters
 
 

@@ -1,4 +1,4 @@
-"""From what ``configure_optimizers`` returned to a list of optimizers and a list of schedulers."""
+"""Turn what ``configure_optimizers`` returned into lists of optimizers and schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far training has come: a handful of integers, advanced before anything is saved."""
+"""Count the progress of training: a handful of integers, advanced before anything is saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StopRun(Exception):  # noqa: N818 - no error
 
 
 class TrainerStatus(StrEnum):
-    """How the newest entry point stands."""
+    """State of the newest entry point."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -77,7 +77,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What runs inside an entry point: a fit trains, validates, and may check its validation first."""
+    """Stage inside an entry point: a fit trains, validates, and may check its validation first."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"

@@ -123,7 +123,7 @@ class StepSync:
         self._fresh = [_state(config) for config in self._by_step()]
 
     def set(self, step: int) -> None:
-        """From here on ``step`` optimizer steps are done. Nothing happens where they are.
+        """Set the number of optimizer steps done to ``step``; nothing happens if it is that already.
 
         A schedule by steps gets the rates that it would have after ``step`` steps without any in between being left out.
         Schedules that watch a value stay as they are.

@@ -175,7 +175,7 @@ class SignalConnector:
         return folder / f"{name}{suffix}"
 
     def _checkpoint_folder(self) -> Path | None:
-        """Where this run keeps its checkpoints; None where it keeps none."""
+        """Return the folder of this run's checkpoints; None if it keeps none."""
         callbacks = self._trainer.checkpoint_callbacks
         if not callbacks:
             return None

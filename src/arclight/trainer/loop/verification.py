@@ -98,7 +98,7 @@ _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predic
 
 
 def _wrapped(model: object) -> nn.Module | None:
-    """What ``torch.compile`` was given, where it made ``model``."""
+    """Return the module that ``torch.compile`` was given, if it made ``model``."""
     # Asked by name: the class lives in torch._dynamo, which takes seconds to import.
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else None  # type: ignore[attr-defined]
 

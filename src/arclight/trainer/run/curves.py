@@ -1,4 +1,4 @@
-"""From rows of metrics to charts: grouping names, smoothing, thinning out."""
+"""Turn rows of metrics into charts: group names, smooth, thin out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIGHER = re.compile(
 
 @dataclass(frozen=True)
 class Chart:
-    """What one chart shows."""
+    """Curves and axes of one chart."""
 
     title: str
     series: list[Series]
@@ -143,7 +143,7 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def spans_decades(series: Sequence[Series]) -> bool:
-    """Whether a logarithmic scale serves better: all positive, and the largest a thousand times the smallest."""
+    """Return True if a logarithmic scale serves better: all positive, and the largest a thousand times the smallest."""
     values = [y for s in series if not s.faint for _, y in s.points if math.isfinite(y)]
     return bool(values) and min(values) > 0 and max(values) > 1000 * min(values)
 

@@ -13,7 +13,7 @@ from arclight.fabric.errors import MisconfigurationError
 
 
 class Unit(StrEnum):
-    """What a duration counts."""
+    """Unit that a duration counts."""
 
     EPOCHS = "ep"
     BATCHES = "ba"

@@ -75,7 +75,7 @@ class RunPaths:
 
     @property
     def run_folder(self) -> RunFolder:
-        """Where this run writes, the same on every rank; in one process made when first asked for."""
+        """Folder of this run, the same on every rank; in one process made when first asked for."""
         if self.opened is None:
             made = str(RunFolder(self.root, self.folder_name).path) if self.strategy.is_global_zero else ""
             self.opened = RunFolder.open(self.strategy.broadcast(made))
@@ -151,7 +151,7 @@ class RunPaths:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Where checkpoints go that were given no place, the same on every rank."""
+        """Folder of checkpoints that were given no path, the same on every rank."""
         if self.run_folders:
             return os.path.realpath(self.run_folder.checkpoints)
         if "checkpoints" in self._agreed:

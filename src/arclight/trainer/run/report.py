@@ -118,7 +118,7 @@ _PAGE = """<!doctype html>
 
 
 def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime, about: Mapping[str, str]) -> str:
-    """What ran, how long (until the last row of metrics, ``ended``) and on what."""
+    """Describe the run: what, how long (until the last row of metrics, ``ended``) and on what."""
     items: list[tuple[str, str]] = list(about.items())
     steps = [x for points in curves.values() for x, _ in points]
     if steps:
