@@ -187,7 +187,10 @@ def docstrings_that_open_with_a_question_word(tree: Tree) -> list[str]:
 
 
 def functions_that_take_a_trainer(tree: Tree) -> list[str]:
-    """Functions outside callbacks with a parameter called trainer, or one under another name whose type is a Trainer."""
+    """Functions with a parameter called trainer, or one under another name whose type is a Trainer.
+
+    Callbacks and their base class are left out: the trainer is what their hooks are called with.
+    """
 
     def is_one(argument: ast.arg) -> bool:
         annotated = ast.unparse(argument.annotation) if argument.annotation is not None else ""
@@ -198,7 +201,8 @@ def functions_that_take_a_trainer(tree: Tree) -> list[str]:
     return [
         f"{tree.place(module, node)} {node.name}"
         for module, node in tree.functions()
-        if "callbacks" not in module.split(".") and any(map(is_one, (*node.args.args, *node.args.kwonlyargs)))
+        if not {"callback", "callbacks"} & set(module.split("."))
+        and any(map(is_one, (*node.args.args, *node.args.kwonlyargs)))
     ]
 
 

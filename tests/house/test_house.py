@@ -115,6 +115,7 @@ def small_tree(tmp_path_factory: pytest.TempPathFactory) -> facts.Tree:
         "b/deep/__init__.py": "",
         "b/deep/four.py": "from pack.b.three import y\n",
         "callbacks/__init__.py": "def h(trainer): ...\n",
+        "callback.py": "def k(trainer): ...\n",
     } | {f"many/m{number}.py": "" for number in range(17)}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

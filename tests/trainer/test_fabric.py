@@ -456,3 +456,13 @@ def test_passes_beside_each_other_count_once_and_are_epochs_of_their_own() -> No
     again.load_state_dict(state)
     assert [batch.tolist() for batch in again] == orders[2][1:]
     assert [batch.tolist() for batch in loader] == orders[3]
+
+
+def test_a_module_in_manual_optimization_runs_backward_through_fabric() -> None:
+    module = al.Module()
+    module.automatic_optimization = False
+    module.line = torch.nn.Linear(2, 1)
+    al.Fabric(accelerator="cpu").setup(module)
+    module.manual_backward(module.line(torch.tensor([[2.0, 3.0]])).sum())
+    assert module.line.weight.grad is not None
+    assert module.line.weight.grad.tolist() == [[2.0, 3.0]]

@@ -22,7 +22,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "Train": {
-        "plan": ("arclight.cli.plan.recipe:plan", "find the fastest plan for a number of GPUs, without having them"),
+        "plan": (
+            "arclight.cli.plan.recipe_plan:plan",
+            "find the fastest plan for a number of GPUs, without having them",
+        ),
         "train": ("arclight.cli.commands.train:train", "train from a recipe, or resume a run"),
         "federate": (
             "arclight.cli.federate.federated_run:federate",
