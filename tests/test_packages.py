@@ -120,7 +120,7 @@ def test_wheel_and_sdist_carry_the_licence(unpacked: Path, tmp_path: Path) -> No
         assert packed is not None
         assert packed.read() == licence
         folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
-        assert folders <= {"src", "recipes", "docs", "tests", "benchmarks", ".ci"}
+        assert folders <= {"src", "recipes", "docs", "tests", "benchmarks", "examples", ".ci"}
 
 
 def test_project_files_agree_with_the_package() -> None:

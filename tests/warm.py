@@ -29,7 +29,7 @@ from typing import IO, Any
 PRELOADED = [
     "pytest", "numpy", "pydantic", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
     "arclight", "arclight.cli", "arclight.cli.commands.run", "arclight.cli.commands.train", "arclight.trainer.trainer", "arclight.trainer.loop.session",
-    "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary", "arclight.trainer.defaults",
+    "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary",
     "arclight.federated.server.server", "arclight.federated.clients.node", "arclight.federated.clients.trainer_learner",
     "arclight.federated.transports.http_client", "arclight.federated.transports.http_server", "uvicorn", "httptools", "urllib3",
     "arclight.parallel", "arclight.parallel.strategy", "arclight.parallel.model.parallelize", "arclight.text", "arclight.fabric.strategies",

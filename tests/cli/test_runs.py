@@ -21,6 +21,7 @@ from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
 from arclight.cli.interruption import Interruption
 from arclight.cli.runs import best_checkpoint, described, newest_checkpoint
+from arclight.trainer.loop.run_state import RunState
 from arclight.trainer.run.folder import RunFolder
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -306,20 +307,23 @@ def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Type
 
 def test_an_interruption_is_told_once_and_not_by_processes_that_load_data(capfd: pytest.CaptureFixture[str]) -> None:
     interruption = Interruption()
-    trainer: Any = SimpleNamespace(is_global_zero=True, received_sigterm=False, should_stop=False)
+    state = RunState()
+    trainer: Any = SimpleNamespace(is_global_zero=True, run_state=state)
     interruption.on_train_start(trainer, cast(Any, None))
     try:
         if (child := os.fork()) == 0:  # as a loader's worker is made, which ctrl-C reaches as well
-            signal.raise_signal(signal.SIGINT)
-            sys.stderr.flush()
-            os._exit(0)
+            try:
+                signal.raise_signal(signal.SIGINT)
+                sys.stderr.flush()
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
         assert capfd.readouterr().err == ""
         signal.raise_signal(signal.SIGINT)
     finally:
         interruption.teardown(trainer, cast(Any, None), "fit")
     assert capfd.readouterr().err.count("saving after this step") == 1
-    assert trainer.should_stop
+    assert state.should_stop
 
 
 @pytest.mark.usefixtures("interrupted")

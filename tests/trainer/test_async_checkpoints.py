@@ -139,7 +139,7 @@ def test_as_a_plugin_it_writes_what_the_trainer_would(fit: Any, make_rows: Any, 
 SCRIPT = """
     import sys, time, torch, arclight as al
     from pathlib import Path
-    from arclight.checkpoint import saver as saver_module
+    from arclight.checkpoint import async_saver as saver_module
     from arclight.trainer.callbacks import ModelCheckpoint
     write = saver_module.write
     def slow(path, encoded):

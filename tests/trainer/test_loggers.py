@@ -145,7 +145,7 @@ def test_the_trainer_logs_into_the_run_folder_unless_told_otherwise(fit: Any, tm
         {"val/score": [1.0]}, logger=CSVLogger(tmp_path / "logs", "x"), enable_checkpointing=False, run_name="unused"
     )
     assert read_metrics(tmp_path / "logs" / "x" / "version_0" / "metrics.csv")["val/score"] == [(4, 1.0)]
-    assert elsewhere._run_folder is None, "no run folder is made when nobody needs one"
+    assert elsewhere.paths.opened is None, "no run folder is made when nobody needs one"
 
 
 def test_loggers_are_told_the_hyperparameters_that_are_to_be_logged(

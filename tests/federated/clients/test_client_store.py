@@ -63,7 +63,7 @@ def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
 def test_a_round_is_there_or_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished, order = FinishedUpdates(tmp_path), fit_order(1, 4, 0)
     with monkeypatch.context() as patched:
-        patched.setattr(atomic_replace, "publish", killed_at(1, atomic_replace.replace_folder))
+        patched.setattr(atomic_replace, "replace_folder", killed_at(1, atomic_replace.replace_folder))
         with pytest.raises(Killed):
             finish(finished, order)
     assert (finished.rounds(), finished.of(order)) == ([], None)

@@ -226,7 +226,7 @@ def test_a_file_that_was_cut_off_gives_what_was_told(tmp_path: Path) -> None:
     for cut in range(len(whole) - 40, len(whole)):
         path.write_bytes(whole[:cut])
         state = SecureSumRelay(round_.settings, "run", path, lambda number: set(names(3)))
-        assert not state.hear(Secure(node="n", session="s", client="c000", round=1)).over
+        assert not state.handle(Secure(node="n", session="s", client="c000", round=1)).over
         assert path.read_bytes().endswith(b"\n")
         assert b"\n\n" not in path.read_bytes()
 

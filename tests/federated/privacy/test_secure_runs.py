@@ -286,7 +286,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
         return SecureSumRelay(asked, "run", path, lambda number: set(names))
 
     def hear(client: str, **said: Any) -> Secured:
-        return restarted().hear(Secure(node="n", session="s", client=client, round=1, **said))
+        return restarted().handle(Secure(node="n", session="s", client=client, round=1, **said))
 
     for name, person in people.items():
         keys = person.keys

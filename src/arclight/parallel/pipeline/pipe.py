@@ -323,7 +323,7 @@ def narrow(graph: CallGraph) -> list[int]:
 
 
 def _refuse_few(graph: CallGraph, stages: int) -> None:
-    """Raise HoleError where there are too few parts because the model computes with parameters between them."""
+    """Raise DataDependentError where there are too few parts because the model computes with parameters between them."""
     loose = [n for call in graph.calls for n in call.parameters if not n.startswith(f"{call.name}.")]
     loose = [name for name in (*loose, *graph.result_parameters) if name not in graph.aliases.values()]
     if stages > len(graph.calls) and loose:

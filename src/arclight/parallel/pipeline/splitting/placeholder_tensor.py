@@ -189,7 +189,7 @@ def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
 def dispatch_placeholders(func: Any, args: Any, kwargs: Any) -> Any:
     """Follow ``func`` on arguments of which some are placeholders; gives placeholders.
 
-    Raises HoleError where it needs data, or writes what it lacks into a tensor that has data.
+    Raises DataDependentError where it needs data, or writes what it lacks into a tensor that has data.
     """
     rule = _rule(func)
     given = list(placeholders_in((args, kwargs)))

@@ -95,7 +95,7 @@ def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -
 
 
 def _refuse_apart(graph: CallGraph, begins: Sequence[int]) -> None:
-    """Raise HoleError for random numbers that two stages need, and for values that are changed before a cut and read after it."""
+    """Raise DataDependentError for random numbers that two stages need, and for values that are changed before a cut and read after it."""
     ends = graph.ranges(begins)
     stage_of = {call: stage for stage, (begin, end) in enumerate(ends) for call in range(begin, end)}
     drawn: dict[int, int] = {}
