@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,36 +90,6 @@ def encode_all(
         else:
             left[key] = remains
         yield key, encoded
-
-
-def encoded_layout(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec) -> EncodedLayout:
-    """Return what `encode` would make of a tensor, without the tensor."""
-    if not isinstance(codec, Lossy) or goes_raw(torch.empty(shape, dtype=dtype, device="meta"), codec):
-        return EncodedLayout("raw", {}, {"": (dtype, shape)})
-    numel, kind = math.prod(shape), type(codec).__name__.lower()
-    if isinstance(codec, BF16):
-        return EncodedLayout(kind, {}, {"": (torch.bfloat16, shape)})
-    if isinstance(codec, TopK):
-        rows, rest = divmod(numel, codec.block)
-        kept = rows * codec.keep + sparse.kept_of(rest, codec.block, codec.keep)
-        index = sparse.packed_bytes(kept, sparse.bit_width(codec.block))
-        parts: dict[str, tuple[torch.dtype, tuple[int]]] = {
-            "index": (torch.uint8, (index,)),
-            "value": (torch.uint8, (sparse.packed_bytes(kept, codec.bits),)),
-        }
-        parts["level"] = (torch.float32, ((rows + bool(rest)) << (codec.bits - 1),))
-        return EncodedLayout(kind, {"block": codec.block, "keep": codec.keep, "bits": codec.bits}, parts)
-    values = (torch.int8, (numel,)) if isinstance(codec, Int8) else (torch.uint8, ((numel + 1) // 2,))
-    scales = (torch.float32, (-(-numel // codec.block),))
-    return EncodedLayout(kind, {"block": codec.block}, {"": values, "scale": scales})
-
-
-class EncodedLayout(NamedTuple):
-    """Codec, settings and parts (by suffix: type and shape) of an encoded tensor."""
-
-    codec: str
-    settings: dict[str, int]
-    parts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def for_moments(codec: Codec) -> Codec:
@@ -246,10 +216,3 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._manifest.tensors)
-
-
-class MappedTensors(LazyTensors):
-    """Map raw tensors, and decode others, when they are asked for; nothing is kept."""
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return decode(key, self._opened[key])

@@ -41,7 +41,7 @@ def encode_topk(feedback: ErrorFeedback, keep: int, bits: int) -> Parts:
 
 def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int, parts: Parts) -> torch.Tensor:
     rows, rest = divmod(numel, block)
-    count = rows * keep + kept_of(rest, block, keep)
+    count = rows * keep + _share(rest, block, keep)
     level = parts["level"]
     expected = (rows + bool(rest)) << (bits - 1)
     if level.dtype != torch.float32 or level.shape != (expected,):
@@ -71,10 +71,10 @@ def _evenly(count: int, block: int, keep: int) -> list[tuple[slice, int, int]]:
     """Return rows of equal length among ``count`` values: rows, length, and values kept of each."""
     rows, rest = divmod(count, block)
     found = [(slice(0, rows), block, keep)] if rows else []
-    return [*found, (slice(rows, rows + 1), rest, kept_of(rest, block, keep))] if rest else found
+    return [*found, (slice(rows, rows + 1), rest, _share(rest, block, keep))] if rest else found
 
 
-def kept_of(rest: int, block: int, keep: int) -> int:
+def _share(rest: int, block: int, keep: int) -> int:
     """Count the values kept of a block with only ``rest``: as large a share, rounded up."""
     return -(-keep * rest // block)
 

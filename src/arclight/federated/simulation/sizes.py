@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
-from arclight.checkpoint.tensorfile import DTYPES, NAMES
-from arclight.federated.blobs.manifest_io import MAX_BLOB_BYTES, part_name
-from arclight.federated.codecs.encoding import encoded_layout
-from arclight.federated.codecs.settings import Codec, Raw
+from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.protocol.manifest import Entry, Manifest
 from arclight.federated.settings import Federation
 
-Part = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Sequence[int]]
+_SMALL, _VECTOR = 1024, 1 << 16  # as codecs.encoding has them; a test compares
+_WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+_LARGEST = 256 << 20
 
 
 def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
@@ -24,22 +21,26 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
 
     shapes: parameter name to shape. dtype: of the parameters, as safetensors names it. Raises ValueError for one without a size.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"the size of {dtype!r} is not known; these are: {', '.join(DTYPES)}")
-    blobs: list[dict[str, Part]] = []
+    if dtype not in _WIDTH:
+        raise ValueError(f"the size of {dtype!r} is not known; these are: {', '.join(_WIDTH)}")
+    blobs: list[dict[str, tuple[str, tuple[int, ...]]]] = []
     entries: dict[str, Entry] = {}
     size = 0
-    for name, dimensions in shapes.items():
-        key, shape = f"model/{name}", tuple(dimensions)
-        layout = encoded_layout(shape, DTYPES[dtype], codec)
-        bytes = sum(map(_part_bytes, layout.parts.values()))
-        if not blobs or (blobs[-1] and size + bytes > MAX_BLOB_BYTES):
+    for name, shape in shapes.items():
+        key = f"model/{name}"
+        raw = _goes_raw(tuple(shape), codec, dtype)
+        parts = {"": (dtype, tuple(shape))} if raw else dict(_parts(codec, math.prod(shape)))
+        if not raw and isinstance(codec, BF16):
+            parts = {"": ("BF16", tuple(shape))}
+        bytes = sum(_WIDTH[kind] * math.prod(part) for kind, part in parts.values())
+        if not blobs or (blobs[-1] and size + bytes > _LARGEST):
             blobs.append({})
             size = 0
-        blobs[-1] |= {part_name(key, part): what for part, what in layout.parts.items()}
+        blobs[-1] |= {f"{key}#{part}" if part else key: what for part, what in parts.items()}
         size += bytes
         entries[key] = Entry(
-            blob="0" * 64, dtype=dtype, shape=shape, codec=layout.codec, parts=tuple(layout.parts), settings=dict(layout.settings)
+            blob="0" * 64, dtype=dtype, shape=tuple(shape), codec="raw" if raw else type(codec).__name__.lower(),
+            parts=tuple(parts), settings={} if raw else _settings(codec),
         )  # fmt: skip
     files = [_file_bytes(blob) for blob in blobs]
     manifest = Manifest(
@@ -50,19 +51,51 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
 
 def model_bytes(shapes: Shapes, *, dtype: str = "F32") -> int:
     """Return the bytes of the values themselves."""
-    return DTYPES[dtype].itemsize * sum(math.prod(shape) for shape in shapes.values())
+    return _WIDTH[dtype] * sum(math.prod(shape) for shape in shapes.values())
 
 
-def _part_bytes(part: Part) -> int:
-    return part[0].itemsize * math.prod(part[1])
+def _goes_raw(shape: tuple[int, ...], codec: Codec, dtype: str) -> bool:
+    numel = math.prod(shape)
+    small = numel < _SMALL or (len(shape) < 2 and numel <= _VECTOR)
+    return isinstance(codec, Raw) or small or (isinstance(codec, BF16) and _WIDTH[dtype] == 2)
 
 
-def _file_bytes(parts: Mapping[str, Part]) -> int:
+def _parts(codec: Codec, numel: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    match codec:
+        case BF16():
+            yield "", ("BF16", (numel,))
+        case Int8():
+            yield "", ("I8", (numel,))
+            yield "scale", ("F32", (-(-numel // codec.block),))
+        case Int4():
+            yield "", ("U8", ((numel + 1) // 2,))
+            yield "scale", ("F32", (-(-numel // codec.block),))
+        case TopK():
+            rows, rest = divmod(numel, codec.block)
+            kept = rows * codec.keep + -(-codec.keep * rest // codec.block)
+            width = max(1, (codec.block - 1).bit_length())
+            width = width if width <= 8 else width + width % 2
+            yield "index", ("U8", ((kept * width + 7) // 8,))
+            yield "value", ("U8", ((kept * codec.bits + 7) // 8,))
+            yield "level", ("F32", ((rows + bool(rest)) << (codec.bits - 1),))
+
+
+def _settings(codec: Codec) -> dict[str, int]:
+    match codec:
+        case Int8() | Int4():
+            return {"block": codec.block}
+        case TopK():
+            return {"block": codec.block, "keep": codec.keep, "bits": codec.bits}
+    return {}
+
+
+def _file_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
     """Return the bytes of a safetensors file."""
     header, end = {}, 0
-    for name in sorted(parts, key=lambda name: (-parts[name][0].itemsize, name)):
-        begin, end = end, end + _part_bytes(parts[name])
-        header[name] = {"dtype": NAMES[parts[name][0]], "shape": list(parts[name][1]), "data_offsets": [begin, end]}
+    for name in sorted(parts, key=lambda name: (-_WIDTH[parts[name][0]], name)):
+        kind, shape = parts[name]
+        begin, end = end, end + _WIDTH[kind] * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
     text = len(json.dumps(header, separators=(",", ":")).encode())
     return 8 + text + -text % 8 + end
 
@@ -75,7 +108,7 @@ class Sizes:
 
     def __init__(self, federation: Federation, shapes: Shapes | int, dtype: str = "F32") -> None:
         if isinstance(shapes, int):
-            blocks, values = 32, max(32, shapes // DTYPES[dtype].itemsize)
+            blocks, values = 32, max(32, shapes // _WIDTH[dtype])
             shapes = {f"blocks.{n}.weight": (1, values // blocks + (n < values % blocks)) for n in range(blocks)}
         self._fragments = [shapes]
         if federation.streaming is not None:
