@@ -34,7 +34,10 @@ IGNORED = {
     "LearningRateFinder.weights_only": "as Lightning has it; nothing is unpickled, whatever it says",
 }
 """Arguments that do nothing on purpose, and why."""
-BY_STAGE = {"TrainerSettings.limit_train_batches": "read by the name of the stage, as those of the other stages are"}
+BY_STAGE = dict.fromkeys(
+    (f"TrainerSettings.limit_{stage}_batches" for stage in ("train", "val", "test", "predict")),
+    "read by the name of the stage",
+)
 """Fields whose names are put together where they are read."""
 
 
