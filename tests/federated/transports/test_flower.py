@@ -238,6 +238,7 @@ def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypa
         wrong.wait(60)
     server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "other")
     until((tmp_path / "other" / "rounds").exists, 60, "the run to begin")
+    until(lambda: "is served at port" in server.log.read_text(), 60, "the server to answer")
     assert not server.wait(0.1)
     os.kill(server.pid, 9)
     with pytest.raises(FederatedError, match="has ended with status -9"):
