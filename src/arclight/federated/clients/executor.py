@@ -19,14 +19,14 @@ import torch
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.clients.client_store import FinishedUpdates, Residuals, folder_name
-from arclight.federated.codecs.encoding import decode, encode_all
+from arclight.federated.codecs.encoding import MappedTensors, encode_all
 from arclight.federated.codecs.settings import Raw, from_table
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.experts import expert_of
 from arclight.federated.privacy.noise import clip_and_add_noise
-from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Manifest, Update
+from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Update
 
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
@@ -115,22 +115,6 @@ class AnyClientExecutor(InProcessExecutor):
 log = logging.getLogger(__name__)
 
 
-class DecodedTensors(Mapping[str, torch.Tensor]):
-    """Map or decode a manifest's tensors when they are asked for; nothing is kept."""
-
-    def __init__(self, manifest: Manifest, store: BlobStore) -> None:
-        self._opened = open_manifest(manifest, store)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return decode(key, self._opened[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._opened)
-
-    def __len__(self) -> int:
-        return len(self._opened)
-
-
 class ClientRunner:
     """Run one client's orders.
 
@@ -151,7 +135,7 @@ class ClientRunner:
             raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
         if (done := self._finished.of(order)) is not None:
             return done if self._leads else None
-        weights, began = DecodedTensors(order.weights, store), time.monotonic()
+        weights, began = MappedTensors(order.weights, store), time.monotonic()
         outcome = self.learner.fit(order, weights, progress)
         seconds = time.monotonic() - began
         if not self._leads:
@@ -193,7 +177,7 @@ class ClientRunner:
 
     def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
         """Evaluate weights, as `fit` trains."""
-        outcome = self.learner.evaluate(order, DecodedTensors(order.weights, store))
+        outcome = self.learner.evaluate(order, MappedTensors(order.weights, store))
         if not self._leads:
             return None
         return Evaluated(

@@ -216,3 +216,10 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._manifest.tensors)
+
+
+class MappedTensors(LazyTensors):
+    """Map raw tensors, and decode others, when they are asked for; nothing is kept."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return decode(key, self._opened[key])
