@@ -96,13 +96,19 @@ class _View:
         return DecodedCode(read.text, np.asarray(read.corners / self.scale + self.origin, np.float32))
 
 
+def widened(box: Box, margin: float) -> Box:
+    """Return the box with ``margin`` of its width and height added on every side."""
+    x0, y0, x1, y1 = box
+    across, down = margin * (x1 - x0), margin * (y1 - y0)
+    return x0 - across, y0 - down, x1 + across, y1 + down
+
+
 def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
     """Crop ``grey`` around ``box`` with ``margin`` (a share of the box); also returns the crop's origin."""
     height, width = grey.shape
-    x0, y0, x1, y1 = box
-    across, down = margin * (x1 - x0), margin * (y1 - y0)
-    left, top = max(0, int(x0 - across)), max(0, int(y0 - down))
-    right, bottom = min(width, int(np.ceil(x1 + across))), min(height, int(np.ceil(y1 + down)))
+    x0, y0, x1, y1 = widened(box, margin)
+    left, top = max(0, int(x0)), max(0, int(y0))
+    right, bottom = min(width, int(np.ceil(x1))), min(height, int(np.ceil(y1)))
     return grey[top:bottom, left:right], np.array([left, top], np.float32)
 
 

@@ -20,6 +20,7 @@ from arclight.vision.qris.reading.decode import (
     read_zxing,
     sharpened,
     to_grey,
+    widened,
 )
 from arclight.vision.qris.reading.grid import Box, cv2
 
@@ -98,16 +99,9 @@ def _read_grids(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list
     for margin in (0.0, WIDER):
         for box in left:
             if tries and not _is_read(box, found):
-                new, used = read_grid(grey, _widened(box.xyxy, margin), tries)
+                new, used = read_grid(grey, widened(box.xyxy, margin), tries)
                 found, tries = _merged(found, new), tries - used
     return found
-
-
-def _widened(box: Box, margin: float) -> Box:
-    """Return the box with ``margin`` of its width and height added on every side."""
-    x0, y0, x1, y1 = box
-    across, down = margin * (x1 - x0), margin * (y1 - y0)
-    return x0 - across, y0 - down, x1 + across, y1 + down
 
 
 def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
