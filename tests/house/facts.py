@@ -37,10 +37,11 @@ class Tree:
     @functools.cached_property
     def modules(self) -> dict[str, Path]:
         """Dotted name to file."""
-        parts = {
-            path: path.relative_to(self.root.parent).with_suffix("").parts for path in sorted(self.root.rglob("*.py"))
-        }
-        return {".".join(names[:-1] if names[-1] == "__init__" else names): path for path, names in parts.items()}
+        return {self.name_of(path): path for path in sorted(self.root.rglob("*.py"))}
+
+    def name_of(self, path: Path) -> str:
+        names = path.relative_to(self.root.parent).with_suffix("").parts
+        return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
     @functools.cached_property
     def parsed(self) -> dict[str, ast.Module]:
