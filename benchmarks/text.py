@@ -133,12 +133,12 @@ def fit(
     """Train ``model`` on random tokens; the trainer."""
     vocabulary = build_on_meta(model).config.vocab_size
     module = LanguageModel(LanguageTask(model=model, data=Text(sequence_length=length), sampling=None), vocabulary)
-    trainer = al.Trainer(
-        max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else PlanStrategy(plan),
-        logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, **options,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        trainer.default_root_dir = folder
+        trainer = al.Trainer(
+            max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else PlanStrategy(plan),
+            logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, default_root_dir=folder,
+            **options,
+        )  # fmt: skip
         trainer.fit(module, datamodule=Random(vocabulary, length, batch))
     return trainer
 

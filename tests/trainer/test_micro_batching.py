@@ -140,3 +140,35 @@ def test_a_part_of_a_batch_takes_the_same_samples_everywhere() -> None:
     assert torch.equal(part[1][1], shared)
     assert [len(target["box"]) for target in part[2]] == [1, 2]
     assert part[3] == {"id": ["b", "c"], "scale": 2.0}
+
+
+class RowsOfBoxes(al.Module):
+    """Its batches are images and rows of boxes whose first column names the image, as a detector's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.seen: list[list[float]] = []
+
+    def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        rows = batch["boxes"][(batch["boxes"][:, 0] >= start) & (batch["boxes"][:, 0] < stop)]
+        return {"images": batch["images"][start:stop], "boxes": rows - torch.tensor([start, 0.0])}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch["boxes"][:, 0].tolist())
+        return self.net(batch["images"]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return [{"images": torch.ones(4, 4), "boxes": torch.tensor([[0.0, 1], [1, 2], [1, 3], [3, 4]])}]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_may_cut_its_own_batches(tmp_path: Path) -> None:
+    module = RowsOfBoxes()
+    al.Trainer(
+        max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[MicroBatching(2)],
+    ).fit(module)  # fmt: skip
+    assert module.seen == [[0.0, 1.0, 1.0], [1.0]]

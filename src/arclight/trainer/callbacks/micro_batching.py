@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class MicroBatching(Callback):
     """Repeat a training step that runs out of memory in micro-batches, for the rest of the run too.
 
-    The batch is cut along the first dimension of its tensors, or by the module's ``slice_batch(batch, start, stop)``, into
+    The batch is cut along the first dimension of its tensors, or by the module's ``part_of_batch(batch, start, stop)``, into
     parts of at most ``micro_batch_size`` samples, a number that is halved, with a notice, until the step succeeds;
     None to begin with whole batches. Each part's loss counts by its samples and the optimizer steps once, so that for
     a loss that is a mean over samples the gradients are those of the whole batch. What mixes samples (batch
@@ -137,8 +137,8 @@ def _backward_in_parts(
 
 
 def _cut(module: Module, batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
-    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``slice_batch``), if it does."""
-    own = getattr(module, "slice_batch", None)
+    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``part_of_batch``), if it does."""
+    own = getattr(module, "part_of_batch", None)
     count = -(-size // at_most)
     if count <= 1:
         yield batch, size

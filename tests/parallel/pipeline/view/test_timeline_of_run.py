@@ -85,7 +85,9 @@ def test_a_run_writes_the_timeline_of_a_step_once_it_has_seen_enough(tmp_path: P
     found = data(plots / "pipeline.html")
     simulated, measured = found["traces"]
     assert (simulated["name"], measured["name"]) == ("predicted", "measured")
-    assert simulated["microseconds"] <= 1.2 * measured["microseconds"]  # the prediction is made of medians: one quick step may beat it
+    assert (
+        simulated["microseconds"] <= 1.2 * measured["microseconds"]
+    )  # the prediction is made of medians: one quick step may beat it
     for lane, other in zip(measured["lanes"], simulated["lanes"], strict=True):
         assert len(lane["spans"]) == len(other["spans"]) == 6 * 8
         kinds = [found["letters"][int(kind)] for kind in lane["spans"][::6]]

@@ -55,14 +55,14 @@ class MicroBatch:
 def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:
     """``batch`` in ``number`` parts, or as many as it has samples, as even as can be, each with its number of samples.
 
-    A module may cut its own batches: ``slice_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
+    A module may cut its own batches: ``part_of_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
     have lists of that length. Raises PlanError where they do not.
     """
     size = batch_size_of(batch)
     count = max(1, min(number, size))
     if count == 1:
         return [(batch, size)]
-    own = getattr(module, "slice_batch", None)
+    own = getattr(module, "part_of_batch", None)
     if own is None:
         _check(module, batch, size)
     bounds = [size * i // count for i in range(count + 1)]
