@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +126,8 @@ class GradientAccumulator:
         if not self.weigh:
             return True
         if self.exchanged:  # on the device: nothing here waits for it
-            total = torch.as_tensor(samples, dtype=torch.float32, device=gradients[0].device)
+            wide = torch.promote_types(gradients[0].dtype, torch.float32)
+            total = torch.as_tensor(samples, dtype=wide, device=gradients[0].device)
             total = self.strategy.all_reduce(total, self.strategy.step_group) if self.several else total
             torch._foreach_mul_(local_tensors(gradients), window.length / total.clamp(min=EPS))
         elif samples != window.first_size * window.length:  # shorter, or uneven batches
@@ -141,10 +143,11 @@ def weigh_across_ranks(
     The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
     share = torch.tensor(1.0)
+    wide = reduce(torch.promote_types, (parameter.dtype for parameter in module.parameters()), torch.float32)
 
     def step(batch: Any, index: int) -> Any:
         nonlocal share
-        weight = torch.as_tensor(module.batch_weight(batch), dtype=torch.float32, device=strategy.root_device)
+        weight = torch.as_tensor(module.batch_weight(batch), dtype=wide, device=strategy.root_device)
         share = weight / strategy.all_reduce(weight, strategy.step_group).clamp(min=EPS)
         return forward(batch, index)
 
