@@ -349,6 +349,35 @@ def test_pipelines_beside_each_other(tmp_path: Path, options: dict[str, Any]) ->
     assert largest_difference(found, wanted) < 1e-12
 
 
+class OwnBatches(al.Callback):
+    """The batch and the loss of each rank, of all ranks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: al.Trainer, module: al.Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        inputs, labels = batch
+        own = (inputs.tolist(), labels.tolist(), float(outputs["loss"]))
+        self.seen = trainer.strategy.all_gather_object(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def test_replicas_of_one_stage_have_the_losses_of_their_own_batches(tmp_path: Path) -> None:
+    own, module = OwnBatches(), Classifier()
+    trainer(tmp_path, pipeline(1, replicas=2), own, max_steps=1).fit(Classifier(), points(8, 4, False))
+    batches = [(torch.tensor(inputs, dtype=torch.float64), torch.tensor(labels)) for inputs, labels, _ in own.seen]
+    wanted = [float(cross_entropy(module.model(inputs), labels).detach()) for inputs, labels in batches]
+    assert [loss for _, _, loss in own.seen] == pytest.approx(wanted, rel=1e-12)
+    assert wanted[0] != pytest.approx(wanted[1], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -128,6 +128,15 @@ class Engine:
         if self._device is not None:
             self._device.add()
 
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Sum losses and counts over the micro-batches of the last run: float64, on every process of the pipeline."""
+        both, last = torch.zeros(2, dtype=torch.float64, device=self.line.device), self.last
+        if last is not None:
+            both[0], both[1] = torch.stack(last.totals).sum(), torch.stack(last.counts).sum()
+        if self.line.group is not None:
+            dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
+        return both[0], both[1]
+
     def wait(self, left: int = 0) -> None:
         """Wait until the device is at one of the last ``left`` steps: before numbers of theirs are read. Names who is waited for."""
         if self._device is None:

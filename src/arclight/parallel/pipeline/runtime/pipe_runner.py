@@ -129,7 +129,7 @@ class PipeRunner:
             self.engine.run(pieces, key, backward=True)
         finally:
             held.taken()
-        total, count = self._totals()
+        total, count = self.engine.totals()
         divisor = known if known is not None else self._over_data(float(count))
         self.shared.sum(held.new)
         if self.data is not None:
@@ -146,7 +146,7 @@ class PipeRunner:
             part.loss = wanted if part.loss is not None else None
         self._keep(outputs)
         self.engine.run(pieces, key, backward=False)
-        total, count = self._totals()
+        total, count = self.engine.totals()
         return self._result(total, count, outputs, pieces)
 
     def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[list[Split], Hashable]:
@@ -177,15 +177,6 @@ class PipeRunner:
             raise PlanError(f"outputs = {outputs!r} is not known; choose 'nowhere', 'last' or 'everywhere'")
         if self.engine.last is not None:
             self.engine.last.outputs = [] if outputs != "nowhere" else None
-
-    def _totals(self) -> tuple[Tensor, Tensor]:
-        """Sums of losses and counts over the batch, on every process of the pipeline."""
-        both, last = torch.zeros(2, dtype=torch.float64, device=self.line.device), self.engine.last
-        if last is not None:
-            both[0], both[1] = torch.stack(last.totals).sum(), torch.stack(last.counts).sum()
-        if self.line.group is not None:
-            dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
-        return both[0], both[1]
 
     def _over_data(self, divisor: float) -> float:
         """Sum the divisor over the processes with other batches."""

@@ -46,7 +46,7 @@ class PipelineRunner:
         key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
         if not torch.is_grad_enabled():
             self.engine.run(pieces, key, backward=False)
-            return self._shared(*self._totals())
+            return self._totals()
         share = self._share(module, batch)
         for part in self.parts.values():
             part.share = share
@@ -57,7 +57,7 @@ class PipelineRunner:
         gradients = held.taken()
         if self.shared is not None:
             self.shared.sum(gradients.new)
-        total, count = self._shared(*self._totals())
+        total, count = self._totals()
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
         return _Computed.apply(start, total, gradients, factor, self.data, self.unlike), count
@@ -97,20 +97,11 @@ class PipelineRunner:
         return torch.where(weight > 0, weight, 1.0).reciprocal()
 
     def _totals(self) -> tuple[Tensor, Tensor]:
-        """Sums of loss and count over all micro-batches where the last stage is; zeros elsewhere."""
-        zero, last = torch.zeros((), device=self.line.device), self.engine.last
-        if last is None:
-            return zero, zero
-        return torch.stack(last.totals).sum(), torch.stack(last.counts).sum().to(self.line.device)
-
-    def _shared(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and count of the whole batch, on every process of the pipeline."""
-        both = torch.stack((total.double(), count.double()))
-        dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
-        total, count = both[0], both[1].long()
+        total, count = self.engine.totals()
         if self.cp is None:
-            return total, count
-        return over_sequences(total, count, self.cp)
+            return total, count.long()
+        return over_sequences(total, count.long(), self.cp)
 
 
 class StepGradients:
