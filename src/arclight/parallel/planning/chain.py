@@ -101,7 +101,10 @@ class Parameters:
 
 
 LINEAR = 2048
-"""Tokens at which, and at half of which, the first and the last part are traced: what lies outside of blocks is linear in them."""
+"""Tokens at which, and at half of which, the first and the last part are traced: what lies outside of blocks is linear in them.
+
+With few tokens it is not: the gradient of a head, in float32, is the most that is held beside logits of a short sequence alone.
+"""
 
 
 class Chain:
@@ -159,8 +162,13 @@ class Chain:
         outside = replace(cut, cp=1, ep=1, context="gather")  # all that the first and the last part see is fewer tokens
         tokens = samples * workload.sequence // cut.cp
         high = min(workload.sequence, max(1, LINEAR // (2 * cut.tp)) * 2 * cut.tp)
-        low = max(1, high // (2 * cut.tp)) * cut.tp
-        few, many = self.once(("ends", outside), lambda: trace_ends(self, outside, low, high))
+        rows = LINEAR // high
+        if rows > 1:  # of short sequences several
+            batches = ((rows // 2, high), (rows, high))
+        else:
+            batches = ((1, max(1, high // (2 * cut.tp)) * cut.tp), (1, high))
+        few, many = self.once(("ends", outside), lambda: trace_ends(self, outside, *batches))
+        low, high = (count * length for count, length in batches)
         at = (tokens - low) / (high - low) if high > low else 0.0
         ends = {name: few[name].line_to(many[name], at) for name in few}
         one = self.once(("blocks", cut, 1, recompute), lambda: trace_blocks(self, cut, 1, recompute))
@@ -329,15 +337,15 @@ class _Tracing:
 
 
 def trace_ends(
-    chain: Chain, cut: LayerSharding, low: int, high: int
+    chain: Chain, cut: LayerSharding, few: tuple[int, int], many: tuple[int, int]
 ) -> tuple[dict[str | int, Cost], dict[str | int, Cost]]:
-    """Costs of the first part, and of the last one with the loss, for one sequence of ``low`` and of ``high`` tokens."""
+    """Costs of the first part, and of the last one with the loss, for batches of few and of many (samples, tokens of each)."""
     traced = _Tracing(chain, cut, fused=False)
-    return _pass_through(traced, low), _pass_through(traced, high)
+    return _pass_through(traced, *few), _pass_through(traced, *many)
 
 
-def _pass_through(traced: _Tracing, sequence: int) -> dict[str | int, Cost]:
-    batch = traced.batch(1, sequence)
+def _pass_through(traced: _Tracing, samples: int, sequence: int) -> dict[str | int, Cost]:
+    batch = traced.batch(samples, sequence)
     traced.model.zero_grad()
     base = traced.recorder.live
     marks: dict[str, State] = {}
@@ -359,7 +367,7 @@ def _pass_through(traced: _Tracing, sequence: int) -> dict[str | int, Cost]:
     if traced.parts_of_vocabulary > 1:
         # A loss over a vocabulary in parts (`arclight.text.loss`) sums three float32 numbers of each token over `tp`, in two exchanges.
         live, peak, work = marks["end"]
-        exchanged = (Message("all_reduce", "tp", 12.0 * sequence, 2.0),)
+        exchanged = (Message("all_reduce", "tp", 12.0 * samples * sequence, 2.0),)
         marks["end"] = (live, peak, work._replace(messages=summed((*work.messages, *exchanged))))
     boundary = sum(size_of(x) for x in tensors_in(traced.stop.given[0][:1]))
     traced.stop.given = ((), {})
