@@ -44,7 +44,12 @@ def test_a_click_on_a_sample_shows_who_is_paid_and_where_the_code_is(page):
     assert page.text(".card .amount b") == "Rp\u00a087.500"
     assert page.text(".card .nmid") == "ID1122334455667"
     assert page.text(".card .flow") == "Dynamic"
-    assert page.text(".card .verdict") == "Checksum valid"
+    assert page.text(".card .verdict") == "Read without errors"
+    assert "pasted over the shop's own" in page.text(".card .compare")
+    assert page.text("#advice").startswith("Compare the name with the shop")
+    assert page.run("return getComputedStyle(document.querySelector('.verdict')).color") != page.run(
+        "return getComputedStyle(document.querySelector('.health .dot')).backgroundColor"
+    ), "no green verdict on a payment: a pasted code reads without errors too"
     assert "720 × 960 px" in page.text("#timing")
 
 
@@ -78,9 +83,9 @@ def test_two_codes_get_two_cards_and_only_the_payment_is_called_one(page):
     page.wait(DONE)
     assert page.text("#summary") == "2 codes found"
     verdicts = page.run("return [...document.querySelectorAll('.verdict')].map((v) => v.innerText)")
-    assert sorted(verdicts) == ["Checksum valid", "Not a payment code"]
-    assert page.text("[data-tone=plain] .said") == "WIFI:T:WPA;S:Tamu Pasar Lama;P:selamat-datang;;"
-    assert page.text("[data-tone=good] .amount b") == "The payer types it"
+    assert sorted(verdicts) == ["Not a payment code", "Read without errors"]
+    assert page.text(".card:not(:has(.merchant)) .said") == "WIFI:T:WPA;S:Tamu Pasar Lama;P:selamat-datang;;"
+    assert page.text(".card:has(.merchant) .amount b") == "The payer types it"
 
 
 def test_a_file_that_is_no_photo_gives_the_servers_sentence(page, tmp_path):

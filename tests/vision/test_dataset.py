@@ -248,14 +248,13 @@ def damage(image: Path) -> None:
     image.write_bytes(content)
 
 
-@pytest.mark.parametrize("augment", [None, Augment()])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damaged_images_are_replaced_reported_once_and_counted(
-    data: Path, augment: Augment | None, workers: int, caplog: pytest.LogCaptureFixture
+    data: Path, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("002.jpg", "003.jpg", "007.jpg"):
         damage(data.parent / "images" / "train" / name)
-    opened = open_train(data, augment=augment)
+    opened = open_train(data, augment=Augment())
     assert len(opened) == 8  # the scan cannot see this
     loader = DataLoader(opened, 4, num_workers=workers, collate_fn=collate)
     for _ in range(2):
@@ -266,8 +265,28 @@ def test_damaged_images_are_replaced_reported_once_and_counted(
         assert sorted(Path(str(record.args[0])).name for record in caplog.records) == ["002.jpg", "003.jpg", "007.jpg"]
 
 
-def test_all_images_damaged_is_an_error(data: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_neighbour_is_measured_in_the_place_of_a_damaged_image(data: Path, workers: int) -> None:
+    for name in ("002.jpg", "004.jpg", "005.jpg", "006.jpg", "007.jpg"):
+        damage(data.parent / "images" / "train" / name)
     opened = open_train(data)
+    batches = list(DataLoader(opened, 4, num_workers=workers, collate_fn=collate))
+    assert [[Path(path).name for path in batch["paths"]] for batch in batches] == [
+        ["000.jpg", "001.jpg", "003.jpg"],
+        [],
+    ]
+    assert [tuple(batch["images"].shape[:2]) for batch in batches] == [(3, 3), (0, 3)]
+    assert set(batches[0]["targets"][:, 0].tolist()) == {0, 1, 2}
+    assert batches[1]["targets"].shape == (0, 6)
+    assert len(batches[0]["letterbox"]) == 3
+    assert opened.damaged == 5
+    torch.testing.assert_close(batches[0]["images"][2], opened[3].image)
+    with pytest.raises(DatasetError, match=r"002\.jpg cannot be decoded"):
+        opened[2]
+
+
+def test_all_images_damaged_is_an_error(data: Path) -> None:
+    opened = open_train(data, augment=Augment())
     for image in opened.images:
         image.unlink()
     with pytest.raises(DatasetError, match="none of the 8 images can be read"):

@@ -133,7 +133,6 @@ def test_shapes_follow_orientation_and_images_need_not_be_jpeg(tmp_path: Path, w
         (lambda image, label: image.write_text("x"), r"none of 3 images can be read, for example .*000\.jpg"),
         (lambda image, label: label.unlink(), r"none of 3 images has a label file; .*labels/train/000\.txt"),
         (lambda image, label: label.write_text("9 1 1 1 1"), r"malformed, for example .*000\.txt:1: unknown class 9"),
-        (lambda image, label: label.write_text(""), "empty or missing"),
     ],
 )
 def test_nothing_usable_is_an_error_that_says_why(
@@ -219,3 +218,43 @@ def test_where_the_cache_cannot_be_written_there_is_one_warning_and_all_works(da
 def test_no_cache_is_written_unless_wanted(data: Path) -> None:
     DetectionDataset.open(read_data_yaml(data), "train", image_size=64, cache_labels=False)
     assert [path.name for path in (data.parent / "labels").iterdir()] == ["train"]
+
+
+def test_images_that_share_a_label_file_are_named(data: Path) -> None:
+    images = data.parent / "images" / "train"
+    twin = images / "000.png"
+    cv2.imwrite(str(twin), cv2.imread(str(images / "000.jpg")))
+    for _ in range(2):  # read, and from the cache
+        found = check_labels(sorted(images.iterdir()), 2, name="train")
+        (problem,) = found.report.shared_labels
+        assert problem.path.endswith("000.txt")
+        assert problem.reason == "is the label file of 000.jpg, 000.png"
+        assert "shared: 1 label file of several images" in str(found.report)
+
+
+def test_a_flat_data_set_keeps_its_cache_to_itself(data: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat" / "set"
+    flat.mkdir(parents=True)
+    for image in (data.parent / "images" / "train").iterdir():
+        image.rename(flat / image.name)
+    for label in (data.parent / "labels" / "train").iterdir():
+        label.rename(flat / label.name)
+    check_labels(sorted(flat.glob("*.jpg")), 2, name="train")
+    assert (flat / "train.cache.npz").is_file()
+    assert [path.name for path in flat.parent.iterdir()] == ["set"]
+
+
+def test_background_alone_is_a_data_set_but_files_without_labels_are_none(data: Path) -> None:
+    images = sorted((data.parent / "images" / "train").iterdir())
+    labels = [label_path(image) for image in images]
+    for label in labels:
+        label.write_text("")
+    found = check_labels(images, 2, cache=False)
+    assert (found.report.boxes, found.report.empty_labels) == (0, len(images))
+    for label in labels:
+        label.unlink()
+    with pytest.raises(DatasetError, match="has a label file"):
+        check_labels(images, 2, cache=False)
+    labels[0].write_text("0 2 2 9 9")
+    with pytest.raises(DatasetError, match="malformed"):
+        check_labels(images, 2, cache=False)

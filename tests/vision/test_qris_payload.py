@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from arclight.vision.qris import Account, Problem, QrisError, Tip, build, classify, is_qris, parse, to_dynamic
 from arclight.vision.qris.payload.tlv import crc_of_text, split
+from arclight.vision.qris.reading.scanner import classify_text
 
 # A real payload of another network (no tag 51), its check value computed by its own issuer.
 SHOPEE = (
@@ -316,3 +317,40 @@ def test_amounts_are_text_in_json_and_absent_ones_are_null(
     )
     document = json.loads(json.dumps(parse(text).to_json()))
     assert (document["amount"], document["tip"]) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        (STATIC[:-4] + STATIC[-4:].lower(), "upper-case"),
+        (sealed(body_of(t59="CAFÉ BALI")), "merchant name"),
+        (sealed(body_of(t60="ČAKUNG")), "merchant city"),
+        (f" {STATIC}\n", "blanks"),
+    ],
+    ids=["check value in lower case", "accented name", "accented city", "blanks"],
+)
+def test_what_a_printer_did_wrong_is_noted_and_the_payload_read(text: str, noted: str) -> None:
+    kind, payload, problems = classify_text(text)
+    assert (kind, payload is not None) == ("qris", True)
+    assert len(problems) == 1
+    assert noted in problems[0]
+    assert payload is not None
+    assert payload.nmid == "ID1020012345678"
+    with pytest.raises(QrisError):
+        parse(text)  # what is written must be right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        STATIC[:-4] + "0000",
+        sealed(body_of(t59="CAFÉ\x00")),
+        sealed(body_of(t59="CAFÉ BALI", t53="36O")),
+        sealed(body_of(t59="É" * 26)),
+        STATIC[:-4] + "zzzz",
+    ],
+)
+def test_doubt_is_never_tolerated(text: str) -> None:
+    kind, payload, problems = classify_text(text)
+    assert (kind, payload) == ("other", None)
+    assert problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.reading.decode import read_at, read_box, read_grid, read_opencv, read_zxing  # noqa: E402
+from arclight.vision.qris.reading import scanner  # noqa: E402
+from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
 from arclight.vision.qris.reading.grid import alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
@@ -267,7 +269,7 @@ def test_reading_samples_truly(shared_data: Path) -> None:
 
 def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
-    assert read_box(noise, (20.0, 20.0, 180.0, 180.0)) == []
+    assert not any(map(read_view, views_of(noise, (20.0, 20.0, 180.0, 180.0))))
     reads, tries = read_grid(noise, (20.0, 20.0, 180.0, 180.0))
     assert (reads, tries) == ([], 1)  # nothing there looks like a grid, so no other view is tried
 
@@ -309,7 +311,7 @@ def test_scan_reads_codes_that_plain_readers_miss(module_px: float, blur: np.nda
     image, corners, modules = photographed(text, module_px=module_px, blur=blur, hide=hide)
     box = hull(corners.tolist())
     assert not read_zxing(image)
-    assert not read_box(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), box)
+    assert not any(map(read_view, views_of(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), box)))
     known = read_at(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), corners, modules)
     assert known is not None
     assert known.text == text
@@ -335,3 +337,25 @@ def test_the_number_of_grids_tried_in_a_photo_is_bounded(monkeypatch: pytest.Mon
     boxes = [(20.0 + 60 * i, 20.0, 70.0 + 60 * i, 70.0) for i in range(9)]
     scan(np.full((120, 600, 3), 128, np.uint8), finder(*boxes))
     assert asked == [6, 3]  # three views of each, six in all
+
+
+def test_the_work_on_a_photo_is_bounded_and_what_was_left_untried_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.integers(0, 255, (1200, 1600, 3)).astype(np.uint8)
+    boxes = [(40.0 + 60 * i, 40.0, 540.0 + 60 * i, 540.0) for i in range(12)]
+    read: list[int] = []
+
+    def count(view: Any) -> list[Any]:
+        read.append(view.image.size)
+        return []
+
+    monkeypatch.setattr(scanner, "read_view", count)
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: ([], 1))
+    codes = scan(noise, finder(*boxes))
+    assert len(codes) == len(boxes)
+    assert sum(read) < scanner.MAX_VIEW_PIXELS + 12 * 1600**2
+    assert {code.problems for code in codes} == {(scanner.NOT_TRIED,)}
+    (code,) = scan(noise, finder(boxes[0]))
+    assert code.problems == (scanner.NOT_READ,), "on one box all is tried"
+    codes = scan(noise, finder(*[(40.0 + 90 * i, 40.0, 120.0 + 90 * i, 120.0) for i in range(6)]))
+    assert [code.problems for code in codes] == [(scanner.NOT_READ,)] * 4 + [(scanner.NOT_TRIED,)] * 2

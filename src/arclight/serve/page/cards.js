@@ -1,4 +1,5 @@
-// One card for each code: who is paid, how much, and whether the code can be trusted.
+// One card for each code: who is paid, how much, and whether it was read whole. A sticker pasted over a shop's code reads
+// without errors too, so no verdict here says that a payment goes to the right one.
 
 import { element, money, printable } from "./words.js";
 
@@ -7,7 +8,7 @@ const SIZES = { UMI: "Micro business", UKE: "Small business", UME: "Medium busin
 // The verdict on a code and the colour that goes with it, on the card and on the photo.
 export function verdict(code) {
   if (code.text === null) return { tone: "warn", kind: "QR code", word: "Not read" };
-  if (code.kind === "qris" && code.problems.length === 0) return { tone: "good", kind: "QRIS", word: "Checksum valid" };
+  if (code.kind === "qris" && code.problems.length === 0) return { tone: "plain", kind: "QRIS", word: "Read without errors" };
   if (code.kind === "qris") return { tone: "warn", kind: "QRIS", word: "Check this code" };
   if (code.kind === "emvco") return { tone: "warn", kind: "Payment code", word: "Not QRIS" };
   if (code.problems.length > 0) return { tone: "bad", kind: "Payment code", word: "Invalid" };
@@ -55,6 +56,7 @@ function payment(payload) {
       element("dt", { text: label }),
       element("dd", { text: printable(value), ...(style ? { class: style } : {}) }),
     ]) }),
+    element("p", { class: "explain compare", text: "A code pasted over the shop's own would read without errors too." }),
   ];
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -73,10 +73,13 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image.
     """
     rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
-    whole = isinstance(samples, BatchBuffer) and len(samples) == len(samples.images)
+    if isinstance(samples, BatchBuffer):
+        images = samples.images[: len(samples)]
+    else:
+        images = torch.stack([sample.image for sample in samples])
     batch: dict[str, Any] = {
-        "images": cast(BatchBuffer, samples).images if whole else torch.stack([sample.image for sample in samples]),
-        "targets": torch.cat(rows),
+        "images": images,
+        "targets": torch.cat([torch.zeros(0, 6), *rows]),
         "paths": [sample.path for sample in samples],
     }
     if all(sample.letterbox is not None for sample in samples):
@@ -96,14 +99,14 @@ class _DecodedImage(NamedTuple):
 class DetectionDataset(Dataset[Sample]):
     """Images with boxes: letterboxed, or with ``augment`` changed at random for training.
 
-    images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``labels.scan`` gives them.
+    images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``check_labels`` gives them.
     epochs: length of the run, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
     cache: keep all training images decoded in memory, at the size of the input.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
-    and from a few images drawn for it. An image that turns out damaged when it is decoded is replaced by the next
-    sound one, reported once and counted in ``damaged``.
+    and from a few images drawn for it. An image that turns out damaged when it is decoded is reported once and counted
+    in ``damaged``; in training the next sound one stands in for it, without ``augment`` its batch goes without it.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class DetectionDataset(Dataset[Sample]):
         """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
-        ``labels.scan``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
+        ``check_labels``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
         """
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
@@ -167,10 +170,14 @@ class DetectionDataset(Dataset[Sample]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.__getitems__([index])[0]
+        """Return one sample. Raises DatasetError for an image that is damaged, where none may stand in for it."""
+        samples = self.__getitems__([index])
+        if not samples:
+            raise DatasetError(f"{self.images[index]} cannot be decoded: remove it, or repair it")
+        return samples[0]
 
     def __getitems__(self, indices: Sequence[int]) -> BatchBuffer:
-        """The samples of one batch."""
+        """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
         samples = BatchBuffer(self.image_size, len(indices))
         if self.augment is None:
             for index in indices:
@@ -185,7 +192,11 @@ class DetectionDataset(Dataset[Sample]):
         return samples
 
     def _add_letterboxed(self, samples: BatchBuffer, index: int) -> None:
-        image, index = self._read_sound(index, decode_image)
+        try:
+            image = decode_image(self.images[index])
+        except (ImageError, OSError) as error:
+            self._note_damage(index, error, "no metric counts it")
+            return
         square, placed = letterbox(image, self.image_size)
         height, width = image.shape[:2]
         scale, pad_x, pad_y = placed
@@ -266,10 +277,13 @@ class DetectionDataset(Dataset[Sample]):
             try:
                 return read(self.images[candidate]), candidate
             except (ImageError, OSError) as error:
-                if not self._damaged[candidate]:
-                    self._damaged[candidate] = 1
-                    log.warning("%s: %s; the next sound image stands in for it", self.images[candidate], error)
+                self._note_damage(candidate, error, "the next sound image stands in for it")
         raise DatasetError(f"none of the {len(self)} images can be read any more; the first is {self.images[0]}")
+
+    def _note_damage(self, index: int, error: Exception, consequence: str) -> None:
+        if not self._damaged[index]:
+            self._damaged[index] = 1
+            log.warning("%s: %s; %s", self.images[index], error, consequence)
 
 
 def _available_memory() -> int | None:

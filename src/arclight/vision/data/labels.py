@@ -23,7 +23,7 @@ from arclight.vision.data.images import MAX_PIXELS
 TOLERANCE = 1e-3
 """Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 
 class DatasetError(ValueError):
@@ -66,6 +66,8 @@ class DatasetReport:
     """Rows that repeat another one of their file, skipped."""
     duplicate_images: int
     """Images listed more than once, used once."""
+    shared_labels: tuple[FileProblem, ...]
+    """Label files that several images have by their names (a.jpg and a.png): all are used, though one must be wrong."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,6 +88,11 @@ class DatasetReport:
                 lines += [f"    {problem}" for problem in problems[:5]]
             if len(problems) > 5:
                 lines.append(f"    and {len(problems) - 5} more")
+        if self.shared_labels:
+            lines.append(f"  shared: {_count(len(self.shared_labels), 'label file')} of several images each")
+            lines += [f"    {problem}" for problem in self.shared_labels[:5]]
+            if len(self.shared_labels) > 5:
+                lines.append(f"    and {len(self.shared_labels) - 5} more")
         return "\n".join(lines)
 
 
@@ -217,21 +224,23 @@ def check_labels(
 ) -> LabelledImages:
     """Read the labels of ``images`` and check the images themselves by their headers and ends.
 
-    With ``cache`` the result is kept in ``<name>.cache.npz`` beside the folder of labels (a plain NumPy archive,
-    nothing pickled) and used again until a file's name, size or time of change differs; where that folder cannot
-    be written the result is computed each time, with a warning. Raises DatasetError where nothing usable is found.
+    With ``cache`` the result is kept in ``<name>.cache.npz`` beside the folder of labels, or in it if the images are there
+    too (a plain NumPy archive, nothing pickled), and used again until a file's name, size or time of change differs; where
+    that folder cannot be written the result is computed each time, with a warning. Images without boxes are background, be it
+    all of them. Raises DatasetError where nothing usable is found: no image, no label file, or no row that can be read.
     """
     unique = list(dict.fromkeys(images))
     if not unique:
         raise DatasetError(f"{name}: there are no images")
-    file = label_path(unique[0]).parent.parent / f"{name}.cache.npz"
+    folder = label_path(unique[0]).parent
+    file = (folder if folder == unique[0].parent else folder.parent) / f"{name}.cache.npz"
     fingerprint = _fingerprint(unique, num_classes, len(images))
     found = _read_cache(file, fingerprint, unique) if cache else None
     if found is None:
         found = _scan(unique, num_classes, name, len(images) - len(unique))
         if cache:
             _write_cache(file, fingerprint, unique, found)
-    if found.report.boxes == 0:
+    if found.report.boxes == 0 and (found.report.malformed or not found.report.empty_labels):
         raise DatasetError(_nothing_usable(unique, found.report))
     return found
 
@@ -256,9 +265,21 @@ def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int
         clipped=sum(rows.clipped for rows in every),
         duplicate_rows=sum(rows.duplicates for rows in every),
         duplicate_images=duplicate_images,
+        shared_labels=_shared_labels([image for image, _, _ in usable]),
     )
     shapes = np.array([shape for _, shape, _ in usable], np.int32).reshape(-1, 2)
     return LabelledImages([image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report)
+
+
+def _shared_labels(images: list[Path]) -> tuple[FileProblem, ...]:
+    owners: dict[Path, list[Path]] = {}
+    for image in images:
+        owners.setdefault(label_path(image), []).append(image)
+    return tuple(
+        FileProblem(str(path), 0, f"is the label file of {', '.join(image.name for image in several)}")
+        for path, several in owners.items()
+        if len(several) > 1 and path.exists()
+    )
 
 
 def _scan_one(image: Path, num_classes: int) -> tuple[tuple[int, int] | str, LabelRows]:
@@ -288,11 +309,7 @@ def _nothing_usable(images: list[Path], report: DatasetReport) -> str:
     if report.missing_labels == report.images:
         wanted = label_path(images[0])
         return f"{report.name}: none of {report.images} images has a label file; for {images[0]} it would be {wanted}"
-    if report.malformed:
-        return f"{report.name}: all {len(report.malformed)} label rows are malformed, for example {report.malformed[0]}"
-    return (
-        f"{report.name}: all label files of {report.images} images are empty or missing: there is no box to learn from"
-    )
+    return f"{report.name}: all {len(report.malformed)} label rows are malformed, for example {report.malformed[0]}"
 
 
 # ---------------------------------------------------------------- cache
@@ -339,7 +356,7 @@ def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledIma
             if str(stored["fingerprint"]) != fingerprint:
                 return None
             report = json.loads(str(stored["report"]))
-            for key in ("corrupt", "malformed"):
+            for key in ("corrupt", "malformed", "shared_labels"):
                 report[key] = tuple(FileProblem(**problem) for problem in report[key])
             labels = np.split(stored["rows"], np.cumsum(stored["counts"])[:-1])
             kept = [image for image, usable in zip(images, stored["usable"], strict=True) if usable]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from arclight.vision.data.dataset import DetectionDataset, collate, read_data_ya
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import fit_anchors
 from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
-from arclight.vision.models.yolov5 import Yolo, build_model, load_pretrained
+from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.tasks.processing import DetectionProcessing
@@ -46,7 +50,8 @@ class Detector(Module):
         super().__init__()
         if settings.image_size % 32:
             raise ValueError(f"image_size must be a multiple of 32, got {settings.image_size}")
-        self.save_hyperparameters({"settings": settings, "names": list(names)})
+        # A checkpoint holds the weights themselves: what it says must not tie it to the file that they started from.
+        self.save_hyperparameters({"settings": dataclasses.replace(settings, weights=None), "names": list(names)})
         self.settings, self.names = settings, list(names)
         self.model = build_model(settings.model, num_classes=len(self.names))
         self.model.names = self.names
@@ -56,14 +61,26 @@ class Detector(Module):
         self.results: Any = None
         """Metrics of the newest validation; see DetectionMetrics.compute."""
         self.memory_format = _FORMATS.get(settings.memory_format)
-        if settings.weights is not None:
+        self._awaited_weights: Path | None = None
+        if settings.weights is not None and settings.weights.exists():
             load_pretrained(self.model, settings.weights)
+        else:
+            self._awaited_weights = settings.weights  # a checkpoint may bring others before these are needed
+        self._inference: InferenceCopy | None = None
         self._freeze(settings.freeze)
 
     def _freeze(self, layers: int) -> None:
-        for number, layer in enumerate(self.model.model):
-            if number < layers:
-                layer.requires_grad_(False)
+        if layers >= len(self.model.model):
+            raise ValueError(
+                f"freeze = {layers}: {self.settings.model} has {len(self.model.model)} layers, and its head must train"
+            )
+        for layer in list(self.model.model)[:layers]:
+            layer.requires_grad_(False)
+
+    def _check_weights(self) -> None:
+        if self._awaited_weights is not None:
+            load_pretrained(self.model, self._awaited_weights)  # raises, unless it has come meanwhile
+            self._awaited_weights = None
 
     @property
     def processing(self) -> DetectionProcessing:
@@ -77,18 +94,22 @@ class Detector(Module):
         """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw levels in training mode."""
         return self.model(images)
 
-    @torch.inference_mode()
     def detect(
         self, images: Sequence[np.ndarray[Any, Any]], processing: DetectionProcessing | None = None
     ) -> list[Detections]:
-        """Find boxes in RGB uint8 photos of any sizes, by the detector's own ``processing`` or another, say with other thresholds."""
+        """Find boxes in RGB uint8 photos of any sizes, by the detector's own ``processing`` or another, say with other thresholds.
+
+        Runs a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may call it together.
+        """
+        self._check_weights()
+        if not len(images):
+            return []
         processing = processing or self.processing
         batch, context = processing.preprocess(images)
-        was_training = self.training
-        self.eval()
-        predictions = self.model(torch.from_numpy(batch).to(self.device))
-        self.train(was_training)
-        return processing.postprocess(predictions.float().cpu(), context)
+        copy = self._inference
+        if copy is None or not copy.is_current(self.model):
+            copy = self._inference = InferenceCopy(self.model)
+        return processing.postprocess(copy(torch.from_numpy(batch)), context)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -117,6 +138,7 @@ class Detector(Module):
 
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
+        self._check_weights()
         if self.memory_format is None and getattr(self.trainer.strategy, "in_stages", False):
             self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
@@ -129,6 +151,7 @@ class Detector(Module):
         checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._awaited_weights = None
         self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
 
     def on_train_epoch_start(self) -> None:
@@ -166,6 +189,8 @@ class Detector(Module):
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
+        if not len(batch["images"]):
+            return  # every image of the batch was damaged
         images, targets = self.prepare(batch["images"]), batch["targets"]
         raw = self.model.raw(images)
         _, parts = yolo_loss(raw, targets, self.model.anchors, self.gains)
@@ -174,6 +199,7 @@ class Detector(Module):
         self.metrics.update_batch(kept, targets, size=images.shape[-1])
 
     def on_validation_epoch_start(self) -> None:
+        self._check_weights()
         self.metrics.reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -208,12 +234,28 @@ class DetectionData(DataModule):
     def setup(self, stage: str) -> None:
         s = self.settings
         if stage == "fit":
-            epochs = self.trainer.max_epochs if self.trainer is not None and self.trainer.max_epochs > 0 else None
-            self.train = self._open("train", augment=s.augment, epochs=epochs, cache=s.cache)
+            self.train = self._open("train", augment=s.augment, cache=s.cache)
+            self.train.epochs = self._epochs(len(self.train))
         if stage in ("fit", "validate"):
             self.val = self._open("val")
         if stage == "test":
             self.test = self._open("test")
+
+    def _epochs(self, images: int) -> int | None:
+        """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it."""
+        if (trainer := self.trainer) is None:
+            return None
+        ends = [trainer.max_epochs] if (trainer.max_epochs or 0) > 0 else []
+        if trainer.max_steps > 0:
+            each = self.settings.batch_size * trainer.world_size
+            batches = images // each if images > each else 1
+            if isinstance(limit := trainer.limit_train_batches, int):
+                batches = min(batches, limit)
+            elif limit < 1:
+                batches = int(batches * limit)
+            steps = math.ceil(batches / trainer.accumulate_grad_batches)
+            ends.append(math.ceil(trainer.max_steps / max(1, steps)))
+        return min(ends, default=None)
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
@@ -221,14 +263,21 @@ class DetectionData(DataModule):
         dataset = DetectionDataset.open(
             self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, selection=selection, **options
         )
-        if dataset.report is not None and (dataset.report.corrupt or dataset.report.malformed):
-            _LOG.warning("%s", dataset.report)
+        if (report := dataset.report) is not None:
+            if report.corrupt or report.malformed or report.shared_labels:
+                _LOG.warning("%s", report)
+            if not report.boxes:
+                _LOG.warning("%s: all %d images are background, there is no box in them", split, report.images)
         return dataset
 
     def teardown(self, stage: str) -> None:
-        damaged = self.train.damaged if stage == "fit" else 0
-        if damaged:
-            _LOG.warning("%d training images could not be decoded; others took their place", damaged)
+        if stage == "fit" and self.train.damaged:
+            _LOG.warning("%d training images could not be decoded; others took their place", self.train.damaged)
+        measured = {"fit": "val", "validate": "val", "test": "test"}.get(stage)
+        if measured and (damaged := getattr(self, measured).damaged):
+            _LOG.warning(
+                "%d images of the %s split could not be decoded: the metrics are of the others", damaged, measured
+            )
 
     def calibration_dataset(self) -> DetectionDataset:
         """The training images as they are, for calibration."""
@@ -255,6 +304,53 @@ class DetectionData(DataModule):
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
         )
+
+
+class InferenceCopy:
+    """A frozen copy of a network for inference: folded batch norms, channels last, and bfloat16 where that is native.
+
+    Native: a CPU with AMX tiles, a GPU that has it. Elsewhere (AVX-512's bfloat16 is slower than its float32), and for
+    weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
+    """
+
+    def __init__(self, model: Yolo) -> None:
+        self._tensors = list(itertools.chain(model.parameters(), model.buffers()))
+        self._state = [_state_of(tensor) for tensor in self._tensors]
+        with torch.inference_mode():
+            self._model = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self._device = next(model.parameters()).device
+            self._dtype = next(model.parameters()).dtype
+            if self._dtype == torch.float32 and _multiplies_bfloat16(self._device):
+                self._dtype = torch.bfloat16
+                anchors = self._model.head.anchors
+                self._model.to(self._dtype)
+                self._model.head.anchors = anchors  # decoding multiplies by them: they stay as exact as they were
+
+    def is_current(self, model: Yolo) -> bool:
+        """Return True if ``model`` has the very weights that were copied."""
+        tensors = list(itertools.chain(model.parameters(), model.buffers()))
+        return len(tensors) == len(self._tensors) and all(
+            tensor is own and state is not None and _state_of(tensor) == state
+            for tensor, own, state in zip(tensors, self._tensors, self._state, strict=True)
+        )
+
+    @torch.inference_mode()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Decode predictions (N, A, 5 + C), float32 on the CPU, of images (N, 3, S, S) in [0, 1]."""
+        moved = images.to(self._device, self._dtype, memory_format=torch.channels_last)
+        decoded: torch.Tensor = self._model(moved)
+        return decoded.float().cpu()
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Tell a state of a tensor from others by its place and version; None for tensors that have no version."""
+    return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
 
 
 REPEATS = 3

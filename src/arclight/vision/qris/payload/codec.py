@@ -91,6 +91,18 @@ class Payload:
 
 def parse(text: str) -> Payload:
     """Parse ``text``; raises QrisError that names every violation with its tag and offset."""
+    payload, problems = read_printed(text)
+    if problems:
+        raise QrisError(problems)
+    return payload
+
+
+def read_printed(text: str) -> tuple[Payload, tuple[Problem, ...]]:
+    """Parse the text of a printed code as far as it is beyond doubt; also returns what its printer did wrong.
+
+    Tolerated: a check value in lower case and letters of other scripts in names, both of codes that work in shops.
+    Raises QrisError that names every violation, if one of them cannot be tolerated.
+    """
     if len(text) > rules.MAX_LENGTH:
         message = f"the payload has {len(text)} characters; at most {rules.MAX_LENGTH} are allowed"
         raise QrisError([Problem("", rules.MAX_LENGTH, message)])
@@ -98,9 +110,10 @@ def parse(text: str) -> Payload:
     if not fields and not problems:
         problems.append(Problem("00", 0, "the payload is empty"))
     problems.extend(rules.check(text, fields))
-    if problems:
-        raise QrisError(sorted(problems, key=lambda problem: problem.offset))
-    return _payload({field.tag: field for field in fields})
+    problems.sort(key=lambda problem: problem.offset)
+    if not all(problem.tolerable for problem in problems):
+        raise QrisError(problems)
+    return _payload({field.tag: field for field in fields}), tuple(problems)
 
 
 def is_qris(text: str) -> bool:

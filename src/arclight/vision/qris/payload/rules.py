@@ -32,6 +32,14 @@ class Rule(NamedTuple):
     expects: str
     required: bool = False
 
+    def problem(self, field: Field, tag: str) -> Problem | None:
+        """Return what is wrong with a field's value; tolerable where other scripts' letters or lower-case digits are all."""
+        if not field.value or re.fullmatch(self.pattern, field.value, re.DOTALL):
+            return None
+        wider = self.pattern.replace(_PRINTABLE, _UNICODE).replace("[0-9A-F]", "[0-9A-Fa-f]")
+        tolerable = re.fullmatch(wider, field.value, re.DOTALL) is not None
+        return Problem(tag, field.offset, f"expected {self.expects}, found {field.value!r}", tolerable)
+
 
 TOP = {
     "00": Rule(r"01", "01, the payload format", required=True),
@@ -93,9 +101,8 @@ def apply(rules: Mapping[str, Rule], fields: list[Field], *, end: int, inside: s
         if rule.required and tag not in present:
             yield Problem(prefix + tag, end, f"is missing: {rule.expects}")
     for field in fields:
-        field_rule = rules.get(field.tag)
-        if field_rule and field.value and not re.fullmatch(field_rule.pattern, field.value, re.DOTALL):
-            yield Problem(prefix + field.tag, field.offset, f"expected {field_rule.expects}, found {field.value!r}")
+        if (field_rule := rules.get(field.tag)) and (problem := field_rule.problem(field, prefix + field.tag)):
+            yield problem
 
 
 def nested(field: Field) -> tuple[list[Field], list[Problem]]:
@@ -116,7 +123,7 @@ def _check_crc(text: str, fields: list[Field]) -> Iterator[Problem]:
         if field is not fields[-1]:
             yield Problem("63", field.offset, "the check value must come last")
         expected = crc_of_text(text[: field.value_offset])
-        if field.value != expected:
+        if field.value.upper() != expected:
             yield Problem("63", field.offset, f"check value is {field.value!r}, the text before it gives {expected}")
 
 

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One violation: its ``tag`` ("26.01" is tag 01 inside 26), its place in the text, and a message."""
+    """One violation: its ``tag`` ("26.01" is tag 01 inside 26), its place in the text, and a message.
+
+    ``tolerable``: readers of printed codes may note it and go on, because what the code says is beyond doubt.
+    """
 
     tag: str
     offset: int
     message: str
+    tolerable: bool = False
 
     def __str__(self) -> str:
         return f"tag {self.tag or '?'} at {self.offset}: {self.message}"

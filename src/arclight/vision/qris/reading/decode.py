@@ -84,7 +84,7 @@ def _corners(code: Any) -> Floats:
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """A part of the picture, enlarged: ``image`` pixels = (picture pixels - ``origin``) x ``scale`` (each x, y)."""
 
     image: Grey
@@ -112,11 +112,11 @@ def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
     return grey[top:bottom, left:right], np.array([left, top], np.float32)
 
 
-def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> _View:
+def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> View:
     """Resize ``crop`` to ``size`` (width, height) pixels."""
     scale = np.array([size[0] / crop.shape[1], size[1] / crop.shape[0]], np.float32)
     method = cv2.INTER_CUBIC if scale.min() >= 1 else cv2.INTER_AREA
-    return _View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
+    return View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
 
 
 def sharpened(image: Grey, amount: float, radius: float) -> Grey:
@@ -125,7 +125,7 @@ def sharpened(image: Grey, amount: float, radius: float) -> Grey:
     return np.asarray(cv2.addWeighted(image, 1 + amount, soft, -amount, 0), np.uint8)
 
 
-def _variants(grey: Grey, box: Box) -> Iterator[_View]:
+def views_of(grey: Grey, box: Box) -> Iterator[View]:
     """Yield enlarged, squared, sharpened, stretched and smoothed views of a box, the most useful first.
 
     Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
@@ -137,16 +137,16 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
         return
     longest = max(height, width)
 
-    def times(factor: float) -> _View:
+    def times(factor: float) -> View:
         factor = min(factor, max(1.0, MAX_UPSCALED_SIDE / longest))
         return _enlarged(crop, origin, (round(width * factor), round(height * factor)))
 
-    def square(side: float, *, close: bool = False) -> _View:
+    def square(side: float, *, close: bool = False) -> View:
         pixels = round(min(max(side, 1.25 * longest), MAX_UPSCALED_SIDE))
         return _enlarged(tight if close else crop, tight_origin if close else origin, (pixels, pixels))
 
-    def sharp(view: _View, amount: float, radius: float) -> _View:
-        return _View(sharpened(view.image, amount, radius), view.origin, view.scale)
+    def sharp(view: View, amount: float, radius: float) -> View:
+        return View(sharpened(view.image, amount, radius), view.origin, view.scale)
 
     stretched = np.asarray(cv2.normalize(crop, None, 0, 255, cv2.NORM_MINMAX), np.uint8)
     yield (double := times(2))
@@ -155,7 +155,7 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
     yield sharp(square(400), 2.5, 8)
     yield sharp(square(300, close=True), 1.5, 6)
     yield sharp(times(3), 1.5, 3)
-    yield _View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
+    yield View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
     yield sharp(squared, 1.5, 4)
     yield sharp(times(4), 1.5, 4)
     yield _enlarged(cv2.GaussianBlur(stretched, (0, 0), 1.5), origin, (width, height))
@@ -163,13 +163,9 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
     yield sharp(times(6), 1.5, 6)
 
 
-def read_box(grey: Grey, box: Box) -> list[DecodedCode]:
-    """Read codes in and around ``box`` (xyxy pixels of ``grey``): the first view that reads any decides."""
-    for view in _variants(grey, box):
-        codes = _zxing(view.image)
-        if codes:
-            return [view.back(_read(code)) for code in codes]
-    return []
+def read_view(view: View) -> list[DecodedCode]:
+    """Read codes in a view, by zxing-cpp, as codes in the whole picture."""
+    return [view.back(_read(code)) for code in _zxing(view.image)]
 
 
 GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True), (200, False))
@@ -226,7 +222,7 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
     return None
 
 
-def _read_under(grids: Sequence[Grid], view: _View, picture: Floats) -> DecodedCode | None:
+def _read_under(grids: Sequence[Grid], view: View, picture: Floats) -> DecodedCode | None:
     """Decode the modules under ``grids``, laid over ``picture``, a view's, as a code in the whole picture."""
     decoded = decode_grids(picture, grids)
     if decoded is None:

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arclight.vision.data.images import Image
-from arclight.vision.qris.payload.codec import Kind, Payload, parse
+from arclight.vision.qris.payload.codec import Kind, Payload, read_printed
 from arclight.vision.qris.payload.tlv import QrisError
 from arclight.vision.qris.reading.decode import (
     MAX_UPSCALED_SIDE,
     DecodedCode,
     Grey,
-    read_box,
     read_grid,
+    read_view,
     read_zxing,
     sharpened,
     to_grey,
+    views_of,
     widened,
 )
 from arclight.vision.qris.reading.grid import Box, cv2
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from arclight.vision.results.detections import Detections
 
 NOT_READ = "a code was detected here but could not be read"
+NOT_TRIED = "a code was detected here but not every reader was tried: the photo's other codes used up its share of work"
+BLANKS_AROUND = "blanks stand around the payload"
 MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
+MAX_VIEW_PIXELS = 60_000_000
+"""Pixels of enlarged views per photo, all boxes together: a second's work, that a photo of huge boxes without codes cannot exceed."""
 WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
 
@@ -66,10 +71,12 @@ class Code:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Box:
     xyxy: Box
     confidence: float
+    left_untried: bool = False
+    """Whether readers were left that might have read a code here, had the photo's share of work sufficed."""
 
 
 def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
@@ -77,42 +84,73 @@ def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
-    picture is read. Raises ValueError for an array that is no such image.
+    picture is read. The work on one photo is bounded, whatever it shows: boxes on which a reader was left untried say so.
+    Raises ValueError for an array that is no such image.
     """
     grey = _checked(image)
     if min(grey.shape) < 8:
         return []
     found = read_zxing(grey)
     boxes = [] if detector is None else _boxes(detector(image), grey.shape)
-    for box in boxes:
-        if not _is_read(box, found):
-            found = _merged(found, read_box(grey, box.xyxy))
+    found = _read_views(grey, boxes, found)
     if not boxes or not all(_is_read(box, found) for box in boxes):
         found = _merged(found, _read_enlarged(grey))
     return _codes(_read_grids(grey, boxes, found), boxes)
 
 
+def _read_views(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list[DecodedCode]:
+    """Read enlarged views of the boxes left, the most useful view of each before the next, while the work lasts."""
+    pixels = 0
+    left = [(box, views_of(grey, box.xyxy)) for box in boxes]
+    while left:
+        remaining = []
+        for box, views in left:
+            if _is_read(box, found):
+                continue
+            if pixels >= MAX_VIEW_PIXELS:
+                box.left_untried = True
+                continue
+            if (view := next(views, None)) is None:
+                continue
+            pixels += view.image.size
+            found = _merged(found, read_view(view))
+            remaining.append((box, views))
+        left = remaining
+    return found
+
+
 def _read_grids(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list[DecodedCode]:
     """Read module grids in the boxes left, the surest first, then in the same boxes made wider; return all that is read."""
     tries = MAX_GRID_TRIES
-    left = [box for box in boxes if not _is_read(box, found)][:MAX_GRID_BOXES]
+    left = [box for box in boxes if not _is_read(box, found)]
+    for box in left[MAX_GRID_BOXES:]:
+        box.left_untried = True
     for margin in (0.0, WIDER):
-        for box in left:
-            if tries and not _is_read(box, found):
-                new, used = read_grid(grey, widened(box.xyxy, margin), tries)
-                found, tries = _merged(found, new), tries - used
+        for box in left[:MAX_GRID_BOXES]:
+            if _is_read(box, found):
+                continue
+            if not tries:
+                box.left_untried |= margin == 0
+                continue
+            new, used = read_grid(grey, widened(box.xyxy, margin), tries)
+            found, tries = _merged(found, new), tries - used
     return found
 
 
 def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
-    """Classify a code's text: its kind, its payload if it is a payment code, and its faults if damaged."""
-    if not text.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
+    """Classify a code's text: its kind, its payload if it is a payment code, and its faults.
+
+    Blanks around a payload are named and passed over: its check value does not cover them.
+    """
+    bare = text.strip(" \t\r\n")
+    if not bare.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
         return "other", None, ()
+    blanks = (BLANKS_AROUND,) if bare != text else ()
     try:
-        payload = parse(text)
+        payload, problems = read_printed(bare)
     except QrisError as error:
-        return "other", None, tuple(map(str, error.problems))
-    return ("qris" if payload.is_qris else "emvco"), payload, ()
+        return "other", None, (*blanks, *map(str, error.problems))
+    return ("qris" if payload.is_qris else "emvco"), payload, (*blanks, *map(str, problems))
 
 
 def _checked(image: Image) -> Grey:
@@ -200,5 +238,5 @@ def _codes(found: list[DecodedCode], boxes: list[_Box]) -> list[Code]:
             continue
         x0, y0, x1, y1 = box.xyxy
         corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
-        codes.append(Code(corners, box.xyxy, box.confidence, problems=(NOT_READ,)))
+        codes.append(Code(corners, box.xyxy, box.confidence, problems=(NOT_TRIED if box.left_untried else NOT_READ,)))
     return codes
