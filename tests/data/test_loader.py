@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -371,6 +372,7 @@ def test_persistent_workers_live_on_and_follow_the_epoch() -> None:
     expected = read(loader(PidDataset()), 4, start=2)
     got = list(resumable.batches(4, 2))
     assert [b[:, 0].tolist() for b in got] == [b[:, 0].tolist() for b in expected]
+    resumable.close()
 
 
 class PidDataset(Augmented):
@@ -417,6 +419,18 @@ def test_an_error_names_the_samples_and_keeps_the_workers_traceback(workers: int
     if workers:
         assert "in __getitem__" in text
         assert "DataLoader worker process 1" in text
+
+
+def test_a_closed_loader_has_no_workers_and_can_be_read_again() -> None:
+    resumable = ResumableLoader(loader(PidDataset(), workers=2, persistent_workers=True))
+    resumable.close()  # nothing to end yet
+    first = {int(pid) for batch in resumable.batches(0) for pid in batch[:, 1]}
+    resumable.close()
+    assert not first & {process.pid for process in multiprocessing.active_children()}
+    batches = list(resumable.batches(1, 1))
+    assert {int(epoch) for batch in batches for epoch in batch[:, 2]} == {1}
+    assert not first & {int(pid) for batch in batches for pid in batch[:, 1]}
+    resumable.close()
 
 
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:

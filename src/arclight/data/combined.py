@@ -389,6 +389,11 @@ class ResumableCombination:
         self._pending = dict(state) or None
         self._places.clear()
 
+    def close(self) -> None:
+        """End persistent workers of all parts. The next `batches` starts others."""
+        for part in self.parts:
+            part.close()
+
     def _lengths(self) -> list[Count]:
         return [len(part) if part.sized else math.inf for part in self.parts]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, identity
 from arclight.data.sampling import EpochSampler, shared_out
@@ -191,6 +192,14 @@ class ResumableLoader:
         """Take a state that `state_dict` gave, for the next `batches` call at that position or at the next epoch."""
         self._pending = dict(state) or None
         self._snapshots.clear()
+
+    def close(self) -> None:
+        """End persistent workers. The next `batches` starts others."""
+        inner = self._inner
+        if inner is not None and isinstance(inner._iterator, _MultiProcessingDataLoaderIter):
+            # Left to the garbage collector, a worker costs 5 s: its queue is closed before it is told to end.
+            inner._iterator._shutdown_workers()
+            inner._iterator = None
 
     # Map-style DataLoader
 

@@ -75,6 +75,11 @@ class StageData:
     def defined(self) -> bool:
         return self.given is not None or self.owner is not None
 
+    def close(self) -> None:
+        """End the loaders' persistent workers."""
+        for loader in self.loaders:
+            loader.close()
+
     @property
     def limits(self) -> list[Count]:
         """Batches of each of `loaders`."""
@@ -192,6 +197,7 @@ class DataConnector:
             combined = CombinedLoader(source, mode)
         if not trainer.sanity_checking or trainer.validation_schedule.includes(epoch):
             data.loaded_at = epoch
+        data.close()
         self._take(data, combined, [source] if combined is None else combined.flattened)
         self._check(data)
         data.loaded = True

@@ -88,6 +88,8 @@ class Session:
             if trainer.attached_module is not None:
                 trainer.attached_module.__dict__["_entries"] = None
             detach_log(trainer.callbacks)
+            for data in trainer.data.stages.values():
+                data.close()
             trainer.paths.drop_empty_folder()
             run.stage = ""
 
