@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from arclight.trainer.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +189,54 @@ def test_a_rank_without_batches_predicts_nothing(ranks: Ranks, tmp_path: Path, k
     assert ranks(evaluate_with, str(tmp_path), "predict", 1, kind) == [[[0.0], [0.0, 2.0]], [[], [1.0]]]
 
 
+class Writer(BasePredictionWriter):
+    """Keeps what it is given to write, and meets the other ranks at the end of the epoch."""
+
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, loader: int
+    ) -> None:
+        self.batches.append((loader, batch_indices, prediction.flatten().tolist()))
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        trainer.strategy.barrier("written")
+        several = bool(predictions) and isinstance(predictions[0], list)
+        parts = predictions if several else [predictions]
+        self.epochs.append(([[float(batch) for batch in part] for part in parts], batch_indices))
+
+
+def written(rank: int, folder: str, interval: str, counts: list[int], kind: str, returned: bool) -> Any:
+    writer = Writer(interval)
+    loaders = [numbers(count, kind) for count in counts]
+    trainer = make(folder, writer, enable_checkpointing=False)
+    found = trainer.predict(Model(), loaders if len(loaders) > 1 else loaders[0], return_predictions=returned)
+    assert (found is not None) == returned
+    return writer.batches, writer.epochs
+
+
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@pytest.mark.parametrize("counts", [[1], [1, 3], [3, 1]])
+def test_writers_write_what_a_rank_predicts_which_may_be_nothing(
+    ranks: Ranks, tmp_path: Path, counts: list[int], interval: str, returned: bool
+) -> None:
+    for rank, (batches, epochs) in enumerate(ranks(written, str(tmp_path), interval, counts, "map", returned)):
+        own = [list(range(rank, count, 2)) for count in counts]
+        by_batch = [(number, [place], [float(place)]) for number, part in enumerate(own) for place in part]
+        assert batches == (by_batch if "batch" in interval else [])
+        at_end = ([[float(place) for place in part] for part in own], [[[place] for place in part] for part in own])
+        assert epochs == ([at_end] if "epoch" in interval else [])
+
+
+def test_writers_of_streams_know_no_places(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(written, str(tmp_path), "batch_and_epoch", [1], "stream", True)
+    assert found == [([(0, None, [0.0])], [([[0.0]], [[None]])]), ([], [([[]], [[]])])]
+
+
 def with_as_many_loaders(rank: int, folder: str, counts: list[int], stage: str) -> str:
     loaders = [numbers(4) for _ in range(counts[rank])]
     try:
@@ -301,13 +356,16 @@ class Narrow(al.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def trained(rank: int, folder: str, strategy: str, settings: dict[str, Any], average: bool, epochs: list[int]) -> Any:
+AVERAGES: dict[str, Any] = {"none": None, "ema": EMAWeightAveraging, "mean": WeightAveraging}
+
+
+def trained(rank: int, folder: str, strategy: str, settings: dict[str, Any], average: str, epochs: list[int]) -> Any:
     """The weights at the end of fits of which each goes on from the one before."""
     devices, start = (1, None) if strategy == "auto" else (2, None)
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)).double()
     for until in epochs:
         saver = ModelCheckpoint(Path(folder) / strategy, filename="{epoch}", save_top_k=-1)
-        parts = [saver, EMAWeightAveraging()] if average else [saver]
+        parts = [saver] if AVERAGES[average] is None else [saver, AVERAGES[average]()]
         trainer = make(folder, *parts, strategy=strategy, devices=devices, max_epochs=until, **settings)
         module = Narrow()
         trainer.fit(module, DataLoader(TensorDataset(x), 4 // devices), ckpt_path=start)
@@ -319,12 +377,83 @@ def trained(rank: int, folder: str, strategy: str, settings: dict[str, Any], ave
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}]
 )
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average", AVERAGES)
 def test_a_rank_without_a_parameter_trains_clips_averages_and_saves(
-    ranks: Ranks, tmp_path: Path, settings: dict[str, Any], average: bool
+    ranks: Ranks, tmp_path: Path, settings: dict[str, Any], average: str
 ) -> None:
     alone = trained(0, str(tmp_path), "auto", settings, average, [3])
     found = ranks(trained, str(tmp_path), "fsdp", settings, average, [1, 3])
     assert found[1] == 6
     for mine, whole in zip(found[0], alone, strict=True):
         assert mine == pytest.approx(whole, rel=1e-9)
+
+
+# -- batches of another shape ------------------------------------------------------------------------------------------
+
+
+class Rows(IterableDataset[Any]):
+    """Two batches; those of rank 1 have a row more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = torch.distributed.get_rank()
+        for batch in range(2):
+            yield (torch.arange(3.0 * (2 + rank)).view(-1, 3).double() + batch + 10 * rank,)
+
+
+class Normed(al.Module):
+    """A batch norm, whose statistics are measured anew for an average; logs with an exchange in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.net(batch[0]) - 1).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", batch[0].sum(), reduce_fx="sum", sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def averaged(rank: int, folder: str, kind: str) -> Any:
+    average = StochasticWeightAveraging(0.05, 2, 1) if kind == "swa" else AVERAGES[kind]()
+    module = Normed()
+    trainer = make(folder, average, max_epochs=4, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(Rows(), batch_size=None), numbers(1))
+    return average.n_averaged, {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema", "mean"])
+def test_averages_are_those_of_all_ranks_where_batches_and_validation_are_uneven(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    (updates, found), (_, other) = ranks(averaged, str(tmp_path), kind)
+    assert updates == (3 if kind == "swa" else 8)
+    parameters = [name for name in found if "running" not in name and "tracked" not in name]
+    assert {name: found[name] for name in parameters} == {name: other[name] for name in parameters}
+    if kind == "swa":
+        batches = [torch.arange(3.0 * (2 + rank)).view(-1, 3) + batch + 10 * rank for rank in range(2) for batch in range(2)]
+        for measured in (found, other):
+            assert measured["net.0.running_mean"] == pytest.approx(
+                torch.stack([batch.mean(0) for batch in batches]).mean(0).tolist()
+            )
+            assert measured["net.0.running_var"] == pytest.approx(
+                torch.stack([batch.var(0) for batch in batches]).mean(0).tolist()
+            )
+
+
+def refused_average(rank: int, folder: str) -> str:
+    try:
+        make(folder, StochasticWeightAveraging(0.05), strategy="fsdp").fit(Narrow(), numbers(4))
+    except MisconfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+def test_swa_of_shards_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(refused_average, str(tmp_path)) == ["SWA does not currently support sharded models: use EMAWeightAveraging"] * 2
