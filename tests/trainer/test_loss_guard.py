@@ -65,6 +65,7 @@ def fit(
     devices: int = 1,
     strategy: Any = "auto",
     ours: bool = True,
+    start: Path | None = None,
     **options: Any,
 ) -> tuple[al.Trainer, torch.Tensor]:
     """One epoch of global batches of two; the trainer and the weights."""
@@ -74,7 +75,7 @@ def fit(
         log_every_n_steps=1, **{"max_epochs": 1, **options},
     )  # fmt: skip
     model = Line(ours)
-    trainer.fit(model, DataLoader(data, 2 // devices, shuffle=False))
+    trainer.fit(model, DataLoader(data, 2 // devices, shuffle=False), ckpt_path=start)
     return trainer, model.line.weight.detach().clone()
 
 
@@ -152,6 +153,24 @@ def test_going_back_to_the_last_good_checkpoint(tmp_path: Path, devices: int) ->
     assert told(tmp_path)[0]["action"] == "rollback"
     last = max((checkpoint.inspect(path) for path in (tmp_path / "kept").iterdir()), key=lambda found: found.step or 0)
     assert last.step == 10  # four steps, back from the sixth batch, and six more
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_going_back_finds_every_checkpoint_that_is_kept(tmp_path: Path, resumed: bool) -> None:
+    """The newest is too young for a margin of three; older ones are kept without a value to rank them by."""
+
+    def parts() -> tuple[al.ModelCheckpoint, LossGuard]:
+        saving = al.ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
+        return saving, guard(tmp_path, policy="rollback", margin=3)
+
+    start = None
+    if resumed:
+        fit(tmp_path, Samples({11: NAN}), *parts(), max_steps=4)
+        start = tmp_path / "kept" / "step=4.ckpt"
+    saving, watch = parts()
+    fit(tmp_path, Samples({11: NAN}), saving, watch, start=start)
+    assert [event.step for event in watch.events] == [5]
+    assert checkpoint.inspect(saving.best_model_path).step == 8  # back to the second, and on with six more
 
 
 def test_going_back_needs_somewhere_to_go(tmp_path: Path) -> None:

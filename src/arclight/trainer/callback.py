@@ -176,5 +176,10 @@ class Checkpoint(Callback):
 
     runs_last = True
 
+    def saved_paths(self) -> set[str]:
+        """List the complete checkpoints that this callback keeps."""
+        named = {getattr(self, "last_model_path", ""), getattr(self, "best_model_path", "")}
+        return (named | set(getattr(self, "best_k_models", {}))) - {""}
+
     def forget_later_steps(self, trainer: Trainer) -> None:
         """Go on from an earlier step of the same fit, which training has gone back to. Every rank calls this."""

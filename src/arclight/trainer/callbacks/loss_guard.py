@@ -297,9 +297,8 @@ class LossGuard(Callback):
             trainer.checkpoint_io.wait()
         found: dict[str, int] = {}
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
-            paths = {getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")}
-            for path in paths | set(getattr(callback, "best_k_models", {})):
-                made = checkpoints.inspect(path).step if path and to_path(path).is_dir() else None
+            for path in callback.saved_paths():
+                made = checkpoints.inspect(path).step if to_path(path).is_dir() else None
                 if made is not None and made <= step:
                     found[str(path)] = made
         newest: str | None = trainer.strategy.broadcast(max(found, key=found.__getitem__, default=None))

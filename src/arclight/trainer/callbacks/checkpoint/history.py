@@ -98,15 +98,20 @@ class CheckpointHistory:
     """Optimizer steps when a save was last due."""
     saved: int = 0
     """Optimizer steps at the last save."""
+    kept: tuple[str, ...] = ()
+    """Checkpoints that stay without a value to rank them by, where all are kept."""
     interim: tuple[str, ...] = ()
     """Checkpoints for a resume only, written where a run was broken off: they go when there is a newer one."""
 
     def paths(self) -> set[str]:
-        return {*self.scores, self.best, self.last, self.newest, *self.interim} - {""}
+        return {*self.scores, self.best, self.last, self.newest, *self.kept, *self.interim} - {""}
 
     def state_dict(self, ranking: TopK) -> dict[str, Any]:
         """Plain data and scalars, under the names of the callback's attributes."""
-        own = {"newest_path": self.newest, "judged": self.judged, "saved": self.saved, "interim": list(self.interim)}
+        own = {
+            "newest_path": self.newest, "judged": self.judged, "saved": self.saved, "kept": list(self.kept),
+            "interim": list(self.interim),
+        }  # fmt: skip
         return self.attributes(ranking) | own
 
     def attributes(self, ranking: TopK) -> dict[str, Any]:
@@ -143,6 +148,7 @@ class CheckpointHistory:
             current_score=None if score is None else float(score),
             judged=state.get("judged", 0),
             saved=state.get("saved", 0),
+            kept=tuple(path for name in state.get("kept", ()) if (path := find(name))),
             interim=tuple(path for name in state.get("interim", ()) if (path := find(name))),
         )
 
@@ -185,7 +191,7 @@ class SavePlan:
         elif rank and ranking.keep != 0 and score is None:
             drop = old.best if ranking.keep == 1 else ""
             path = free_path(None, drop)
-            record = replace(record, best=path)
+            record = replace(record, best=path, kept=() if ranking.keep == 1 else (*old.kept, path))
         elif rank and ranking.keep != 0 and score is not None:
             record = replace(record, current_score=score)
             if ranking.qualifies(old.scores, score):

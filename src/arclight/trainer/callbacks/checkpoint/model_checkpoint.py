@@ -376,6 +376,9 @@ class ModelCheckpoint(Checkpoint):
             exception.add_note(str(error))
         self._fitting = False
 
+    def saved_paths(self) -> set[str]:
+        return self._record.paths()
+
     def forget_later_steps(self, trainer: Trainer) -> None:
         self._settle(trainer)
         if trainer.global_step < self._record.judged:
