@@ -173,6 +173,22 @@ def test_fabric_loaders_differ_and_resume(tmp_path: Path) -> None:
     assert [batch[0].tolist() for batch in resumed] == rest
 
 
+def test_fabric_loaders_go_on_from_states_of_when_all_had_one_seed(tmp_path: Path) -> None:
+    def loaders() -> Any:
+        al.seed_everything(3)
+        return al.Fabric(accelerator="cpu", devices=1).setup_dataloaders(shuffled(), shuffled(5))
+
+    with mock.patch.object(LoaderSeeds, "next", lambda self, loader, run_seed: run_seed):
+        former = loaders()
+    for before, now in zip(former, loaders(), strict=True):
+        passing = iter(before)
+        next(passing)
+        state = before.state_dict()
+        del state["seed"]
+        now.load_state_dict(state)
+        assert [batch[0].tolist() for batch in now] == [batch[0].tolist() for batch in passing]
+
+
 class PerRank(Recorder):
     """Each rank seeds its generator in its own way and writes down what it reads."""
 

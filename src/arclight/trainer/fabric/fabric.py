@@ -425,7 +425,8 @@ class Fabric:
         self._validate_launched()
         check_loaders(dataloaders)
         run_seed = torch.initial_seed() % 2**32
-        seeds = self._strategy.broadcast([self._loader_seeds.next(loader, run_seed) for loader in dataloaders])
+        seeds = [self._loader_seeds.next(loader, run_seed) for loader in dataloaders]
+        seeds, run_seed = self._strategy.broadcast((seeds, run_seed))
         shares = (
             self._strategy.distributed_sampler_kwargs if use_distributed_sampler else {"num_replicas": 1, "rank": 0}
         )
@@ -434,6 +435,7 @@ class Fabric:
             FabricDataLoader(
                 ResumableLoader(self._strategy.process_dataloader(loader), seed=seed, rank=rank, world_size=size),
                 self.device if move_to_device else None,
+                run_seed,
             )
             for loader, seed in zip(dataloaders, seeds, strict=True)
         ]

@@ -222,8 +222,10 @@ class FabricDataLoader:
     the newest. Other attributes are the user's loader's.
     """
 
-    def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
+    def __init__(self, dataloader: Any, device: torch.device | None = None, run_seed: int | None = None) -> None:
+        """``run_seed``: the seed of a state that names none, from before each loader had a seed of its own."""
         self._resumable = dataloader if isinstance(dataloader, ResumableLoader) else None
+        self._run_seed = run_seed
         self._dataloader = self._resumable.loader if self._resumable is not None else dataloader
         self._device = device
         self.epoch = self.batch = 0
@@ -274,7 +276,8 @@ class FabricDataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.batch, self._resumed, self._newest = state["epoch"], state["batch"], True, None
         if self._resumable is not None:
-            self._resumable.reseed(state.get("seed", self._resumable.seed))
+            former = self._resumable.seed if self._run_seed is None else self._run_seed
+            self._resumable.reseed(state.get("seed", former))
             self._resumable.load_state_dict(state["loader"])
 
     def __getattr__(self, name: str) -> Any:
