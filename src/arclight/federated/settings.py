@@ -127,6 +127,11 @@ class Federation(Checked):
 
     def _check_robust(self) -> None:
         """Check that every round that may close can be aggregated."""
+        if isinstance(self.robust, Krum) and self.masks.experts is not None:
+            raise ValueError(
+                "krum compares whole updates, and clients with masks.experts send their own experts: use another robust mean, or "
+                "leave masks.experts out"
+            )
         wanted = self.buffered.size if self.buffered is not None else self.sampling.per_round or self.clients
         if (closes := self.waiting.need(wanted)) < self.least_folded:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from arclight import recipe
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.strategy_step import StrategyStep
 from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.masks.settings import Experts, Masks
 from arclight.federated.privacy.robust import bounded, closest, folding
 from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
 from arclight.federated.settings import Federation
@@ -117,12 +119,34 @@ def test_a_step_can_stand_on_any_of_them() -> None:
     assert torch.equal({one.key: one.value for one in step}["model/b"], after["model/b"])
 
 
+@pytest.mark.parametrize("extra", ["model/a[0]", "model/z"])
+def test_krum_blames_whoever_sent_other_tensors_than_most(extra: str) -> None:
+    clients = crowd(5)
+    clients[2] = replace(clients[2], tensors={**clients[2].tensors, extra: torch.zeros(3)})
+    with pytest.raises(RefusedError, match="c02 sent other tensors than the others") as refused:
+        closest(clients, Krum(byzantine=1))
+    assert refused.value.clients == ("c02",)
+
+
+def test_krum_chooses_whatever_moments_come_along() -> None:
+    alone = crowd(5, 1)
+    more = replace(alone[2], tensors={**alone[2].tensors, "momentum/a": torch.zeros(3)})
+    together = [*alone[:2], more, *alone[3:]]
+    kept, wanted = (closest(clients, Krum(byzantine=1, keep=2)) for clients in (together, alone))
+    assert [one.client for one in kept] == [one.client for one in wanted]
+
+
+def test_krum_is_refused_where_clients_send_their_own_experts() -> None:
+    with pytest.raises(ValueError, match="krum compares whole updates"):
+        Federation(clients=5, robust=Krum(byzantine=1), masks=Masks(experts=Experts(per_client=2)))
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(FederatedError, match="needs 5 updates, the round has 4"):
         folding(Krum(byzantine=1))(crowd(4))
     with pytest.raises(FederatedError, match="cannot keep 5 of 5"):
         closest(crowd(5), Krum(byzantine=1, keep=5))
-    with pytest.raises(FederatedError, match="c4 did not send model/b"):
+    with pytest.raises(FederatedError, match="c4 sent other tensors than the others"):
         part = Contribution(client="c4", weight=1, tensors={"model/a": torch.zeros(3, 3)})
         closest([*crowd(4), part], Krum())
     broken = crowd(3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,6 +55,14 @@ class Contribution:
     @property
     def keys(self) -> set[str]:
         return set(self.tensors if self.largest is None else self.largest)
+
+
+def uneven(given: Sequence[Contribution], prefix: str = "") -> tuple[str, ...]:
+    """Name the clients that sent other keys with this prefix than most did; of as many, than those that sent more."""
+    sent = {one.client: frozenset(key for key in one.keys if key.startswith(prefix)) for one in given}
+    counts = Counter(sent.values())
+    usual = max(counts, key=lambda keys: (counts[keys], len(keys), sorted(keys)), default=frozenset())
+    return tuple(client for client, keys in sent.items() if keys != usual)
 
 
 @dataclass(frozen=True, kw_only=True)

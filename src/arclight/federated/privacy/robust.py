@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import CHUNK, Array, Chunked, Lanes, Scratch, lanes, product, squares, total
-from arclight.federated.aggregation.fixed_point import Contribution, Form, is_mean, measure, not_finite
+from arclight.federated.aggregation.fixed_point import Contribution, Form, is_mean, measure, not_finite, uneven
 from arclight.federated.aggregation.fold import Fold, SinkFactory
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
@@ -173,13 +173,12 @@ def _distances(given: list[Contribution], threads: int | None) -> Array:
     """Return squared L2 distances, (n, n)."""
     apart = np.zeros((len(given), len(given)))
     clients = [one.client for one in given]
-    keys = sorted({key for one in given for key in one.keys if key.startswith(PREFIX)})
+    if strangers := uneven(given, PREFIX):
+        why = f"Krum compares whole updates: {', '.join(strangers)} sent other tensors than the others"
+        raise RefusedError("wrong_names", why, strangers)
+    keys = sorted(key for key in given[0].keys if key.startswith(PREFIX))
     with lanes(threads) as among:
         for key in keys:
-            if lost := [one.client for one in given if key not in one.keys]:
-                raise RefusedError(
-                    "wrong_names", f"Krum compares whole updates: {lost[0]} did not send {key}", tuple(lost)
-                )
             tensors = [Chunked(one.tensors[key]) for one in given]
             _check_alike(key, given, tensors)
             if not tensors[0].dtype.is_floating_point:

@@ -23,7 +23,7 @@ import torch
 
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.aggregation.chunks import Lanes
-from arclight.federated.aggregation.fixed_point import Contribution, Scale
+from arclight.federated.aggregation.fixed_point import Contribution, Scale, uneven
 from arclight.federated.aggregation.fold import Fold, SinkFactory, emit, mean_of
 from arclight.federated.errors import FederatedError, RefusedError, UnopenedError
 from arclight.federated.privacy import key_agreement
@@ -424,14 +424,6 @@ def _keys(client: str, told: dict[str, str]) -> PublicKeys:
     return PublicKeys(client=client, **{name: bytes.fromhex(told[name]) for name in ("mask", "cipher", "seal")})
 
 
-def _uneven(given: Sequence[Contribution]) -> tuple[str, ...]:
-    """Name the clients that sent other tensors than most have; of as many, than those that sent more."""
-    sent = {one.client: frozenset(one.tensors) for one in given}
-    counts = Counter(sent.values())
-    usual = max(counts, key=lambda keys: (counts[keys], len(keys), sorted(keys)))
-    return tuple(client for client, keys in sent.items() if keys != usual)
-
-
 class SecureFold(Fold):
     """Average masked values, which `SecureSumRelay.open` unmasks. Nothing is known of single changes.
 
@@ -459,9 +451,9 @@ class SecureFold(Fold):
         weights = float(sum(int(one.weight) for one in given))
         scale = Scale(rule="mean", shift=fixed_point_shift(settings, clients), total=weights)
         keys = set().union(*(one.tensors for one in given))
-        if uneven := _uneven(given):
-            why = f"{', '.join(uneven)} sent other tensors than the others: their secure sum cannot be opened"
-            raise RefusedError("wrong_names", why, uneven)
+        if strangers := uneven(given):
+            why = f"{', '.join(strangers)} sent other tensors than the others: their secure sum cannot be opened"
+            raise RefusedError("wrong_names", why, strangers)
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
         self._opened, self._held = opening([one.client for one in given]), held
 
