@@ -205,6 +205,53 @@ def test_a_sum_that_cannot_be_opened_is_asked_for_again(tmp_path: Path, caplog: 
     assert left == {path.name for path in (tmp_path / "undisturbed" / "blobs").iterdir() if path.is_file()}
 
 
+@dataclass
+class Dies(Tapped):
+    """The link of a node whose process ends when a client sends its shares of round 2: nothing comes from it any more."""
+
+    dead: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def send(self, message: Message) -> Message:
+        if isinstance(message, Secure) and message.letters is not None and message.round == 2:
+            self.dead.set()
+        if self.dead.is_set():
+            self.over.wait(60)
+            raise LinkError("its process has ended")
+        return super().send(message)
+
+
+def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_everybody_one_sum(tmp_path: Path) -> None:
+    """The secrets of its sum are gone; its client is asked again with all others, in another sum."""
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    some = settings(secure=SecureSum(patience=3.0), waiting=Waiting(quorum=1.0))
+    undisturbed = Server(some, START, folder=tmp_path / "undisturbed")
+    trained(undisturbed, [[site] for site in sites])
+    server = Server(some, START, folder=tmp_path / "run")
+    with server.opened() as run:
+        links = [Tapped(run.service), Tapped(run.service), Dies(run.service)]
+        nodes = [
+            Node(link, list[Any]([site]), tmp_path / f"node{site.name}", f"n{site.name}", ask=1.0)
+            for link, site in zip(links, sites, strict=True)
+        ]
+        threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
+        for thread in threads:
+            thread.start()
+        dying = links[2]
+        assert isinstance(dying, Dies)
+        assert dying.dead.wait(60)
+        again = Node(Tapped(run.service), list[Any]([sites[2]]), tmp_path / "node2", "n2", ask=1.0)
+        threads[2] = threading.Thread(target=again.run, daemon=True)
+        threads[2].start()
+        assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())
+        dying.over.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    assert [here.contributors for here in server.history] == [[], *[["0", "1", "2"]] * 3]
+    assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
+
+
 @pytest.mark.slow
 def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_path: Path) -> None:
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]

@@ -16,7 +16,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
 from arclight.federated.clients.session import ClosedError
 from arclight.federated.codecs.encoding import decode
-from arclight.federated.errors import ClientError, ProtocolError
+from arclight.federated.errors import ClientError, FederatedError, ProtocolError
 from arclight.federated.privacy.key_agreement import Cohort, PublicKeys
 from arclight.federated.privacy.secure_aggregation import Participant, fixed_point_shift, fixed_point_terms
 from arclight.federated.privacy.settings import SecureSum
@@ -86,7 +86,7 @@ class SecureSumClient:
         values = _Terms(
             update, blobs, self._weight(update), fixed_point_shift(self._settings, self._clients), self._settings
         )
-        masked = self._me.mask(received, values)
+        masked = self._mask(received, values)
         shapes = {key: update.manifest.tensors[key].shape for key in values}
         manifest: Manifest = write_blobs(
             ((key, sums.view(shapes[key])) for key, sums in masked),
@@ -97,6 +97,14 @@ class SecureSumClient:
         cut = sum(values.cut.values())
         metrics = {**update.metrics, "privacy/cut": float(cut)}
         return dataclasses.replace(update, manifest=manifest, metrics=metrics, attempt=self._attempt)
+
+    def _mask(
+        self, received: Mapping[str, bytes], values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            return self._me.mask(received, values)
+        except FederatedError as error:  # this sum has lost too many; another one may keep them
+            raise ClientError(str(error), again=True) from error
 
     def _text(self, client: str, keys: Mapping[str, str]) -> bytes:
         return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
@@ -152,13 +160,15 @@ class SecureSumClient:
             began = time.monotonic()
             told = self._exchange(until=settled, wait=self._ask, **said)
             if told.over and patience is not None:
-                raise ClientError(f"the secure sum of round {self._order.round} continues without {self._order.client}")
+                why = f"the secure sum of round {self._order.round} continues without {self._order.client}"
+                raise ClientError(why, again=True)
             if told.over or getattr(told, settled) is not None:
                 return told
             if self._stopping.wait(max(0.0, min(_POLL_S, self._ask) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
-                raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")
+                why = f"{self._order.client} has waited for {what} in round {self._order.round} in vain"
+                raise ClientError(why, again=True)
             said = {}
 
     def _exchange(self, **said: Any) -> Secured:

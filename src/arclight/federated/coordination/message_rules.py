@@ -270,7 +270,9 @@ def _on_failed(
     if work.kind == "evaluate":
         skipped = partial(cluster.finish, work, node)
         return (), (skipped,), (heard, ev.ClientNotEvaluated(client=client, round=round, why=why))
-    return (ClientFailed(round=round, client=client, message=why),), (), (heard,)
+    # In a secure sum whose clients have agreed on masks it cannot be tried again, but in another sum of the round.
+    again = message.again and s.settings.secure is not None
+    return (ClientFailed(round=round, client=client, message=why, lost=again),), (), (heard,)
 
 
 def _on_evaluated(s: Situation, to: str, message: Evaluated, node: Node) -> tuple[tuple[Record, ...], Answer]:
