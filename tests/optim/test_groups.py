@@ -164,6 +164,22 @@ def test_torchs_form_by_position_is_taken() -> None:
         ours.load_state_dict(state)
 
 
+def test_a_parameter_that_left_muon_comes_back_as_the_error_says() -> None:
+    """As positions and kernels did, which Muon took before it went by names."""
+    everything = {"not_hidden": "^$", "stacks": "."}
+    model = torch.nn.Module()
+    model.pos_embed = torch.nn.Parameter(torch.randn(1, 4, 6))
+    model.mix = torch.nn.Conv1d(3, 4, 2)
+    former = Muon(**everything).build(model.named_parameters())
+    assert {group["kind"] for group in former.param_groups if "pos_embed" in group["param_names"]} == {"muon"}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    former.step()
+    with pytest.raises(ValueError, match=r"pos_embed was trained with kind='muon'.*not_hidden and stacks of Muon"):
+        Muon().build(model.named_parameters()).load_state_dict(former.state_dict())
+    Muon(**everything).build(model.named_parameters()).load_state_dict(former.state_dict())
+
+
 def test_state_that_does_not_fit_is_refused() -> None:
     model = Small()
     optimizer = MIXED.build(model.named_parameters())

@@ -219,9 +219,11 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
             )
         saved = homes[name]
         if saved.get("kind", group["kind"]) != group["kind"]:
+            muon = any(kind.endswith("muon") for kind in (saved["kind"], group["kind"]))
             raise ValueError(
-                f"{name} was trained with kind={saved['kind']!r} and is resumed with kind={group['kind']!r}: keep the group "
-                "that matched it, or start the optimizer afresh from the weights"
+                f"{name} was trained with kind={saved['kind']!r} and is resumed with kind={group['kind']!r}: let its name match "
+                f"what it did ({'not_hidden and stacks of Muon, pattern' if muon else 'pattern'} of its group), or load the weights "
+                "alone, with which the optimizer starts afresh"
             )
         options = {key: value for key, value in saved.items() if key not in _OF_THIS_RUN}
         if options not in found:
