@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, yaml_text
 
 Row = dict[str, str]
+_STEP = re.compile(r"\d{1,18}")
 
 
 class CSVLogger(FolderLogger):
@@ -246,7 +248,7 @@ class ExperimentWriter:
 
     def _read(self) -> str:
         path = self.metrics_file_path
-        return str(self._files.cat_file(path).decode()) if self._files.exists(path) else ""
+        return str(self._files.cat_file(path).decode(errors="replace")) if self._files.exists(path) else ""
 
     def _replace(self, path: str, text: str) -> None:
         self._files.makedirs(self._root, exist_ok=True)
@@ -290,14 +292,27 @@ def complete_rows(text: str) -> str:
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Return the rows of a CSV text without their empty cells; a last row cut off by a crash is left out."""
-    reader = csv.DictReader(io.StringIO(complete_rows(text)))
-    return [{name: cell for name, cell in row.items() if cell} for row in reader]
+    """Return the rows of a CSV text without their empty cells; a last row cut off by a crash is left out.
+
+    So are rows that a disk has damaged: others than the header says, or without a step. A warning counts them.
+    """
+    rows, damaged = list[Row](), 0
+    try:
+        for row in csv.DictReader(io.StringIO(complete_rows(text.replace("\0", "")))):
+            if None in row or None in row.values() or not _STEP.fullmatch(row.get("step", "")):
+                damaged += 1
+            else:
+                rows.append({name: cell for name, cell in row.items() if cell})
+    except csv.Error:  # a cell without an end
+        damaged += 1
+    if damaged:
+        rank_zero_warn(f"{damaged} damaged rows of {ExperimentWriter.NAME_METRICS_FILE} are left out")
+    return rows
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of the file at ``path``, none where there is no file."""
-    return parse_rows(path.read_text(encoding="utf-8")) if path.exists() else []
+    return parse_rows(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:

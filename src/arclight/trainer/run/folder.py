@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight._installed import distribution
+from arclight.fabric.rank_zero import rank_zero_warn
 
 
 class RunFolder:
@@ -89,8 +90,8 @@ class RunFolder:
         """
         if not self._session:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            before = json.loads(self.environment.read_text()) if self.environment.exists() else None
-            self._session = {"started": now} if before is None else {"started": before["started"], "resumed": now}
+            before = read_environment(self.environment) if self.environment.exists() else None
+            self._session = {"started": now} if before is None else {"started": before.get("started", now), "resumed": now}
         self._session |= facts
         write_atomically(self.environment, json.dumps({**self._session, **environment()}, indent=2) + "\n")
         return self.environment
@@ -131,6 +132,36 @@ def next_folder(parent: Path) -> Path:
         except FileExistsError:
             continue
         return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if there is none or, with a warning, if the file is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        rank_zero_warn(f"{path} is damaged, and is left out")
+        return {}
+    return found
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """Read what a run ran on; facts of another type than `environment` gives are left out."""
+    found = read_json(path)
+    times = {name: found.pop(name) for name in ("started", "resumed") if name in found}
+    kinds = {"cpu": str, "accelerators": list, "packages": dict}
+    kept = {name: value for name, value in found.items() if isinstance(value, kinds.get(name, object))}
+    return {name: value for name, value in times.items() if _is_time(value)} | kept
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
 
 
 def environment() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, Curves, best_point, charts_of, grouped, heading, last_finite, number_text
-from arclight.trainer.run.folder import write_atomically
+from arclight.trainer.run.folder import read_environment, read_json, write_atomically
 from arclight.trainer.run.svg import line_chart, sparkline
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ def write_report(
     """
     folder = Path(folder)
     curves = read_metrics(folder / "metrics.csv") if kept is None else kept
-    environment = json.loads(text) if (text := read_text(folder / "environment.json")) else {}
+    environment = read_environment(folder / "environment.json")
     recipe = read_text(folder / "recipe.toml")
     measured = folder / "metrics.csv"
     ended = datetime.fromtimestamp(measured.stat().st_mtime, UTC) if measured.exists() else datetime.now(UTC)
@@ -130,7 +129,7 @@ def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime, about
     devices = environment.get("accelerators") or [environment["cpu"]] if environment.get("cpu") else []
     if devices:
         count = f"{len(devices)} × " if len(devices) > 1 else ""
-        items.append(("on", count + devices[0]))
+        items.append(("on", count + str(devices[0])))
     return "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in items)
 
 
@@ -203,7 +202,7 @@ def chart_figure(chart: Chart) -> str:
 
 def plots(folder: Path) -> str:
     """Every image of ``folder``: in the order of its captions, then by name."""
-    captions: dict[str, str] = json.loads(text) if (text := read_text(folder / "captions.json")) else {}
+    captions = {name: str(caption) for name, caption in read_json(folder / "captions.json").items()}
     files = (
         {file.name: file for file in sorted(folder.iterdir()) if file.suffix.lower() in _IMAGE_TYPES}
         if folder.is_dir()
@@ -284,7 +283,7 @@ def environment_table(environment: Mapping[str, Any]) -> str:
     )
     if not rows:
         return ""
-    listed = "".join(f"<li>{escape(name)} <span>{escape(version)}</span></li>" for name, version in packages.items())
+    listed = "".join(f"<li>{escape(name)} <span>{escape(str(version))}</span></li>" for name, version in packages.items())
     more = (
         f'<details><summary>{len(packages)} packages</summary><ul class="packages">{listed}</ul></details>'
         if packages
@@ -332,7 +331,7 @@ def anchor(name: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def count(value: int | None) -> str:

@@ -11,6 +11,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.runtime.recording import Recording
 from arclight.parallel.strategy import PlanStrategy
 from arclight.trainer.callback import Callback
+from arclight.trainer.run.folder import read_json
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -85,6 +86,5 @@ class PipelineTimeline(Callback):
         chrome_trace(run, folder / "pipeline.json", simulated)
         if trainer.is_global_zero:
             captions = folder / "captions.json"
-            told = json.loads(captions.read_text("utf-8")) if captions.exists() else {}
-            captions.write_text(json.dumps(told | {"pipeline.svg": CAPTION}, indent=1), encoding="utf-8")
+            captions.write_text(json.dumps(read_json(captions) | {"pipeline.svg": CAPTION}, indent=1), encoding="utf-8")
             log.info("timeline of the pipeline: %s\n%s", path, run)
