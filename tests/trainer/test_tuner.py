@@ -220,6 +220,33 @@ def test_evaluation_goes_on_with_the_size_found(tmp_path: Path) -> None:
     assert runner.limit_test_batches == 1.0
 
 
+class SeveralSets(Hungry):
+    """Validates on two sets, the larger of which needs twice the room."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.add((dataloader_idx, len(batch)))
+        if len(batch) * (1 + dataloader_idx) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def val_dataloader(self) -> Any:
+        self.seen: set[tuple[int, int]] = getattr(self, "seen", set())
+        return [DataLoader(torch.zeros(count, 2), self.batch_size) for count in (16, 64)]
+
+    def test_dataloader(self) -> Any:
+        return self.val_dataloader()
+
+
+def test_a_fit_finds_a_size_that_fits_every_validation_set(tmp_path: Path) -> None:
+    model = SeveralSets(room=16)
+    finder = BatchSizeFinder(steps_per_trial=1)
+    trainer(tmp_path, callbacks=finder, max_epochs=1).fit(model)
+    assert finder.optimal_batch_size == model.batch_size == 8
+    assert {(0, 8), (1, 8), (1, 16)} <= model.seen
+    for evaluate, prefix in (("validate", "val"), ("test", "test")):
+        with pytest.raises(MisconfigurationError, match=f"with multiple {prefix} dataloaders"):
+            getattr(trainer(tmp_path, callbacks=BatchSizeFinder()), evaluate)(model)
+
+
 def test_other_errors_pass_and_the_setting_stays(tmp_path: Path) -> None:
     class Broken(Hungry):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
