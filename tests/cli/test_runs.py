@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,23 @@ def test_a_development_run_leaves_nothing_and_says_so(typed: Typed, tiny: Path) 
     assert not Path("runs").exists()
 
 
+def test_a_run_that_is_done_says_so_when_it_is_resumed(typed: Typed, tiny: Path) -> None:
+    typed("train tiny.toml --trainer.max_steps 4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that no validation ran is no news
+        _, _, err = typed("train runs/tiny/1 --resume last")
+    assert "arclight: nothing is left to train: " in err
+    assert "max_steps=4; raise them" in err
+
+
+def test_a_damaged_recipe_of_the_run_that_is_resumed_is_written_anew(typed: Typed, tiny: Path) -> None:
+    typed("train tiny.toml --trainer.max_steps 2")
+    for damaged in (b"[task", b"\xff\xfe"):
+        Path("runs/tiny/1/recipe.toml").write_bytes(damaged)
+        assert typed("train tiny.toml --trainer.max_steps 4 --resume runs/tiny/1")[0] == 0
+        assert "tiny_task:Fit" in Path("runs/tiny/1/recipe.toml").read_text()
+
+
 def test_only_a_resumed_run_is_called_resumed(typed: Typed, tiny: Path) -> None:
     typed("train tiny.toml")
     environment = json.loads(Path("runs/tiny/1/environment.json").read_text())
@@ -174,7 +192,7 @@ def test_lines_of_the_demo_are_whole_without_a_terminal(folder: Path, capsys: py
 
     place = "a-long-name/" * 30
     Demo(folder, scenes=1, epochs=1, seed=0, console=console_of()).say(f"program in [{place}]")
-    assert capsys.readouterr().out == f"0:00  program in [{place}]\n"
+    assert re.fullmatch(r"\d:\d\d  " + re.escape(f"program in [{place}]\n"), capsys.readouterr().out)
 
 
 def test_a_run_of_another_model_is_refused_in_one_sentence(ranked: Path, typed: Typed, folder: Path) -> None:

@@ -35,13 +35,13 @@ class Preparation(logging.StreamHandler[TextIO]):
 
 
 class RunRecord(Callback):
-    """Writes recipe.toml and environment.json when the run starts, and log.txt while it goes on."""
+    """Writes recipe.toml and environment.json when the run starts, and log.txt while it goes on; shows warnings of the log."""
 
     def __init__(self, recipe: Recipe | str) -> None:
         self.text = (
             recipe if isinstance(recipe, str) else write(recipe)
         )  # now, so that a recipe which cannot be written stops the run before it starts
-        self.handler: logging.Handler | None = None
+        self.handlers: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Not earlier: only now is it known which run a resumed one goes on in."""
@@ -52,8 +52,12 @@ class RunRecord(Callback):
         run.write_environment(command=sys.argv)
         for shown in [handler for handler in _LOG.handlers if isinstance(handler, Preparation)]:
             _LOG.removeHandler(shown)  # from here on the progress bar has the terminal
-        self.handler = run.log_handler()
-        _LOG.addHandler(self.handler)
+        told = logging.StreamHandler(sys.stderr)
+        told.setLevel(logging.WARNING)
+        told.setFormatter(logging.Formatter("arclight: %(message)s"))
+        self.handlers = [run.log_handler(), told]
+        for handler in self.handlers:
+            _LOG.addHandler(handler)
 
     def keep(self, run: RunFolder) -> None:
         """Write the settings where the run keeps them."""
@@ -63,6 +67,7 @@ class RunRecord(Callback):
         write_atomically(path, f"# {command} repeats this run.\n\n{self.text}")
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        if self.handler is not None:
-            _LOG.removeHandler(self.handler)
-            self.handler.close()
+        for handler in self.handlers:
+            _LOG.removeHandler(handler)
+            handler.close()
+        self.handlers = []

@@ -161,7 +161,7 @@ class LanguageModel(Module):
         if self.settings.weights is not None and self.trainer.ckpt_path is None:
             self.start_from(self.settings.weights)
         self.mixture = any(True for _ in routers(self.model))
-        if self.tokenizer is None or self.trainer.checkpoint_callback is None:
+        if self.tokenizer is None or self.trainer.checkpoint_callback is None or self.trainer.fast_dev_run:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on
         if self.trainer.is_global_zero:

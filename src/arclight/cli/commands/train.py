@@ -55,7 +55,10 @@ def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
     run = run_folder(Path(checkpoint)) if checkpoint not in (None, "last") else None
     if run is None or not (run / RECIPE).is_file():
         return
-    task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
+    try:
+        task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
+    except ValueError:  # damaged, and written anew by the run that begins now
+        return
     before = str(task.get("kind", "")) if isinstance(task, dict) else str(task or "")
     here = kind_of(type(recipe.task))
     if before and ":" not in before and type(recipe.task).__module__.startswith("arclight.") and before != here:

@@ -206,6 +206,7 @@ class ModelCheckpoint(Checkpoint):
         self._next_validation: int | float = float("inf")
         self._beat: SaveTrigger | None = None
         self._resumed_from, self._began = float("inf"), 0
+        self._started_at = 0
         self._trainer: Trainer | None = None
 
     @property
@@ -308,6 +309,7 @@ class ModelCheckpoint(Checkpoint):
         self._trainer, self._beat, self._fitting = None, None, False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._started_at = trainer.global_step
         self._beat = SaveTrigger(self._rhythm, trainer, time.monotonic)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -357,7 +359,8 @@ class ModelCheckpoint(Checkpoint):
         if self.save_last and (trainer.global_step != self._latest.judged or not self._latest.last):
             self._save(trainer, rank=False)
         self._settle(trainer)
-        if self.save_top_k != 0 and not self._validated and trainer.global_step and trainer.enable_validation:
+        trained = trainer.global_step > self._started_at
+        if self.save_top_k != 0 and not self._validated and trained and trainer.enable_validation:
             by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
             warn_of_no_validation(trainer, self.monitor, self._values(trainer), by_epoch)
 
