@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import os
 import subprocess
 import sys
@@ -94,12 +95,19 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     program = Program.load("lm.onnx")
     np.testing.assert_allclose(program(tokens), model(tokens).detach(), atol=1e-4)
     status, out, _ = typed("quantize runs/lm/1 --out int8.onnx")
+    assert re.search(r"wrote int8\.onnx: int8, .* agrees with its torch model to \d+ dB", out)
     assert status == 0, out
     assert Program.load("int8.onnx").precision == "int8"
 
     Path("runs").rename("elsewhere")
     assert typed("export elsewhere/lm/1 --out again.onnx")[0] == 0
     assert not Path("runs").exists()  # the tokens of the training were found
+
+
+def test_a_development_run_writes_nothing(typed: Typed, recipe: str) -> None:
+    status, out, _ = typed(f"train {recipe} --name dev --trainer.fast_dev_run 1")
+    assert (status, out.splitlines()[-1]) == (0, "The development run came to its end. It wrote nothing")
+    assert not Path("runs/dev").exists()
 
 
 def test_a_stopped_run_goes_on_with_the_same_bits(typed: Typed, recipe: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,17 @@ def worst(found: Sequence[Parity]) -> Parity:
         largest=max(p.largest for p in found),
         sqnr_db=min(p.sqnr_db for p in found),
     )
+
+
+def parity_summary(metadata: Mapping[str, Any]) -> str:
+    """Summarise how closely a program computes what its model computes, as measured when it was written."""
+    parity = metadata["parity"]
+    closest = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
+    outputs = parity.get("outputs", {})  # programs of the release before have none
+    differences = [
+        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}" for name, one in outputs.items()
+    ]
+    return f"agrees with its torch model to {closest}" + (f" ({', '.join(differences)})" if differences else "")
 
 
 def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tensor]:

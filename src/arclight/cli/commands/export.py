@@ -70,7 +70,8 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     check_program_name(options.out)
 
     from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
-    from arclight.vision.tasks.deployment import export_detector, parity_summary
+    from arclight.deploy.parity import parity_summary
+    from arclight.vision.tasks.deployment import export_detector
 
     detector = load_detector(options.checkpoint)
     settings = detector.settings
@@ -88,4 +89,4 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
         program = export_detector(detector, options.out, dataset, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
-    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program)}")
+    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program.metadata)}")

@@ -177,6 +177,7 @@ def _program(options: Namespace, int8: Int8 | None) -> None:
     from itertools import islice
 
     check_program_name(options.out)
+    from arclight.deploy.parity import parity_summary
     from arclight.text import TextDataModule
     from arclight.text.deployment import export_language_model
 
@@ -194,4 +195,5 @@ def _program(options: Namespace, int8: Int8 | None) -> None:
     ):
         program = export_language_model(model, options.out, batches, int8)
     length = batches[0].shape[1]
-    print(f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits")
+    size = f"{program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits"
+    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program.metadata)}")

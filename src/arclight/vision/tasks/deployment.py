@@ -67,17 +67,6 @@ def _float_batches(dataset: DetectionDataset, count: int) -> Iterator[torch.Tens
         yield batch["images"].float() / 255
 
 
-def parity_summary(program: Program) -> str:
-    """Summarise how closely a program computes what its model computes, as measured when it was written."""
-    parity = program.metadata["parity"]
-    worst = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
-    outputs = parity.get("outputs", {})  # programs of the release before have none
-    differences = [
-        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}" for name, one in outputs.items()
-    ]
-    return f"agrees with its torch model to {worst}" + (f" ({', '.join(differences)})" if differences else "")
-
-
 def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: int = 8) -> DetectionResults:
     """Average precision of a program, measured exactly as a detector's is during training."""
     metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
