@@ -54,6 +54,43 @@ def test_a_compiled_module_trains_to_the_same_weights(make_trainer: Callable[...
     torch.testing.assert_close(torch.cat(predictions), plain(torch.cat(batches())).detach())
 
 
+class Adversaries(al.Module):
+    """Two optimizers that take turns, each with the other's parameters switched off."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.seen: list[list[bool]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1.0, -1.0), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.two(self.one(batch)).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.seen.append([parameter.grad is not None for parameter in self.parameters()])
+            for parameter in self.parameters():
+                parameter.grad = None
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.one, self.two)]
+
+
+def test_optimizers_take_turns_in_a_compiled_step(make_trainer: Callable[..., al.Trainer]) -> None:
+    plain, module = Adversaries(), Adversaries()
+    make_trainer(max_epochs=1).fit(plain, batches())
+    make_trainer(max_epochs=1).fit(torch.compile(module, backend="eager"), batches())
+    assert module.seen == plain.seen == [[True, True, False, False], [False, False, True, True]] * 3
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_it_can_be_had_as_it_was() -> None:
     module = Small()
     module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
