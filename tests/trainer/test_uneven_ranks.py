@@ -437,7 +437,9 @@ def test_averages_are_those_of_all_ranks_where_batches_and_validation_are_uneven
     parameters = [name for name in found if "running" not in name and "tracked" not in name]
     assert {name: found[name] for name in parameters} == {name: other[name] for name in parameters}
     if kind == "swa":
-        batches = [torch.arange(3.0 * (2 + rank)).view(-1, 3) + batch + 10 * rank for rank in range(2) for batch in range(2)]
+        batches = [
+            torch.arange(3.0 * (2 + rank)).view(-1, 3) + batch + 10 * rank for rank in range(2) for batch in range(2)
+        ]
         for measured in (found, other):
             assert measured["net.0.running_mean"] == pytest.approx(
                 torch.stack([batch.mean(0) for batch in batches]).mean(0).tolist()
@@ -456,4 +458,7 @@ def refused_average(rank: int, folder: str) -> str:
 
 
 def test_swa_of_shards_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(refused_average, str(tmp_path)) == ["SWA does not currently support sharded models: use EMAWeightAveraging"] * 2
+    assert (
+        ranks(refused_average, str(tmp_path))
+        == ["SWA does not currently support sharded models: use EMAWeightAveraging"] * 2
+    )

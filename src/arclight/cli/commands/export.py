@@ -69,8 +69,8 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     options = parser.parse_args(arguments)
     check_program_name(options.out)
 
-    from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
     from arclight.deploy.parity import parity_summary
+    from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
     from arclight.vision.tasks.deployment import export_detector
 
     detector = load_detector(options.checkpoint)

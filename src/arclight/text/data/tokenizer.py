@@ -325,7 +325,9 @@ def _train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     engine.train_from_iterator(documents, trainer)
     learned = engine.get_vocab_size()
     if learned == smallest:
-        raise TokenizerError("there is no text to learn tokens from: every document is empty, or none repeats two letters")
+        raise TokenizerError(
+            "there is no text to learn tokens from: every document is empty, or none repeats two letters"
+        )
     if learned < vocab_size:
         raise TokenizerError(
             f"the text gives {learned} tokens only, not vocab_size {vocab_size}: use more text, or set a vocab_size of at most "

@@ -91,7 +91,9 @@ class RunFolder:
         if not self._session:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             before = read_environment(self.environment) if self.environment.exists() else None
-            self._session = {"started": now} if before is None else {"started": before.get("started", now), "resumed": now}
+            self._session = (
+                {"started": now} if before is None else {"started": before.get("started", now), "resumed": now}
+            )
         self._session |= facts
         write_atomically(self.environment, json.dumps({**self._session, **environment()}, indent=2) + "\n")
         return self.environment

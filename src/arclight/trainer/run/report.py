@@ -283,7 +283,9 @@ def environment_table(environment: Mapping[str, Any]) -> str:
     )
     if not rows:
         return ""
-    listed = "".join(f"<li>{escape(name)} <span>{escape(str(version))}</span></li>" for name, version in packages.items())
+    listed = "".join(
+        f"<li>{escape(name)} <span>{escape(str(version))}</span></li>" for name, version in packages.items()
+    )
     more = (
         f'<details><summary>{len(packages)} packages</summary><ul class="packages">{listed}</ul></details>'
         if packages
