@@ -137,7 +137,7 @@ class Demo:
 
     def export(self, detector: Detector, dataset: DetectionDataset) -> dict[str, Program]:
         from arclight.deploy.parity import parity_summary
-    from arclight.vision.tasks.deployment import export_detector
+        from arclight.vision.tasks.deployment import export_detector
 
         programs = {}
         for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
