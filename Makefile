@@ -23,7 +23,9 @@ $(READY): pyproject.toml
 demo: setup
 	$(BIN)/arclight demo
 
-# On two cores: a third of the tests wait for other processes, so three workers keep them busy.
+# On two cores: a third of the tests wait for other processes, so three workers keep them busy. They and hundreds of programs that tests
+# start would compile all of the package each for itself in an environment that says PYTHONDONTWRITEBYTECODE.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal --durations 10
 

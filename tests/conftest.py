@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 # Small test models are faster on one thread, and two workers of the suite then share the machine fairly.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+
+# What a forked rank inherits, it does not search for garbage: it would copy every page of hundreds of thousands of objects.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(scope="session")

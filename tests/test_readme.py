@@ -110,6 +110,18 @@ def test_commands(group: str, tmp_path: Path) -> None:
         assert program == "arclight"
         warm.run("-m", "arclight.cli", *words, cwd=tmp_path, timeout=300, check=True)
     assert all((tmp_path / "runs" / name).exists() for name in LEFT.get(group, ()))
+    if group == "detector":
+        runs_on_integers(tmp_path / "runs/detector-int8.onnx")
+
+
+def runs_on_integers(program: Path) -> None:
+    """Nearly all layers of the detector of the zoo, to nearly the numbers that its float model gives."""
+    from arclight.deploy import Program
+
+    found = Program.load(program).metadata["quantization"]
+    assert found["integer_kernels"]["QLinearConv"] >= 0.95 * found["quantized_layers"] > 50
+    assert set(found["float_layers"]) == {"model.0.conv", "model.24.m.0", "model.24.m.1", "model.24.m.2"}
+    assert found["against_float"]["sqnr_db"] >= 30
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ interpreter.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -27,12 +28,15 @@ from pathlib import Path
 from typing import IO, Any
 
 PRELOADED = [
-    "pytest", "numpy", "pydantic", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
-    "arclight", "arclight.cli", "arclight.cli.commands.run", "arclight.cli.commands.train", "arclight.trainer.trainer", "arclight.trainer.loop.session",
+    "pytest", "numpy", "pydantic", "pydantic.main", "rich.console", "rich.live", "rich.progress",
+    "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
+    "arclight", "arclight.cli", "arclight.cli.command", "arclight.cli.commands.run", "arclight.cli.commands.train",
+    "arclight.trainer.trainer", "arclight.trainer.loop.session",
     "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary",
     "arclight.federated.server.server", "arclight.federated.clients.node", "arclight.federated.clients.trainer_learner",
     "arclight.federated.transports.http_client", "arclight.federated.transports.http_server", "uvicorn", "httptools", "urllib3",
     "arclight.parallel", "arclight.parallel.strategy", "arclight.parallel.model.parallelize", "arclight.text", "arclight.fabric.strategies",
+    "arclight.text.language_model", "arclight.vision.tasks.detection", "arclight.cli.federate.run_report",
     "arclight.trainer.callbacks", "starlette.applications", "cryptography.x509", "safetensors.torch",
 ]  # fmt: skip
 """The optimizers of torch import its compiler, and its summary of sharded tensors their algebra: two thirds of a short run's time."""
@@ -170,6 +174,7 @@ def _text(stream: IO[bytes]) -> str:
 
 
 def _run(words: list[str], cwd: str, env: dict[str, str], out: Any, err: Any) -> None:
+    gc.freeze()  # a search for garbage would copy every page of what was imported before the fork
     for number, stream in enumerate((out, err), start=1):
         os.dup2(stream.detach(), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

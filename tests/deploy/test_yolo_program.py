@@ -21,6 +21,7 @@ def photos() -> Tensor:
     return nn.functional.interpolate(coarse, SIDE, mode="bilinear")
 
 
+@pytest.mark.slow
 def test_yolov5n_becomes_an_int8_program(photos: Tensor, tmp_path: Path) -> None:
     from arclight.vision import build_model
 
