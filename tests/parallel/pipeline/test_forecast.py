@@ -15,8 +15,7 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, pipeline
 from arclight.parallel.pipeline.cost.choose import choose
-from arclight.parallel.pipeline.cost.measure import predict
-from arclight.parallel.pipeline.forecast import measure_stages
+from arclight.parallel.pipeline.cost.measure import measure_stages, predict
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
 from arclight.parallel.pipeline.schedule.actions import Action
 from arclight.parallel.pipeline.schedule.step_trace import busy, peak_bytes
@@ -44,7 +43,7 @@ def test_stages_cost_what_their_units_do() -> None:
     model, x = Sleepers(5), torch.ones(3, 16)
     pipe = pipeline.split(model, (x,), at=["units.1", "units.3", "units.4"])
     before = torch.get_rng_state()
-    found = measure_stages(pipe, (x,), repetitions=3)
+    found = measure_stages(pipe.stages, [0, 1, 1, 1], (x,), repetitions=3)
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for stage in pipe.stages for p in stage.parameters())
     for number, (cost, units) in enumerate(zip(found, (1, 2, 1, 1), strict=True)):
@@ -103,7 +102,7 @@ def test_the_backward_of_the_inputs_frees_nothing_and_keeps_gradients() -> None:
 
     model.zero_grad()
     pipe = pipeline.split(model, (x,), at=["1"])
-    held = measure_stages(pipe, (x,), repetitions=1)[1].held
+    held = measure_stages(pipe.stages, [0, 1], (x,), repetitions=1)[1].held
     step = pipeline.simulate(pipe, (x,), "ZB-H1", micro_batches=4)
     last = {span.action: span.live for span in step.of(1)}
     assert last[Action(1, "F", 0)] == held

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.hardware import Hardware
 from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
 from arclight.parallel.pipeline.cost.candidates import EvaluatedPlan, PlanCandidate, PlanEvaluator
-from arclight.parallel.pipeline.cost.measure import WARM, measure, predict
-from arclight.parallel.pipeline.cost.timed_pass import Clock
+from arclight.parallel.pipeline.cost.measure import measure, measure_stages, predict
+from arclight.parallel.pipeline.cost.timed_pass import storage_key
 from arclight.parallel.pipeline.pipe import Pipe
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
 from arclight.parallel.pipeline.schedule.simulation import AT_ONCE, Prediction
 from arclight.parallel.pipeline.schedule.simulation import simulate as simulate_order
 from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
+from arclight.parallel.pipeline.splitting.stage_info import stage_info_of
 from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 from arclight.parallel.plan import Plan, PlanError
-
-PHASES = ("forward", "inputs", "weights")
 
 
 def simulate(
@@ -98,103 +94,28 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def measure_stages(pipe: Pipe, example: Any, repetitions: int = 5) -> list[UnitCost]:
-    """Time each stage of ``pipe`` for ``example`` (one micro-batch): medians of warm passes.
-
-    All stages must be in this process. Buffers and the random state are put back. Raises PlanError for stages on the meta device.
-    """
-    return _timed_stages(pipe, example, repetitions)[0]
-
-
 def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[UnitCost], list[float]]:
     """Costs of stages, and of what each holds the part that I frees (see `simulation.simulate`): less than nothing."""
-    holder = nn.ModuleList(pipe.stages)
-    device = next((p.device for p in holder.parameters()), torch.device("cpu"))
-    if any(p.is_meta for p in holder.parameters()):
-        raise PlanError("stages on the meta device cannot be timed: fill them first (load or begin), or give the model")
-    before = {name: buffer.clone() for name, buffer in holder.named_buffers()}
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda, device_type=device.type if cuda else None), torch.enable_grad():
-        try:
-            passes = [_pass(pipe, example, device, saving=False) for _ in range(WARM + repetitions)][WARM:]
-            counted = _pass(pipe, example, device, saving=True)
-        finally:
-            with torch.no_grad():
-                for name, buffer in holder.named_buffers():
-                    buffer.copy_(before[name])
-    costs = []
-    for number, (stage, (sizes, _)) in enumerate(zip(pipe.stages, counted, strict=True)):
-        timed = [one[number][0] for one in passes]
-        forward, inputs, weights = (median(getattr(one, name) for one in timed) for name in PHASES)
-        parameters = sum(p.nbytes for p in stage.parameters())
-        costs.append(UnitCost(forward, inputs, weights, parameters, sizes.held, sizes.output))
-    return costs, [-kept / max(1, sizes.held) for sizes, kept in counted]
+    kept: list[int] = []
+
+    def seen(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> None:
+        kept.append(_kept(outputs, inputs, weights))
+
+    received = [len(stage_info_of(stage).receives) for stage in pipe.stages]
+    costs = measure_stages(pipe.stages, received, example, repetitions=repetitions, seen=seen)
+    return costs, [-size / max(1, cost.held) for size, cost in zip(kept, costs, strict=True)]
 
 
-def _pass(pipe: Pipe, example: Any, device: torch.device, saving: bool) -> list[tuple[UnitCost, int]]:
-    """One micro-batch through all stages, each differentiated when it is over, and the bytes kept between I and W.
-
-    saving: count bytes, not time.
-    """
-    args, kwargs = arguments_of(example)
-    clock, found = Clock(device, time.perf_counter), []
-    received: tuple[Tensor, ...] = ()
-    known = {_storage(x) for stage in pipe.stages for x in (*stage.parameters(), *stage.buffers())}
-    known.update(map(_storage, _tensors(example)))
-    for stage in pipe.stages:
-        saved: dict[int, Tensor] = {}
-
-        def keep(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
-            saved.setdefault(_storage(tensor), tensor)
-            return tensor
-
-        with saved_tensors_hooks(keep if saving else _same, _same):
-            clock.begin()
-            output = stage(*received, args=args, kwargs=kwargs)
-            forward = clock.seconds()
-        saved |= {_storage(x): x for x in received}
-        roots = [x for x in _tensors(output) if x.requires_grad]
-        wanted = [x for x in received if x.requires_grad]
-        weights = [p for p in stage.parameters() if p.requires_grad]
-        sent = _tensors(output) if stage is not pipe.stages[-1] else []
-        times, kept = (0.0, 0.0), 0
-        if saving:
-            kept = _kept(roots, wanted, weights, known.union(saved))
-        else:
-            inputs = _backward(clock, roots, wanted)
-            times = inputs, max(0.0, _backward(clock, roots, [*wanted, *weights]) - inputs) if weights else 0.0
-        held = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
-        found.append((UnitCost(forward, *times, 0, held, sum(x.nbytes for x in sent)), kept))
-        received = tuple(x.detach().requires_grad_(x.requires_grad) for x in sent)
-    return found
-
-
-def _kept(roots: list[Tensor], wanted: list[Tensor], weights: list[nn.Parameter], known: set[int]) -> int:
+def _kept(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> int:
     """Bytes of gradients that a split backward keeps for its second half."""
-    if not roots or not wanted:
+    if not outputs or not inputs:
         return 0
     before = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None
-    _, rest = backward_of_inputs(roots, [torch.ones_like(x) for x in roots], wanted, weights)
+    _, rest = backward_of_inputs(outputs, [torch.ones_like(x) for x in outputs], inputs, weights)
     for weight, gradient in zip(weights, before, strict=True):
         weight.grad = gradient
-    new = {_storage(x): x for x in rest.kept if _storage(x) not in known}
+    known = {storage_key(x) for x in (*outputs, *inputs, *weights)}
+    new = {key: x for x in rest.kept if (key := storage_key(x)) not in known}
     return sum(x.untyped_storage().nbytes() for x in new.values())
-
-
-def _backward(clock: Clock, roots: list[Tensor], wanted: list[Tensor]) -> float:
-    if not roots or not wanted:
-        return 0.0
-    gradients = [torch.ones_like(x) for x in roots]
-    clock.begin()
-    torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
-    return clock.seconds()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

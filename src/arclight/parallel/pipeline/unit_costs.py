@@ -145,10 +145,3 @@ class ModelCosts:
     def as_json(self) -> dict[str, Any]:
         """All of it, for a file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, said: dict[str, Any]) -> ModelCosts:
-        """Read what :meth:`as_json` gave. Raises TypeError or KeyError for anything else."""
-        units = tuple(UnitCost(**unit) for unit in said["units"])
-        ties = tuple(Tie(tuple(tie["units"]), tie["parameters"]) for tie in said["ties"])
-        return cls(units, tuple(said["crossing"]), ties, tuple(said["closed"]), said["samples"], said["source"])

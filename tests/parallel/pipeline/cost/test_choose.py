@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from tests.optim.processes import run
 from tests.parallel.pipeline.cost.chains import GPT2
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.cost.choose import Choice, agreed, choose, micro_batch_numbers
+from arclight.parallel.pipeline.cost.choose import Choice, choose, micro_batch_numbers
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import peak_bytes
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost
@@ -158,17 +155,6 @@ def test_gpt2_is_planned_with_its_head_apart() -> None:
     costs = ModelCosts(tuple(replace(unit, held=10, output=1) for unit in GPT2.units()))
     best = choose(costs, 32, 4, stages=4, schedules="1F1B").best[0]
     assert best.cuts == (0, 5, 9, 13)
-
-
-def _choose_alike(rank: int, folder: Path) -> None:
-    seconds: Sequence[float] = [1.0 + 0.3 * rank * n for n in range(8)]  # each measured something else
-    best = choose(agreed(blocks(*seconds)), 16, 2, link=Link(0.01, 1e3)).best[0]
-    (folder / f"choice-{rank}").write_text(repr((best.setting, best.cuts, best.seconds)))
-
-
-def test_all_processes_choose_alike(tmp_path: Path) -> None:
-    run(2, tmp_path, _choose_alike, tmp_path)
-    assert len({path.read_text() for path in tmp_path.glob("choice-*")}) == 1
 
 
 def test_rounds_are_the_processes_times_powers_of_two_three_and_six() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -254,20 +253,6 @@ def test_a_graph_of_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match="a model on the meta device cannot be timed: use predict"):
         measure(model.to("meta"), graph, (torch.ones(4, 4),))
     assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_costs_are_kept_where_a_folder_is_given(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    graph, folder = chain(model, [64] * 2), tmp_path / "costs"
-    first = measure(model, graph, (torch.ones(4, 4),), folder=folder)
-    assert measure(model, graph, (torch.ones(4, 4),), folder=folder) == first  # times would differ in some digit
-    assert ModelCosts.from_json(json.loads(json.dumps(first.as_json()))) == first
-    assert len(list(folder.iterdir())) == 1
-    measure(model, graph, (torch.ones(8, 4),), folder=folder)
-    model[0].requires_grad_(False)
-    measure(model, graph, (torch.ones(4, 4),), folder=folder)
-    predict(model, graph, (torch.ones(4, 4),), folder=folder)
-    assert len(list(folder.iterdir())) == 4
 
 
 def test_costs_of_other_sizes_lie_on_a_line() -> None:

@@ -5,8 +5,7 @@
     best = choice.best[0]
     best.setting.schedule, best.setting.micro_batches, best.cuts, best.seconds, best.memory
 
-The same costs give the same choice, so that all processes of a run choose alike where they were given the costs of one of them
-(:func:`agreed`).
+The same costs give the same choice, so that all processes of a run choose alike where they were given the costs of one of them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
-
-import torch.distributed as dist
 
 from arclight.parallel.pipeline.cost.candidates import Costs, EvaluatedPlan, PlanCandidate, PlanEvaluator
 from arclight.parallel.pipeline.schedule.step_trace import busy
@@ -140,14 +137,6 @@ class _Search:
             better = self.forecast.cut(leader.setting).improved(CUTS)
             if self.fits(better):
                 self.options.append(better)
-
-
-def agreed(costs: Costs, group: dist.ProcessGroup | None = None) -> Costs:
-    """The costs that the first process of ``group`` has, on all of them: what was measured differs, what is chosen must not."""
-    box: list[Any] = [costs]
-    dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-    found: Costs = box[0]
-    return found
 
 
 def micro_batch_numbers(batch: int, processes: int) -> list[int]:

@@ -8,15 +8,13 @@ by those and its parameters (I + W). Then its outputs go on as new leaves, so th
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ from arclight.parallel.pipeline.call_graph import (
     bind_function,
     samples_of,
 )
-from arclight.parallel.pipeline.cost.timed_pass import Clock, Done, Pass, Roofline
+from arclight.parallel.pipeline.cost.timed_pass import Clock, Done, Pass, Roofline, Seen
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost
 from arclight.parallel.plan import PlanError
 
@@ -44,48 +42,40 @@ WARM = 2
 
 
 def measure(
-    model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, repetitions: int = 5,
-    timer: Literal["wall", "process"] = "wall", folder: str | Path | None = None,
+    model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, repetitions: int = 5
 ) -> ModelCosts:  # fmt: skip
     """Costs of the calls of ``graph`` for ``example`` (a tuple of arguments, a dict of keywords, or both), on the model's device.
 
     Medians of ``repetitions`` warm passes. function: of the model, that the graph was observed of (None: its forward).
-    timer: "process" counts the processor's time of this process alone, which others on a CPU do not disturb. folder: where to keep
-    what was measured, and to look for it: one JSON file for each graph, shapes, dtypes, device and version of torch; None: nowhere.
     The model's mode stays; its buffers and the random state are put back.
 
     Raises PlanError where the model is on the meta device, or does not call what the graph says.
     """
-    device = _device(model)
+    return _costs(
+        model, graph, example, *_timed(model, bind_function(function, model)(model), graph, example, repetitions)
+    )
+
+
+def _timed(
+    model: nn.Module, run: Callable[..., Any], graph: CallGraph, example: Any, repetitions: int, seen: Seen | None = None
+) -> tuple[Done, str]:  # fmt: skip
+    """Medians of warm passes with what one more holds, which ``seen`` is told of; and where they were timed."""
+    device, arguments = _device(model), arguments_of(example)
     if device.type == "meta":
         raise PlanError("a model on the meta device cannot be timed: use predict, or bring it into memory")
     threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {threads}"
-    said = ("measured", kind, repetitions, timer)
-    run = bind_function(function, model)(model)
-
-    def find() -> ModelCosts:
-        return _measured(model, run, graph, example, repetitions, timer, kind)
-
-    return _kept(folder, model, graph, example, said, find)
-
-
-def _measured(
-    model: nn.Module, run: Callable[..., Any], graph: CallGraph, example: Any, repetitions: int, timer: str, kind: str
-) -> ModelCosts:  # fmt: skip
-    device = _device(model)
-    clock = Clock(device, time.process_time if timer == "process" else time.perf_counter)
-    arguments = arguments_of(example)
+    clock = Clock(device, time.perf_counter)
     with _undisturbed(model, device):
-        held = Pass(model, run, graph, Clock(device, lambda: 0.0), saving=True).run(arguments).held
+        counted = Pass(model, run, graph, Clock(device, lambda: 0.0), saving=True, seen=seen).run(arguments)
         passes = [Pass(model, run, graph, clock).run(arguments).phases for _ in range(WARM + repetitions)][WARM:]
-    phases = [tuple(median(one) for one in zip(*calls, strict=True)) for calls in zip(*passes, strict=True)]
-    return _costs(model, graph, example, phases, held, f"measured on {kind}")
+    calls = (zip(*phases, strict=True) for phases in zip(*passes, strict=True))
+    medians = [(median(forward), median(inputs), median(weights)) for forward, inputs, weights in calls]
+    return replace(counted, phases=medians), f"measured on {kind}"
 
 
 def predict(
-    model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, device: Hardware | str | None = None,
-    folder: str | Path | None = None,
+    model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, device: Hardware | str | None = None
 ) -> ModelCosts:  # fmt: skip
     """Costs of the calls of ``graph`` for ``example``, from their operations alone: nothing is computed, no memory is taken.
 
@@ -96,13 +86,8 @@ def predict(
     Raises PlanError where the model does not call what the graph says, and where what it does depends on numbers.
     """
     figures = _figures(model, device)
-    said = ("predicted", repr(figures), _name(function))
-    return _kept(folder, model, graph, example, said, lambda: _predicted(model, function, graph, example, figures))
-
-
-def _predicted(model: nn.Module, function: Function, graph: CallGraph, example: Any, figures: Hardware) -> ModelCosts:
     done = _done(model, bind_function(function, model), graph, example, figures)
-    return _costs(model, graph, example, done.phases, done.held, f"predicted for {figures.name}")
+    return _costs(model, graph, example, done, f"predicted for {figures.name}")
 
 
 def _done(
@@ -153,6 +138,15 @@ class _InTurn(nn.Module):
             result = stage(*result, args=args, kwargs=kwargs)
         return result
 
+    def graph(self, received: Sequence[int]) -> CallGraph:
+        """Give a graph in which each stage is a call that reads what the one before gives."""
+        calls = []
+        for number, stage in enumerate(self.stages):
+            own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
+            reads = frozenset(Value(number - 1, leaf) for leaf in range(received[number]))
+            calls.append(Call(f"stages.{number}", own, reads))
+        return CallGraph(tuple(calls), frozenset())
+
 
 def predict_stages(
     stages: Sequence[nn.Module], received: Sequence[int], model: nn.Module, graph: CallGraph, example: Any, *,
@@ -162,16 +156,24 @@ def predict_stages(
 
     received: how many tensors each stage receives from the one before.
     """
-    figures = _figures(model, device)
+    figures, whole = _figures(model, device), _InTurn(stages)
+    done = _done(whole, lambda copied: copied, whole.graph(received), example, figures)
+    return _costs(model, graph, example, done, f"predicted for {figures.name}")
+
+
+def measure_stages(
+    stages: Sequence[nn.Module], received: Sequence[int], example: Any, *, repetitions: int = 5, seen: Seen | None = None
+) -> list[UnitCost]:  # fmt: skip
+    """Time stages, all of which are in this process, as :func:`measure` times calls.
+
+    received: how many tensors each stage receives from the one before, and holds. seen: told of each stage's tensors in one more pass.
+    Raises PlanError for stages on the meta device.
+    """
     whole = _InTurn(stages)
-    calls = []
-    for number, stage in enumerate(whole.stages):
-        own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
-        reads = frozenset(Value(number - 1, leaf) for leaf in range(received[number]))
-        calls.append(Call(f"stages.{number}", own, reads, graph.calls[number].outputs))
-    in_turn = CallGraph(tuple(calls), frozenset())
-    done = _done(whole, lambda copied: copied, in_turn, example, figures)
-    return _costs(model, graph, example, done.phases, done.held, f"predicted for {figures.name}")
+    graph = whole.graph(received)
+    done, source = _timed(whole, whole, graph, example, repetitions, seen)
+    calls = tuple(replace(call, outputs=sizes) for call, sizes in zip(graph.calls, done.outputs, strict=True))
+    return _costs(whole, replace(graph, calls=calls), example, done, source).stages(range(len(calls)))
 
 
 def _figures(model: nn.Module, device: Hardware | str | None) -> Hardware:
@@ -239,9 +241,9 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _costs(
-    model: nn.Module, graph: CallGraph, example: Any, phases: list[Any], held: list[int], source: str
+    model: nn.Module, graph: CallGraph, example: Any, done: Done, source: str
 ) -> ModelCosts:  # fmt: skip
-    sizes = {name: size_of(parameter) for name, parameter in model.named_parameters()}
+    sizes = {name: size_of(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     users: dict[str, list[int]] = {}
     for number, call in enumerate(graph.calls):
         for name in dict.fromkeys(call.parameters):
@@ -257,8 +259,8 @@ def _costs(
         if len(numbers) > 1:
             shared[tuple(numbers)] = shared.get(tuple(numbers), 0) + sizes[name]
     units = tuple(
-        UnitCost(forward, inputs, weights, own[number], held[number], sum(graph.calls[number].outputs))
-        for number, (forward, inputs, weights) in enumerate(phases)
+        UnitCost(forward, inputs, weights, own[number], done.held[number], sum(graph.calls[number].outputs))
+        for number, (forward, inputs, weights) in enumerate(done.phases)
     )
     crossing = tuple(graph.crossing(at) for at in range(len(graph.calls)))
     ties = tuple(Tie(numbers, size) for numbers, size in shared.items())
@@ -278,31 +280,3 @@ def closed_places(graph: CallGraph) -> tuple[int, ...]:
         for number in numbers:
             found |= set(range(drawn.setdefault(number, index) + 1, index + 1))
     return tuple(sorted(found))
-
-
-def _name(function: Function) -> str:
-    return str(getattr(function, "__qualname__", function))
-
-
-def _kept(
-    folder: str | Path | None, model: nn.Module, graph: CallGraph, example: Any, said: tuple[Any, ...], find: Callable[[], ModelCosts]
-) -> ModelCosts:  # fmt: skip
-    """Give what ``find`` finds, from ``folder`` where the same was asked before."""
-    if folder is None:
-        return find()
-    shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(example)]
-    weights = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    mode = [module.training for module in model.modules()]
-    calls = [(call.name, call.parameters, sorted(call.reads), call.outputs) for call in graph.calls]
-    key = repr((calls, sorted(graph.result), graph.result_parameters, shapes, weights, mode, said, torch.__version__))
-    path = Path(folder) / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known.get("key") == key:
-            return ModelCosts.from_json(known["costs"])
-    found = find()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{time.time_ns()}.draft")
-    draft.write_text(json.dumps({"key": key, "costs": found.as_json()}, indent=1), encoding="utf-8")
-    draft.replace(path)
-    return found

@@ -63,6 +63,10 @@ class Roofline:
         return self.recorder.work().seconds
 
 
+Seen = Callable[[list[Tensor], list[Tensor], list[nn.Parameter]], object]
+"""Told of each call what it gave, what it read of earlier ones and its parameters: of all what requires a gradient."""
+
+
 @dataclass
 class Done:
     """Hold what a pass found of each call."""
@@ -70,6 +74,8 @@ class Done:
     phases: list[Phases]
     held: list[int]
     """Bytes; zeros where nothing was counted."""
+    outputs: list[tuple[int, ...]]
+    """Bytes of each leaf that a call gave, 0 for what is no tensor."""
 
 
 @dataclass
@@ -83,8 +89,10 @@ class Pass:
     meter: Meter
     saving: bool = False
     """Whether to count what is kept for backward (which takes time of its own)."""
+    seen: Seen | None = None
     phases: list[Phases] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    outputs: list[tuple[int, ...]] = field(default_factory=list)
     values: dict[Value, Tensor] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
     """Storages of parameters, arguments and what earlier calls gave."""
@@ -96,7 +104,7 @@ class Pass:
     def run(self, arguments: Arguments) -> Done:
         modules = dict.fromkeys(self.model.get_submodule(call.name) for call in self.graph.calls)
         inside = (*self.model.parameters(), *self.model.buffers(), *tree_leaves(arguments))
-        self.known = {_storage(x) for x in inside if isinstance(x, Tensor)}
+        self.known = {storage_key(x) for x in inside if isinstance(x, Tensor)}
         with ExitStack() as stack:
             for module in modules:
                 hooks = module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._over)
@@ -112,7 +120,7 @@ class Pass:
                     f"the forward made {len(self.phases)} of the {len(self.graph.calls)} calls of the graph: observe the model anew"
                 )
             self._end(result)
-        return Done(self.phases, self.held)
+        return Done(self.phases, self.held, self.outputs)
 
     def _enter(self, module: nn.Module, given: Any) -> None:
         self.depth += 1
@@ -128,6 +136,8 @@ class Pass:
             raise PlanError(f"the forward calls {name} where the graph has {expected}: observe the model anew")
         reads = [self.values[value] for value in calls[number].reads if value in self.values]
         self.phases.append(self._phases(output, reads, calls[number].parameters))
+        if self.seen is not None:
+            self.seen(*self._differentiable(output, reads, calls[number].parameters))
         return self._pass_on(number, output)
 
     def _end(self, result: Any) -> None:
@@ -140,12 +150,17 @@ class Pass:
 
     def _phases(self, output: Any, reads: list[Tensor], parameters: tuple[str, ...]) -> Phases:
         forward = self.meter.seconds()
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        before = [x for x in reads if x.requires_grad]
-        own = [p for p in map(self.model.get_parameter, parameters) if p.requires_grad]
+        outputs, before, own = self._differentiable(output, reads, parameters)
         inputs = self._backward(outputs, before)
         both = self._backward(outputs, [*before, *own]) if own else inputs
         return forward, inputs, max(0.0, both - inputs)
+
+    def _differentiable(
+        self, output: Any, reads: list[Tensor], parameters: tuple[str, ...]
+    ) -> tuple[list[Tensor], list[Tensor], list[nn.Parameter]]:
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        own = [p for p in map(self.model.get_parameter, parameters) if p.requires_grad]
+        return outputs, [x for x in reads if x.requires_grad], own
 
     def _backward(self, outputs: list[Tensor], by: list[Tensor]) -> float:
         if not outputs or not by:
@@ -159,6 +174,7 @@ class Pass:
     def _pass_on(self, number: int, output: Any) -> Any:
         """The outputs as new leaves; whatever works in place on them does so on a copy."""
         leaves, structure = tree_flatten(output)
+        self.outputs.append(tuple(x.nbytes if isinstance(x, Tensor) else 0 for x in leaves))
         new: list[Any] = []
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
@@ -168,11 +184,11 @@ class Pass:
             self.values[Value(number, index)] = value.requires_grad_(leaf.requires_grad)
             new.append(value.clone() if leaf.requires_grad else value)
             if self.saving:
-                self.saved.setdefault(_storage(leaf), leaf)
+                self.saved.setdefault(storage_key(leaf), leaf)
         self.held.append(self._new_bytes())
         if self.saving:
             self.passed += [x for x in (*leaves, *new) if isinstance(x, Tensor)]
-            self.known.update(map(_storage, self.passed))
+            self.known.update(map(storage_key, self.passed))
         self.saved.clear()
         self.meter.begin()
         return tree_unflatten(new, structure)
@@ -181,9 +197,10 @@ class Pass:
         return sum(x.untyped_storage().nbytes() for key, x in self.saved.items() if key not in self.known)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self.saved.setdefault(_storage(tensor), tensor)
+        self.saved.setdefault(storage_key(tensor), tensor)
         return tensor
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """Identify the memory of ``tensor``."""
     return int(tensor.untyped_storage()._cdata)
