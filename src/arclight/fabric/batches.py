@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,19 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
         changed = {name: slice_batch(getattr(batch, name), start, stop, size) for name in fields}
         return dataclasses.replace(batch, **changed)
     return batch
+
+
+def split_batch(module: Any, batch: Any, size: int, count: int) -> Iterator[tuple[Any, int]]:
+    """Cut a batch of ``size`` samples into ``count`` parts, as even as can be; each comes with its number of samples.
+
+    A module cuts its own where it has ``part_of_batch(batch, start, stop)``; otherwise :func:`slice_batch` does.
+    """
+    if count <= 1:
+        yield batch, size
+        return
+    own = getattr(module, "part_of_batch", None)
+    for start, stop in pairwise(size * number // count for number in range(count + 1)):
+        yield slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start
 
 
 def count_samples_and_tokens(batch: Any) -> tuple[int, int]:

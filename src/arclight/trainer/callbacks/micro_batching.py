@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from arclight.fabric.batches import batch_size_of, slice_batch
+from arclight.fabric.batches import batch_size_of, split_batch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.trainer.callback import Callback
@@ -114,7 +113,7 @@ def _backward_in_parts(
     total: torch.Tensor | None = None
     for action in parts.zero_first:
         action()
-    for part, samples in _cut(trainer.lightning_module, batch, size, at_most):
+    for part, samples in split_batch(trainer.lightning_module, batch, size, -(-size // at_most)):
         if part is not batch:
             current.set(part)
         newest = forward(part, index)
@@ -134,15 +133,3 @@ def _backward_in_parts(
     current.set(batch)
     trainer.report_loss(total)
     return {**output, "loss": total} if isinstance(output, Mapping) else total
-
-
-def _cut(module: Module, batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
-    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``part_of_batch``), if it does."""
-    own = getattr(module, "part_of_batch", None)
-    count = -(-size // at_most)
-    if count <= 1:
-        yield batch, size
-        return
-    bounds = [size * number // count for number in range(count + 1)]
-    for start, stop in pairwise(bounds):
-        yield slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start

@@ -482,6 +482,10 @@ def test_batches_that_cannot_be_cut_are_refused_with_the_hook_that_cuts_them() -
     with pytest.raises(PlanError, match=r"a tensor of shape \(7, 6\).*give Ragged a part_of_batch"):
         split_samples(Ragged(), batch, 2)
     assert [size for _, size in split_samples(Ragged(), torch.zeros(5, 2), 3)] == [1, 2, 2]
+    detector = Detector(DetectionTask(data=Path("none"), image_size=64, memory_format="contiguous"), names=["code"])
+    (first, _), (second, _) = split_samples(detector, scenes(1, 4)[0], 2)
+    assert [len(first["images"]), len(second["images"])] == [2, 2]
+    assert [first["targets"][:, 0].tolist(), second["targets"][:, 0].tolist()] == [[1], [0, 0, 1, 1, 1]]
     with pytest.raises(PlanError, match=r"ZBVZeroBubble computes gradients of weights by themselves.*compile = none"):
         pipeline(2, schedule="ZBVZeroBubble", plan=Plan(compile="aot_eager"))
 

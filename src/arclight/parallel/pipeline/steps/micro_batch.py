@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from arclight.fabric.batches import batch_size_of, slice_batch
+from arclight.fabric.batches import batch_size_of, split_batch
 from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import own_batch_weight
@@ -60,16 +59,9 @@ def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]
     """
     size = batch_size_of(batch)
     count = max(1, min(number, size))
-    if count == 1:
-        return [(batch, size)]
-    own = getattr(module, "part_of_batch", None)
-    if own is None:
+    if count > 1 and not hasattr(module, "part_of_batch"):
         _check(module, batch, size)
-    bounds = [size * i // count for i in range(count + 1)]
-    return [
-        (slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start)
-        for start, stop in pairwise(bounds)
-    ]
+    return list(split_batch(module, batch, size, count))
 
 
 def _check(module: Any, batch: Any, size: int) -> None:
