@@ -355,10 +355,7 @@ class TextSamples(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModel) -> None:  # type: ignore[override]
         if trainer.sanity_checking or not trainer.is_global_zero or pl_module.tokenizer is None:
             return
-        from arclight.parallel.strategy import PlanStrategy
-
-        in_stages = isinstance(trainer.strategy, PlanStrategy) and trainer.strategy.in_stages
-        if in_stages or any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()):
+        if trainer.strategy.in_stages or any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()):
             return
         s = self.settings
         ids = [pl_module.tokenizer.encode(prompt) for prompt in s.prompts]

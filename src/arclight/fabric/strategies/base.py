@@ -71,6 +71,11 @@ class Strategy(Checkpointing):
         self.num_nodes = num_nodes
 
     @property
+    def in_stages(self) -> bool:
+        """Return True where each process has stages of a pipeline, and none the whole model."""
+        return False
+
+    @property
     def precision_plugin(self) -> Precision:
         return self.precision
 

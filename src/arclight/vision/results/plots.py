@@ -41,8 +41,7 @@ class DetectionPlots(Callback):
         folder = trainer.run_folder.plots
         captions = write_charts(pl_module.results, pl_module.names, folder)
         # no process of a pipeline has a whole model to look at photos with
-        whole = not getattr(trainer.strategy, "in_stages", False)
-        dataset = getattr(trainer.datamodule, "val", None) if whole else None
+        dataset = getattr(trainer.datamodule, "val", None) if not trainer.strategy.in_stages else None
         if dataset is not None and len(dataset):
             captions |= write_predictions(pl_module.detect, dataset, folder)
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")

@@ -139,7 +139,7 @@ class Detector(Module):
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
         self._check_weights()
-        if self.memory_format is None and getattr(self.trainer.strategy, "in_stages", False):
+        if self.memory_format is None and self.trainer.strategy.in_stages:
             self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
             self.memory_format = fastest_memory_format(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.runtime.recording import Recording
-from arclight.parallel.strategy import PlanStrategy
 from arclight.trainer.callback import Callback
 from arclight.trainer.run.folder import read_json
 
@@ -41,8 +40,7 @@ class PipelineTimeline(Callback):
         self._recording = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PlanStrategy) or not strategy.in_stages:
+        if not trainer.strategy.in_stages:
             raise MisconfigurationError(
                 'PipelineTimeline shows the processes of a pipeline, and this run has none: use strategy = "pipeline", or a plan with '
                 "pp = 2 or more"
