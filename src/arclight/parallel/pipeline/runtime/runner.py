@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,24 @@ from arclight.parallel.pipeline.runtime.consistency_check import DisagreementErr
 from arclight.parallel.pipeline.runtime.engine import Engine, signature
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
 from arclight.parallel.step_protocol import Runnable, Split, own_batch_weight, with_positions
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """Ask a module what a batch counts, and tell it how its own losses count."""
+
+    count: Callable[[], Any] | None = None
+    """Gives what all processes with the same layers take the mean of; None for samples."""
+    scale_losses: Callable[[Tensor], Any] | None = None
+    """Told what sums are multiplied by before their backward, where a module adds losses of its own there."""
+
+    @classmethod
+    def of(cls, module: Any, batch: Any) -> StepWeights:
+        count, scale = own_batch_weight(module), getattr(module, "scale_losses", None)
+        return cls(
+            None if count is None else partial(count, batch),
+            None if scale is None else lambda share: scale(share, batch),
+        )
 
 
 class PipelineRunner:
@@ -39,19 +60,25 @@ class PipelineRunner:
         self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
+        split = with_positions(module.split_batch(batch))
+        if self.cp is not None:
+            split = shard_arguments(split, self.cp)
+        return self.run(split_arguments(split, self.micro_batches), StepWeights.of(module, batch))
+
+    def run(self, pieces: list[Split], weights: StepWeights) -> tuple[Tensor, Tensor]:
+        """Run a batch that is cut into ``pieces`` already; gives loss and count of the whole."""
         self.unlike.raise_found()
-        pieces = self._pieces(module, batch)
         if self.in_step:
             self._check_number(len(pieces))
         key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
         if not torch.is_grad_enabled():
             self.engine.run(pieces, key, backward=False)
             return self._totals()
-        share = self._share(module, batch)
+        share = self._share(weights)
         for part in self.parts.values():
             part.share = share
-        if hasattr(module, "scale_losses"):
-            module.scale_losses(share, batch)
+        if weights.scale_losses is not None:
+            weights.scale_losses(share)
         held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
         self.engine.run(pieces, key, backward=True)
         gradients = held.taken()
@@ -61,16 +88,6 @@ class PipelineRunner:
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
         return _Computed.apply(start, total, gradients, factor, self.data, self.unlike), count
-
-    def _pieces(self, module: Any, batch: Any) -> list[Split]:
-        """The micro-batches: as the module cuts them, where it does so itself (``micro_batches(batch, number)``)."""
-        if hasattr(module, "micro_batches"):
-            own: list[Split] = module.micro_batches(batch, self.micro_batches)
-            return own
-        split = with_positions(module.split_batch(batch))
-        if self.cp is not None:
-            split = shard_arguments(split, self.cp)
-        return split_arguments(split, self.micro_batches)
 
     def _check_number(self, pieces: int) -> None:
         """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
@@ -84,13 +101,13 @@ class PipelineRunner:
                 "(ep > 1, or reshard_after_forward = always): give all of them the same number of samples (drop_last=True)"
             )
 
-    def _share(self, module: Any, batch: Any) -> Tensor:
+    def _share(self, weights: StepWeights) -> Tensor:
         """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
         start, which is kind to half types. Alike on all processes that have the same layers.
         """
         weight = torch.ones((), dtype=torch.float64, device=self.line.device)
-        if (count := own_batch_weight(module)) is not None:
-            weight = torch.as_tensor(count(batch), device=self.line.device).double()
+        if weights.count is not None:
+            weight = torch.as_tensor(weights.count(), device=self.line.device).double()
         if self.data is not None:
             dist.all_reduce(weight, group=self.data)
             weight /= dist.get_world_size(self.data)

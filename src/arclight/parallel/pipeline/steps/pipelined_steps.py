@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.parallel.blocks import repeated_blocks
 from arclight.parallel.pipeline.call_graph import CallGraph, Value
 from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
-from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.runner import PipelineRunner, StepWeights
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 from arclight.parallel.pipeline.splitting.placeholder_tensor import placeholders_in
@@ -27,7 +27,6 @@ from arclight.parallel.pipeline.steps.micro_batch import MicroBatch, split_step
 from arclight.parallel.pipeline.steps.module_state import AttributeSync, FullModuleView, isolate_attributes
 from arclight.parallel.pipeline.steps.step_outputs import LogRecorder, OutputBroadcaster, StepOutput, merge_step_outputs
 from arclight.parallel.plan import PlanError
-from arclight.parallel.step_protocol import Split
 
 _SEEDS = 1 << 48
 """How many seeds a step may have; numbers that a float64 holds exactly. Those of stages lie apart by so many."""
@@ -304,8 +303,9 @@ class PipelinedSteps:
             self._slice(step, pieces[0])
         self._outputs = {}
         assert self.runner is not None
+        weights = StepWeights.of(self.module, args[0]) if trains and counted else StepWeights()
         with self._own_randomness(), self.recorder.listening():
-            total, _ = self.runner(_Call(self, pieces, args, trains and counted), None)
+            total, _ = self.runner.run([((piece, repr(piece)), {}, piece) for piece in pieces], weights)
         self.runner.engine.wait()
         outcome = self.teller.tell(self._outcome(name, pieces, trains) if self.last else None, seed)
         if outcome.values is not None:
@@ -359,36 +359,3 @@ def _besides(output: Any, trains: bool) -> Any:
         return output
     rest = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else None
     return rest or None
-
-
-@dataclass
-class _Call:
-    """A step under way, as a runner takes it."""
-
-    steps: PipelinedSteps
-    pieces: list[MicroBatch]
-    args: tuple[Any, ...]
-    counted: bool
-    model: Any = field(default=None)
-    runner: Any = field(default=None)
-
-    def micro_batches(self, batch: Any, number: int) -> list[Split]:
-        return [((piece, repr(piece)), {}, piece) for piece in self.pieces]
-
-    @property
-    def batch_weight(self) -> Callable[[Any], Any] | None:
-        """Count what all processes with the same layers take the mean of; None for samples."""
-        module: Any = self.steps.module
-        return (lambda _: module.batch_weight(self.args[0])) if self.counted else None
-
-    def scale_losses(self, share: Tensor, batch: Any) -> None:
-        """Tell the module what its sums are multiplied by before their backward, if it adds losses of its own there."""
-        module: Any = self.steps.module
-        if self.counted and hasattr(module, "scale_losses"):
-            module.scale_losses(share, self.args[0])
-
-    def split_batch(self, batch: Any) -> Split:
-        raise NotImplementedError
-
-    def loss(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
