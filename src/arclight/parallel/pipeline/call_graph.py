@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,6 +62,16 @@ class CallGraph:
     """Buffers of no part (by their first names) that glue changes in place."""
     repeated: frozenset[str] = frozenset()
     """Of these those that are changed before the last call: a process would do so once for each stage that it has."""
+
+    @property
+    def used(self) -> set[str]:
+        """First names of the parameters that calls or the result use."""
+        return {name for call in self.calls for name in call.parameters}.union(self.result_parameters)
+
+    def keeping(self, names: Iterable[str]) -> CallGraph:
+        """Let the last stage hold those of ``names`` that nothing uses, for other steps and for checkpoints."""
+        used = self.used
+        return replace(self, result_parameters=(*self.result_parameters, *(name for name in names if name not in used)))
 
     def live(self, at: int) -> tuple[Value, ...]:
         """List what crosses a cut before call ``at``: values that later calls or the result read.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -354,16 +353,15 @@ def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
 
 def _with_unused(graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> CallGraph:
     """``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
-    used = set(graph.result_parameters).union(*(call.parameters for call in graph.calls))
-    unused = [name for name in parameters if name not in used]
-    training = [name for name in unused if parameters[name].requires_grad]
+    used = graph.used
+    training = [name for name, parameter in parameters.items() if parameter.requires_grad and name not in used]
     if training:
         shown = ", ".join(training[:5]) + (f" and {len(training) - 5} more" if len(training) > 5 else "")
         raise PlanError(
             f"the model does not use {shown} for these arguments, so no stage has them: call requires_grad_(False) on what shall not train "
             "(the last stage keeps it), leave it out of the model, or give example arguments that use it"
         )
-    return replace(graph, result_parameters=(*graph.result_parameters, *unused))
+    return graph.keeping(parameters)
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
@@ -206,23 +206,16 @@ class PipeRunner:
     def _to_all(self, tree: Any) -> Any:
         """Broadcast a tree from the last stage's process to every process."""
         source, group, device = self.line.owner(self.line.stages - 1), self.line.group, self.line.device
-        leaves, structure = tree_flatten(tree)
-        here = self.engine.last is not None
-        told = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-        box = [(told, [isinstance(x, Tensor) for x in leaves], structure) if here else None]
+        own = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)] if self.engine.last is not None else []
+        box = [tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)]
         dist.broadcast_object_list(box, source, group=group, device=device)
-        assert box[0] is not None
-        told, tensors, structure = box[0]
-        if not here:
-            leaves = [
-                torch.empty(x[0], dtype=x[1], device=device) if is_tensor else x
-                for x, is_tensor in zip(told, tensors, strict=True)
-            ]
-        leaves = [x.contiguous() if is_tensor else x for x, is_tensor in zip(leaves, tensors, strict=True)]
-        for leaf, is_tensor in zip(leaves, tensors, strict=True):
-            if is_tensor:
-                dist.broadcast(leaf, source, group=group)
-        return tree_unflatten(leaves, structure)
+
+        def arrived(outline: Tensor) -> Tensor:
+            given = own.pop(0).contiguous() if own else torch.empty_like(outline, device=device).contiguous()
+            dist.broadcast(given, source, group=group)
+            return given
+
+        return tree_map_only(Tensor, arrived, box[0])
 
     # -- over all stages -------------------------------------------------------------------------------------------
 
@@ -326,8 +319,7 @@ def _device(stages: list[Any]) -> torch.device:
 
 def _names(pipe: SplitModel) -> tuple[str, ...]:
     """First names of the parameters that the model uses."""
-    used = {name for call in pipe.graph.calls for name in call.parameters} | set(pipe.graph.result_parameters)
-    return tuple(sorted(used))
+    return tuple(sorted(pipe.graph.used))
 
 
 def _samples(piece: Split) -> int:

@@ -122,7 +122,7 @@ class PipelinedSteps:
         """
         graph = self._observe(step, args, {})
         self._refuse_unused(graph, step.__name__)
-        return self._with_frozen(graph)
+        return graph.keeping(name for name, _ in self.module.named_parameters())
 
     def cut(
         self, step: Step, graph: CallGraph, begins: Sequence[int], line: PipelineTopology, options: StepOptions
@@ -164,19 +164,13 @@ class PipelinedSteps:
         return replace(graph, result=graph.result | values, result_parameters=(*graph.result_parameters, *names))
 
     def _refuse_unused(self, graph: CallGraph, step: str) -> None:
-        used = {name for call in graph.calls for name in call.parameters}.union(graph.result_parameters)
+        used = graph.used
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in used]
         if unused:
             raise PlanError(
                 f"no stage of the pipeline uses {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}, which {step} does not call: call "
                 "requires_grad_(False) on what shall not train, or remove it"
             )
-
-    def _with_frozen(self, graph: CallGraph) -> CallGraph:
-        """Frozen parameters that the step does not use stay with the last stage, for other steps and for checkpoints."""
-        used = {name for call in graph.calls for name in call.parameters}.union(graph.result_parameters)
-        others = tuple(name for name, _ in self.module.named_parameters() if name not in used)
-        return replace(graph, result_parameters=(*graph.result_parameters, *others))
 
     def _following_cuts(self, step: str, graph: CallGraph) -> tuple[int, ...]:
         """Cuts of another step that leave each call where the first one has it."""
@@ -208,7 +202,8 @@ class PipelinedSteps:
     def _slice(self, step: Step, piece: MicroBatch) -> None:
         name = step.__name__
         with self.skeleton.whole():
-            graph = self._with_frozen(self._observe(step, piece.args, piece.kwargs))
+            graph = self._observe(step, piece.args, piece.kwargs)
+            graph = graph.keeping(name for name, _ in self.module.named_parameters())
             cuts = StageAssignment.of(graph, self._following_cuts(name, graph))
             self._sliced[name] = self._cut(step, cuts)
 
