@@ -76,8 +76,7 @@ def compare(moe: MoE, part: tuple[int, int], run: Callable[..., tuple[Tensor, Te
 
 
 def compare_balance(moe: MoE, alone: MoE) -> None:
-    assert alone.router.counts is not None
-    counts = torch.zeros_like(alone.router.counts) if moe.router.counts is None else moe.router.counts.clone()
+    counts = moe.router.counts.clone()
     dist.all_reduce(counts)
     assert torch.equal(counts, alone.router.counts)
     assert counts.sum() == TOKENS * CONFIG.top_k
@@ -87,7 +86,7 @@ def compare_balance(moe: MoE, alone: MoE) -> None:
     assert alone.router.expert_bias is not None
     assert torch.equal(moe.router.expert_bias, alone.router.expert_bias)
     assert moe.router.expert_bias.abs().max() > 0
-    assert moe.router.counts is None
+    assert not moe.router.counts.any()
 
 
 def whole_mesh() -> DeviceMesh:

@@ -37,7 +37,8 @@ def scale_balance_loss(model: nn.Module, scale: float | Tensor, per_token: bool 
     per_token: times the tokens of a pass, as beside a loss that is a sum over tokens.
     """
     for _, router in routers(model):
-        router.loss_scale, router.scale_per_token = scale, per_token
+        router.loss_scale.data.copy_(torch.as_tensor(scale))  # by .data: backward passes to come have it already
+        router.scale_per_token = per_token
 
 
 class _Weigh(torch.autograd.Function):
@@ -67,15 +68,12 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
     layers = [router for _, router in routers(model)]
     if not layers:
         return {}
-    none = [torch.zeros(router.config.experts, dtype=torch.int64, device=router.weight.device) for router in layers]
-    flat = torch.cat(
-        [zeros if router.counts is None else router.counts for router, zeros in zip(layers, none, strict=True)]
-    )
+    flat = torch.cat([router.counts for router in layers]).to(layers[0].weight.device)
     if group is not None:
         dist.all_reduce(flat, group=group)
     violations, entropies = [], []
-    for router, counts_E in zip(layers, flat.split([len(zeros) for zeros in none]), strict=True):
-        router.counts = None
+    for router, counts_E in zip(layers, flat.split([router.config.experts for router in layers]), strict=True):
+        router.counts.zero_()
         load_E = counts_E.double()
         mean = load_E.mean()
         share_E = load_E / load_E.sum().clamp(min=1)

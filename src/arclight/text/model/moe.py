@@ -74,14 +74,14 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         nn.init.trunc_normal_(self.weight, std=std)
-        self.loss_scale: float | Tensor = 1.0
-        """The gradient of the balance loss: see `balance.weigh_balance_loss`."""
+        self.loss_scale = torch.ones((), dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
+        """The gradient of the balance loss: see `balance.weigh_balance_loss`. Set in place, as compiled code has it as an input."""
         self.scale_per_token = False
         """Whether that is multiplied by the number of tokens."""
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
-        self.counts: Tensor | None = None
-        """Choices of each expert since the last step, (E,) int64. No buffer: it is each process's own."""
+        self.counts = torch.zeros(config.experts, dtype=torch.int64, device="cpu")
+        """Choices of each expert since the last step, (E,). No buffer, as it is each process's own; added to in place as well."""
         self.initial = {"weight": Normal(std), "expert_bias": Constant(0.0)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -90,7 +90,13 @@ class Router(nn.Module):
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             # steps of 1e-3 are lost in bfloat16
             self.expert_bias = (self.expert_bias if bias.is_meta else bias).to(self.expert_bias.device, torch.float32)
+        if not self.weight.is_meta:
+            self._place(self.weight.device, torch.promote_types(self.weight.dtype, torch.float32))
         return self
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move what is no buffer to ``device``, and the scale of the loss to ``dtype``."""
+        self.counts, self.loss_scale = self.counts.to(device), self.loss_scale.to(device, dtype)
 
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
@@ -98,6 +104,8 @@ class Router(nn.Module):
         repeated: processes that compute this for the same tokens, and whose gradients are summed.
         """
         config, (batch, _, width) = self.config, x_BTD.shape
+        if self.counts.device != x_BTD.device and not x_BTD.is_meta:
+            self._place(x_BTD.device, self.loss_scale.dtype)
         with torch.autocast(x_BTD.device.type, enabled=False):
             wide = torch.promote_types(x_BTD.dtype, torch.float32)
             logits_NE = F.linear(x_BTD.reshape(-1, width).to(wide), self.weight.to(x_BTD.dtype).to(wide))
@@ -108,8 +116,8 @@ class Router(nn.Module):
         if scores_NE.requires_grad:
             if config.balance_loss:
                 loss = self._balance_loss(scores_NE, chosen_NK, batch)
-                scores_NE = _Attach.apply(scores_NE, loss, self, repeated)
-            scores_NE = _Count.apply(scores_NE, counts_E, self)
+                scores_NE = _Attach.apply(scores_NE, loss, self.loss_scale, self.scale_per_token, repeated)
+            scores_NE = _Count.apply(scores_NE, counts_E, self.counts)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -146,35 +154,40 @@ class Router(nn.Module):
 
 
 class _Attach(torch.autograd.Function):
-    """Its first argument; the gradient of the second is that of a loss added to the model's own."""
+    """Its first argument; the gradient of the second, a loss added to the model's own, is what ``scale`` is by then."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, router: Router, repeated: int) -> Tensor:
-        ctx.router, ctx.repeated, ctx.like = router, repeated, loss.detach()
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: Tensor, per_token: bool, repeated: int) -> Tensor:
+        ctx.scale, ctx.per_token, ctx.repeated, ctx.dtype = scale, per_token, repeated, loss.dtype
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        scale = torch.as_tensor(ctx.router.loss_scale, dtype=ctx.like.dtype, device=ctx.like.device)
-        tokens = len(grad) if ctx.router.scale_per_token else 1
-        return grad, scale * (tokens / ctx.repeated), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        tokens = len(grad) if ctx.per_token else 1
+        scale = _with_nothing_of(grad, ctx.scale.to(ctx.dtype))[0]
+        return grad, scale * (tokens / ctx.repeated), None, None, None
 
 
 class _Count(torch.autograd.Function):
-    """Its first argument; the backward pass adds ``counts`` to those of ``router``."""
+    """Its first argument; the backward pass adds ``counts`` to ``total``, in place."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, counts: Tensor, router: Router) -> Tensor:
-        ctx.counts, ctx.router = counts, router
+    def forward(ctx: Any, scores: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+        ctx.counts, ctx.total = counts, total
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        before = ctx.router.counts
-        ctx.router.counts = ctx.counts if before is None else before + ctx.counts
+        # By .data: the total is kept for several backward passes, which look whether its version has changed.
+        ctx.total.data.add_(_with_nothing_of(grad, ctx.counts))
         return grad, None, None
+
+
+def _with_nothing_of(grad: Tensor, value: Tensor) -> Tensor:
+    """Give ``value`` (flat) as something that needs ``grad``: compilers do in the forward pass what does not, with values of then."""
+    return torch.cat((value.reshape(-1), grad.reshape(-1)[:0].to(value.dtype)))
 
 
 class Experts(nn.Module):
@@ -227,9 +240,33 @@ def _grouped(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
         return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
     if x_RI.dtype == torch.bfloat16 or not torch.compiler.is_compiling():
         return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=ends)
-    # the compiler of torch 2.13 believes that the kernel knows bfloat16 only
-    eager: Tensor = torch.compiler.disable(F.grouped_mm)(x_RI, w_EOI.transpose(1, 2), offs=ends)
-    return eager
+    product: Tensor = _opaque_grouped_mm(x_RI, w_EOI.transpose(1, 2), ends)
+    return product
+
+
+@torch.library.custom_op("arclight::grouped_mm", mutates_args=())
+def _opaque_grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`F.grouped_mm` for compilers: that of torch 2.13 believes that the kernel knows bfloat16 only."""
+    return F.grouped_mm(left, right, offs=ends)
+
+
+@_opaque_grouped_mm.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    if right.ndim == 3:
+        return left.new_empty(left.shape[0], right.shape[2])
+    return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
+
+
+def _save_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    left, right, ends = ctx.saved_tensors
+    return _opaque_grouped_mm(grad, right.transpose(1, 2), ends), _opaque_grouped_mm(left.T, grad, ends), None
+
+
+_opaque_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_operands)
 
 
 def _aligned(
