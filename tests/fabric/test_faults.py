@@ -80,7 +80,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them(start_method: str, n
         assert all(Path(f"/proc/{rank}").exists() for rank in ranks)
         program.send_signal(number)
         try:
-            wait_until(lambda: not any(map(is_alive, ranks)), "all ranks end", 30)
+            wait_until(lambda: not any(map(is_alive, ranks)), "all ranks end")
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)

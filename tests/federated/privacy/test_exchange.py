@@ -305,12 +305,12 @@ def test_an_answer_is_held_until_there_is_one(tmp_path: Path) -> None:
     time.sleep(0.05)
     assert not told
     round_.hear("c001", keys=said[1])
-    waiting.join(5)
+    waiting.join(60)
     assert told[0].circle == ("c000", "c001")
     waiting = threading.Thread(target=lambda: told.append(round_.hear("c000", until="letters", wait=30.0)), daemon=True)
     waiting.start()
     round_.exchange.close()
-    waiting.join(5)
+    waiting.join(60)
     assert told[1] == Secured(), "a server that stops holds nobody"
 
 

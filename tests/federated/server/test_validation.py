@@ -252,14 +252,15 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each check has memory of its own: it does not grow with the clients that send at the same time."""
-    under_way, seen, lock = 0, list[int](), threading.Lock()
+    under_way, seen, lock, two = 0, list[int](), threading.Lock(), threading.Barrier(2)
 
     def slowly(*given: Any) -> Validated:
         nonlocal under_way
         with lock:
             under_way += 1
             seen.append(under_way)
-        time.sleep(0.05)
+        two.wait(60)
+        time.sleep(0.05)  # so that a third one would be seen
         found = validate_update(*given)
         with lock:
             under_way -= 1

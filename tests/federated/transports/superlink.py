@@ -168,9 +168,9 @@ class Deployment:
         _, left = psutil.wait_procs(mine, timeout=8)
         for process in left:
             _signal(process, signal.SIGKILL)
-        _, left = psutil.wait_procs(left, timeout=5)
+        _, left = psutil.wait_procs(left, timeout=60)
         for one in self.started.values():
-            one.wait(5)
+            one.wait(60)
         assert not left, f"these do not end: {left}"
 
     def __exit__(self, *_: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parallel.pipeline.emulated import Sleeper
+from tests.parallel.pipeline.naps import undisturbed
 from torch import Tensor, nn
 
 import arclight as al
@@ -29,9 +30,9 @@ COST = UnitCost(0.006, 0.004, 0.005)
 class Sleepers(nn.Module):
     """Units of known durations; what it counts and draws must not be disturbed by timing it."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, cost: UnitCost | None = None) -> None:
         super().__init__()
-        self.units = nn.Sequential(*(Sleeper(COST, first=False) for _ in range(count)))
+        self.units = nn.Sequential(*(Sleeper(cost or COST, first=False) for _ in range(count)))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,17 +41,25 @@ class Sleepers(nn.Module):
 
 
 def test_stages_cost_what_their_units_do() -> None:
-    model, x = Sleepers(5), torch.ones(3, 16)
+    def check(longer: float) -> None:
+        unit = UnitCost(longer * COST.forward, longer * COST.inputs, longer * COST.weights)
+        stages_cost_what_their_units_do(unit)
+
+    undisturbed(check)
+
+
+def stages_cost_what_their_units_do(unit: UnitCost) -> None:
+    model, x = Sleepers(5, unit), torch.ones(3, 16)
     pipe = pipeline.split(model, (x,), at=["units.1", "units.3", "units.4"])
     before = torch.get_rng_state()
     found = measure_stages(pipe.stages, [0, 1, 1, 1], (x,), repetitions=3)
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for stage in pipe.stages for p in stage.parameters())
     for number, (cost, units) in enumerate(zip(found, (1, 2, 1, 1), strict=True)):
-        assert 0.98 * units < cost.forward / COST.forward < 2 * units
-        inputs = cost.inputs / COST.inputs
+        assert 0.98 * units < cost.forward / unit.forward < 2 * units
+        inputs = cost.inputs / unit.inputs
         assert inputs == 0 if number == 0 else 0.98 * units < inputs < 2 * units
-        assert cost.backward >= 0.98 * units * COST.weights
+        assert cost.backward >= 0.98 * units * unit.weights
         assert cost.parameters == 4 * units
         assert cost.output == (3 * 16 * 4 if number < 3 else 0)
         assert cost.held >= 3 * 16 * 4 * (number > 0)
