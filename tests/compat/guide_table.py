@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 
 import arclight as al
-from arclight.compat.lightning.names import NAMES
-from arclight.compat.lightning.refused import REFUSED
+from arclight.compat.lightning.names import NAMES, REFUSED
 from arclight.fabric.strategies import STRATEGY_REGISTRY
 
 REPOSITORY = Path(__file__).resolve().parents[2]

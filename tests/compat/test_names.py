@@ -14,8 +14,7 @@ import arclight as al
 import arclight.compat.lightning as L
 import arclight.compat.lightning.pytorch as pl
 from arclight.compat.lightning.modules import ROOT
-from arclight.compat.lightning.names import NAMES
-from arclight.compat.lightning.refused import REFUSED
+from arclight.compat.lightning.names import NAMES, REFUSED
 
 
 def name_of(path: str) -> str:

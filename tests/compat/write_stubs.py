@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from arclight.compat.lightning import modules
-from arclight.compat.lightning.names import NAMES
-from arclight.compat.lightning.refused import REFUSED
+from arclight.compat.lightning.names import NAMES, REFUSED
 
 HOME = Path(modules.__file__).parent
 HEADER = "# Written by tests/compat/write_stubs.py from the table of names.\n"

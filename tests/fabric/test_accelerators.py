@@ -23,7 +23,7 @@ from arclight.fabric.errors import MisconfigurationError, MissingDeviceError
 
 
 def cuda_devices(count: int) -> Any:
-    return mock.patch("arclight.fabric.accelerators.cuda.num_cuda_devices", return_value=count)
+    return mock.patch("arclight.fabric.accelerators.devices.num_cuda_devices", return_value=count)
 
 
 class Toaster(Accelerator):
@@ -139,7 +139,7 @@ def test_usable_cuda_devices() -> None:
         if device.index in (0, 2):
             raise RuntimeError("all CUDA-capable devices are busy")
 
-    with cuda_devices(4), mock.patch("arclight.fabric.accelerators.cuda.torch.tensor", side_effect=occupied):
+    with cuda_devices(4), mock.patch("arclight.fabric.accelerators.devices.torch.tensor", side_effect=occupied):
         assert find_usable_cuda_devices() == [1, 3]
         assert find_usable_cuda_devices(1) == [1]
         with pytest.raises(RuntimeError, match=r"only 2 can be used .* devices \[0, 2\] are occupied by other"):

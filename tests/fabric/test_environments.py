@@ -221,7 +221,7 @@ def test_an_installed_package_may_bring_an_environment(monkeypatch: pytest.Monke
 def test_mpi_needs_its_package() -> None:
     if env.MPIEnvironment.detect():
         pytest.skip("this test runs under MPI")
-    with mock.patch("arclight.fabric.environments.mpi._MPI4PY_AVAILABLE", False):
+    with mock.patch("arclight.fabric.environments.clusters._MPI4PY_AVAILABLE", False):
         assert not env.MPIEnvironment.detect()
         with pytest.raises(ModuleNotFoundError, match="pip install mpi4py"):
             env.MPIEnvironment()
@@ -235,7 +235,7 @@ def test_mpi_asks_its_communicator() -> None:
     world.Split.return_value.Get_rank.return_value = 1
     package = mock.Mock(MPI=mock.Mock(COMM_WORLD=world))
     with (
-        mock.patch("arclight.fabric.environments.mpi._MPI4PY_AVAILABLE", True),
+        mock.patch("arclight.fabric.environments.clusters._MPI4PY_AVAILABLE", True),
         mock.patch.dict("sys.modules", {"mpi4py": package}),
     ):
         assert env.MPIEnvironment.detect()

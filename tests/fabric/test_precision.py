@@ -229,7 +229,7 @@ def test_bitsandbytes_replaces_linear_layers(monkeypatch: pytest.MonkeyPatch) ->
     package.nn.Linear8bitLt = type("Linear8bitLt", (FakeLinear,), {})
     package.nn.Params4bit = package.nn.Int8Params = params
     monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.setattr("arclight.fabric.precision.bitsandbytes._BITSANDBYTES_AVAILABLE", True)
+    monkeypatch.setattr("arclight.fabric.precision.low_bit._BITSANDBYTES_AVAILABLE", True)
     net = Net()
     weight = net.fits.weight.detach().clone()
     BitsandbytesPrecision("nf4-dq", dtype=torch.bfloat16, ignore_modules={"small"}).convert_module(net)
@@ -251,7 +251,7 @@ def test_transformer_engine_replaces_layers_that_fit(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "transformer_engine", mock.Mock(pytorch=engine))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
     monkeypatch.setitem(sys.modules, "transformer_engine.common", mock.Mock(recipe=recipes))
-    monkeypatch.setattr("arclight.fabric.precision.transformer_engine._TRANSFORMER_ENGINE_AVAILABLE", True)
+    monkeypatch.setattr("arclight.fabric.precision.low_bit._TRANSFORMER_ENGINE_AVAILABLE", True)
     precision = TransformerEnginePrecision(weights_dtype=torch.bfloat16, recipe={"fp8_format": "HYBRID", "margin": 1})
     recipes.DelayedScaling.assert_called_once_with(fp8_format=recipes.Format.HYBRID, margin=1)
     net = nn.Sequential(nn.Linear(16, 48, bias=False), nn.Sequential(nn.Linear(1, 3)))

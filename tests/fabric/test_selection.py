@@ -46,7 +46,7 @@ def no_launcher() -> Iterator[None]:
 
 
 def cuda_devices(count: int) -> Any:
-    return mock.patch("arclight.fabric.accelerators.cuda.num_cuda_devices", return_value=count)
+    return mock.patch("arclight.fabric.accelerators.devices.num_cuda_devices", return_value=count)
 
 
 def test_defaults_on_a_machine_without_devices() -> None:

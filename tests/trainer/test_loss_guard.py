@@ -17,7 +17,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import DDPStrategy, FSDPStrategy
 from arclight.optim import AdamW
 from arclight.trainer.callbacks import LossGuard
-from arclight.trainer.callbacks.spike_detection import TrainingSpikeException
+from arclight.trainer.callbacks.loss_guard import TrainingSpikeException
 from arclight.trainer.loggers import CSVLogger
 from arclight.trainer.loggers.csv_logger import read_rows
 from arclight.trainer.logging.reporting import NonFiniteLossError

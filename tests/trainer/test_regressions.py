@@ -370,7 +370,7 @@ def test_chosen_devices_are_used() -> None:
     from arclight.fabric.accelerators import CUDAAccelerator
     from arclight.fabric.selection import select
 
-    with mock.patch("arclight.fabric.accelerators.cuda.num_cuda_devices", return_value=2):
+    with mock.patch("arclight.fabric.accelerators.devices.num_cuda_devices", return_value=2):
         assert select(accelerator=CUDAAccelerator(), devices=[1]).device.index == 1
         assert select(accelerator=CUDAAccelerator(), devices=1).device.index == 0
 

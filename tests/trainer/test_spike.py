@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import arclight as al
-from arclight.trainer.callbacks import SpikeDetection, spike_detection
-from arclight.trainer.callbacks.spike_detection import TrainingSpikeException
+from arclight.trainer.callbacks import SpikeDetection, loss_guard
+from arclight.trainer.callbacks.loss_guard import TrainingSpikeException
 
 
-def run(detection: spike_detection.FabricSpikeDetection, losses: list[float]) -> int | None:
+def run(detection: loss_guard.FabricSpikeDetection, losses: list[float]) -> int | None:
     """Number of the batch that is found to be a spike."""
     fabric = al.Fabric(accelerator="cpu", devices=1)
     try:
@@ -43,21 +43,21 @@ def run(detection: spike_detection.FabricSpikeDetection, losses: list[float]) ->
     ],
 )
 def test_what_is_a_spike(tmp_path: Path, options: Any, losses: list[float], found: int | None) -> None:
-    assert run(spike_detection.FabricSpikeDetection(exclude_batches_path=tmp_path, **options), losses) == found
+    assert run(loss_guard.FabricSpikeDetection(exclude_batches_path=tmp_path, **options), losses) == found
     assert (tmp_path / "skip_batches.json").exists() == (found is not None)
 
 
 def test_the_file_grows_and_the_window_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "inner" / "leave_out.json"
-    first = spike_detection.FabricSpikeDetection(window=2, exclude_batches_path=path)
+    first = loss_guard.FabricSpikeDetection(window=2, exclude_batches_path=path)
     assert run(first, [1.0, 1.0, 7.0]) == 2
-    second = spike_detection.FabricSpikeDetection()
+    second = loss_guard.FabricSpikeDetection()
     second.load_state_dict(first.state_dict())
     assert run(second, [0.9, 7.0]) == 1
     assert json.loads(path.read_text()) == [1, 2, 0, 1]
     assert list(second.running) == pytest.approx([1.0, 0.9]), "two losses fit into the window"
     with pytest.raises(ValueError, match="min or max, found mean"):
-        spike_detection.FabricSpikeDetection(mode="mean")  # type: ignore[arg-type]
+        loss_guard.FabricSpikeDetection(mode="mean")  # type: ignore[arg-type]
 
 
 def test_a_fit_ends(fit: Any, scripted: Any, tmp_path: Path) -> None:

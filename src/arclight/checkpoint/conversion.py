@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from arclight.checkpoint import files
 from arclight.checkpoint.dcp import DCP_SUFFIX, is_dcp, read_dcp, write_dcp
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.inspection import inspect
+from arclight.checkpoint.manifest import read_manifest
 from arclight.checkpoint.store import load, save
 from arclight.checkpoint.tensorfile import NAMES, write_tensors
 
@@ -55,7 +55,7 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
     state = (
         read_foreign(path)
         if path.is_file() or is_dcp(path)
-        else load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
+        else load(path, only=["model", *({"ema"} & read_manifest(path).entries.keys())])
     )
     return {**state["model"], **_averages(path, state["model"], state.get("ema"))}
 

@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from arclight._lazy import refusal
-from arclight.compat.lightning.names import NAMES
-from arclight.compat.lightning.refused import REFUSED
+from arclight.compat.lightning.names import NAMES, REFUSED
 
 ROOT = "arclight.compat.lightning"
 

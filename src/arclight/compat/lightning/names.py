@@ -1,10 +1,14 @@
 """Every name that is offered, once: where Lightning's users look for it, and where it lives here.
 
 A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=ours`` is a name that differs. A name is
-in the table only when it exists, which a test checks by fetching each.
+in the table only when it exists, which a test checks by fetching each. Below it are the names that are refused: they can be
+imported and asked about, and say why when they are used.
 """
 
 from __future__ import annotations
+
+from arclight.fabric.accelerators import NO_XLA as _XLA
+from arclight.trainer.loggers import NO_NEPTUNE as _NEPTUNE
 
 __version__ = "2.6.6"
 
@@ -27,15 +31,15 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
         "arclight.fabric.accelerators.base",
         "Accelerator",
     ),
-    ("fabric.accelerators.cpu pytorch.accelerators.cpu", "arclight.fabric.accelerators.cpu", "CPUAccelerator"),
-    ("fabric.accelerators.cuda pytorch.accelerators.cuda", "arclight.fabric.accelerators.cuda", "CUDAAccelerator"),
-    ("pytorch.accelerators.cpu", "arclight.fabric.accelerators.cpu", "get_cpu_stats"),
+    ("fabric.accelerators.cpu pytorch.accelerators.cpu", "arclight.fabric.accelerators.devices", "CPUAccelerator"),
+    ("fabric.accelerators.cuda pytorch.accelerators.cuda", "arclight.fabric.accelerators.devices", "CUDAAccelerator"),
+    ("pytorch.accelerators.cpu", "arclight.fabric.accelerators.devices", "get_cpu_stats"),
     (
         "fabric.accelerators.cuda",
-        "arclight.fabric.accelerators.cuda",
+        "arclight.fabric.accelerators.devices",
         "find_usable_cuda_devices is_cuda_available num_cuda_devices",
     ),
-    ("fabric.accelerators.mps pytorch.accelerators.mps", "arclight.fabric.accelerators.mps", "MPSAccelerator"),
+    ("fabric.accelerators.mps pytorch.accelerators.mps", "arclight.fabric.accelerators.devices", "MPSAccelerator"),
     (
         "fabric.strategies pytorch.strategies",
         "arclight.fabric.strategies",
@@ -98,12 +102,12 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
-        "arclight.fabric.precision.bitsandbytes",
+        "arclight.fabric.precision.low_bit",
         "BitsandbytesPrecision",
     ),
     (
         "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
-        "arclight.fabric.precision.transformer_engine",
+        "arclight.fabric.precision.low_bit",
         "TransformerEnginePrecision",
     ),
     ("fabric.plugins.precision.utils", "arclight.fabric.precision.base", "_DtypeContextManager=DefaultDtype"),
@@ -131,15 +135,15 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "fabric.plugins.environments.lightning",
-        "arclight.fabric.environments.variables",
+        "arclight.fabric.environments.clusters",
         "LightningEnvironment",
     ),
     ("fabric.plugins.environments.lightning", "arclight.fabric.environments.base", "find_free_network_port"),
-    ("fabric.plugins.environments.torchelastic", "arclight.fabric.environments.variables", "TorchElasticEnvironment"),
-    ("fabric.plugins.environments.kubeflow", "arclight.fabric.environments.variables", "KubeflowEnvironment"),
-    ("fabric.plugins.environments.slurm", "arclight.fabric.environments.slurm", "SLURMEnvironment"),
-    ("fabric.plugins.environments.lsf", "arclight.fabric.environments.lsf", "LSFEnvironment"),
-    ("fabric.plugins.environments.mpi", "arclight.fabric.environments.mpi", "MPIEnvironment"),
+    ("fabric.plugins.environments.torchelastic", "arclight.fabric.environments.clusters", "TorchElasticEnvironment"),
+    ("fabric.plugins.environments.kubeflow", "arclight.fabric.environments.clusters", "KubeflowEnvironment"),
+    ("fabric.plugins.environments.slurm", "arclight.fabric.environments.clusters", "SLURMEnvironment"),
+    ("fabric.plugins.environments.lsf", "arclight.fabric.environments.clusters", "LSFEnvironment"),
+    ("fabric.plugins.environments.mpi", "arclight.fabric.environments.clusters", "MPIEnvironment"),
 )
 
 
@@ -196,7 +200,7 @@ CALLBACKS: _Rows = (
         "BasePredictionWriter",
     ),
     ("pytorch.callbacks pytorch.callbacks.pruning", "arclight.trainer.callbacks.weights.pruning", "ModelPruning"),
-    ("pytorch.callbacks pytorch.callbacks.spike", "arclight.trainer.callbacks.spike_detection", "SpikeDetection"),
+    ("pytorch.callbacks pytorch.callbacks.spike", "arclight.trainer.callbacks.loss_guard", "SpikeDetection"),
     (
         "pytorch.callbacks pytorch.callbacks.throughput_monitor",
         "arclight.trainer.callbacks.monitoring.throughput_monitor",
@@ -288,7 +292,7 @@ _TRAINER: _Rows = (
     ("fabric.utilities.registry", "arclight.fabric.registry", "_load_external_callbacks=load_external_callbacks"),
     (
         "fabric.utilities.spike",
-        "arclight.trainer.callbacks.spike_detection",
+        "arclight.trainer.callbacks.loss_guard",
         "SpikeDetection=FabricSpikeDetection TrainingSpikeException",
     ),
     ("fabric.utilities", "arclight.trainer.throughput", "Throughput ThroughputMonitor measure_flops"),
@@ -375,7 +379,7 @@ _TRAINER: _Rows = (
     ("pytorch.cli", "arclight.compat.lightning.cli", "SaveConfigCallback"),
     (
         "pytorch.cli",
-        "arclight.compat.lightning.cli_parser",
+        "arclight.compat.lightning.cli",
         "LightningArgumentParser ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
         "ReduceLROnPlateau",
     ),
@@ -569,3 +573,60 @@ def _table(*rooms: _Rows) -> dict[str, dict[str, str]]:
 
 NAMES = _table(_CORE, CALLBACKS, _TRAINER, FABRIC, _UTILITIES, _DEMOS)
 """Lightning's module (``""`` is ``lightning`` itself) -> name -> ``"our.module:name"``."""
+
+
+_HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+_DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
+_DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
+_LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
+_MNIST = "it downloads a data set; read the files that you have with a DataModule of your own"
+
+_NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
+    ("fabric.accelerators pytorch.accelerators", _XLA, "XLAAccelerator"),
+    ("fabric.accelerators.xla pytorch.accelerators.xla", _XLA, "XLAAccelerator"),
+    ("pytorch.loggers pytorch.loggers.neptune", _NEPTUNE, "NeptuneLogger"),
+    ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
+    ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
+    ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),
+    ("fabric.strategies.single_xla pytorch.strategies.single_xla", _XLA, "SingleDeviceXLAStrategy"),
+    ("fabric.strategies.xla_fsdp", _XLA, "XLAFSDPStrategy"),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.xla "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.xla",
+        _XLA,
+        "XLAPrecision",
+    ),
+    ("fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io", _XLA, "XLACheckpointIO"),
+    ("fabric.plugins.environments pytorch.plugins.environments", _XLA, "XLAEnvironment"),
+    ("pytorch.profilers pytorch.profilers.xla", _XLA, "XLAProfiler"),
+    ("pytorch.accelerators", _HPU, "HPUAccelerator"),
+    ("pytorch.strategies", _HPU, "HPUParallelStrategy SingleHPUStrategy"),
+    ("pytorch.plugins pytorch.plugins.precision", _HPU, "HPUPrecisionPlugin"),
+    ("pytorch.plugins pytorch.plugins.io", _HPU, "HPUCheckpointIO"),
+    ("fabric.strategies fabric.strategies.dp", _DP, "DataParallelStrategy"),
+    (
+        "fabric.strategies fabric.strategies.deepspeed pytorch.strategies pytorch.strategies.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedStrategy",
+    ),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.deepspeed "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedPrecision",
+    ),
+    ("pytorch.demos.mnist_datamodule", _MNIST, "MNIST MNISTDataModule"),
+    ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
+)
+
+
+def _reasons() -> dict[str, dict[str, str]]:
+    reasons: dict[str, dict[str, str]] = {}
+    for modules, reason, names in _NOT_OFFERED:
+        for module in modules.split():
+            reasons.setdefault(module, {}).update(dict.fromkeys(names.split(), reason))
+    return reasons
+
+
+REFUSED = _reasons()
+"""Lightning's module -> name that is refused on purpose -> why, and what to use."""

@@ -5,13 +5,189 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.settings import LIGHTNING
+
+if TYPE_CHECKING:
+    from arclight.trainer.loop.predictions import Predictions
+
+
+@dataclass
+class Counts:
+    """Counts of what was made ready, started, processed and completed; ours counts completions."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+@dataclass
+class CountView:
+    """Counts of the epoch or run under way, and of all."""
+
+    current: Counts
+    total: Counts
+
+
+def _counts(done: int, under_way: int = 0) -> Counts:
+    return Counts(done + under_way, done + under_way, done, done)
+
+
+class StageLoop:
+    """``trainer.validate_loop`` and its like."""
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self.trainer, self.stage = trainer, stage
+
+    def setup_data(self) -> None:
+        """Ask for the stage's loaders, if that has not been done."""
+        self.trainer.data.load(self.stage)
+
+    @property
+    def batch_progress(self) -> CountView:
+        """Batches of the newest run of this stage, and of all of this trainer."""
+        trainer = self.trainer
+        return CountView(_counts(trainer.run_state.eval_batch), _counts(trainer.run_state.evaluated[self.stage]))
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        return self.trainer.data.counts(self.stage)
+
+
+class PredictLoop(StageLoop):
+    """``trainer.predict_loop``: what a prediction keeps, too."""
+
+    def __init__(self, trainer: Trainer, kept: Predictions) -> None:
+        super().__init__(trainer, "predict")
+        self.kept = kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["kept"], name)
+
+
+class EpochLoop:
+    """``trainer.fit_loop.epoch_loop``."""
+
+    restarting = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.val_loop = trainer, StageLoop(trainer, "validate")
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, steps: int) -> None:
+        self.trainer.max_steps = steps
+
+    @property
+    def min_steps(self) -> int | None:
+        return self.trainer.min_steps
+
+    @min_steps.setter
+    def min_steps(self, steps: int | None) -> None:
+        self.trainer.min_steps = steps
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the batch under way, else of the newest one, in its epoch; -1 before the first."""
+        index = self.trainer.run_state.training_values.batch.index
+        return index if index >= 0 else self.trainer.progress.batch - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Index of the batch under way, else of the newest one, of all; -1 before the first."""
+        return self.trainer.progress.batches - (not self._under_way)
+
+    @property
+    def batch_progress(self) -> CountView:
+        progress, more = self.trainer.progress, int(self._under_way)
+        return CountView(_counts(progress.batch, more), _counts(progress.batches, more))
+
+    @property
+    def _under_way(self) -> bool:
+        """Return True from the start of a batch until it is counted."""
+        return self.trainer.run_state.batch_under_way
+
+
+class FitLoop:
+    """``trainer.fit_loop``."""
+
+    restarting = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.epoch_loop = trainer, EpochLoop(trainer)
+
+    def setup_data(self) -> None:
+        """Ask for the training loaders, if that has not been done."""
+        self.trainer.data.load("train")
+
+    @property
+    def max_batches(self) -> int | float:
+        return self.trainer.num_training_batches
+
+    @property
+    def max_epochs(self) -> int:
+        return self.trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, epochs: int) -> None:
+        self.trainer.max_epochs = epochs
+
+    @property
+    def min_epochs(self) -> int | None:
+        return self.trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, epochs: int | None) -> None:
+        self.trainer.min_epochs = epochs
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @property
+    def min_steps(self) -> int | None:
+        return self.trainer.min_steps
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def batch_idx(self) -> int:
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def epoch_progress(self) -> CountView:
+        progress = self.trainer.progress
+        counts = _counts(progress.epoch + progress.ended, int(bool(progress.batch) and not progress.ended))
+        return CountView(counts, counts)
+
+    @property
+    def done(self) -> bool:
+        return self.trainer.fit_is_over
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self.trainer.progress.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.progress.load_state_dict(state["progress"])
 
 
 class Trainer(_Trainer):

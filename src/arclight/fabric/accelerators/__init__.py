@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from arclight.fabric.accelerators.accelerator_registry import AcceleratorRegistry as AcceleratorRegistry
     from arclight.fabric.accelerators.accelerator_registry import resolve_accelerator as resolve_accelerator
     from arclight.fabric.accelerators.base import Accelerator as Accelerator
-    from arclight.fabric.accelerators.cpu import CPUAccelerator as CPUAccelerator
-    from arclight.fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
-    from arclight.fabric.accelerators.cuda import find_usable_cuda_devices as find_usable_cuda_devices
-    from arclight.fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
+    from arclight.fabric.accelerators.devices import CPUAccelerator as CPUAccelerator
+    from arclight.fabric.accelerators.devices import CUDAAccelerator as CUDAAccelerator
+    from arclight.fabric.accelerators.devices import MPSAccelerator as MPSAccelerator
+    from arclight.fabric.accelerators.devices import find_usable_cuda_devices as find_usable_cuda_devices
 
 NO_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 """What a choice of XLA devices, such as TPUs, is told."""
@@ -25,10 +25,10 @@ __getattr__, __dir__, __all__ = lazy(
         "ACCELERATOR_REGISTRY": "arclight.fabric.accelerators.accelerator_registry",
         "Accelerator": "arclight.fabric.accelerators.base",
         "AcceleratorRegistry": "arclight.fabric.accelerators.accelerator_registry",
-        "CPUAccelerator": "arclight.fabric.accelerators.cpu",
-        "CUDAAccelerator": "arclight.fabric.accelerators.cuda",
-        "MPSAccelerator": "arclight.fabric.accelerators.mps",
-        "find_usable_cuda_devices": "arclight.fabric.accelerators.cuda",
+        "CPUAccelerator": "arclight.fabric.accelerators.devices",
+        "CUDAAccelerator": "arclight.fabric.accelerators.devices",
+        "MPSAccelerator": "arclight.fabric.accelerators.devices",
+        "find_usable_cuda_devices": "arclight.fabric.accelerators.devices",
         "resolve_accelerator": "arclight.fabric.accelerators.accelerator_registry",
     },
     refused={"XLAAccelerator": NO_XLA},

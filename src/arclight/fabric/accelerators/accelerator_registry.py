@@ -6,9 +6,7 @@ from typing import Any
 
 from arclight.fabric.accelerators import NO_XLA
 from arclight.fabric.accelerators.base import Accelerator
-from arclight.fabric.accelerators.cpu import CPUAccelerator
-from arclight.fabric.accelerators.cuda import CUDAAccelerator
-from arclight.fabric.accelerators.mps import MPSAccelerator
+from arclight.fabric.accelerators.devices import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from arclight.fabric.errors import MissingDeviceError
 from arclight.fabric.registry import Registry
 

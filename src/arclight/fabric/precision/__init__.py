@@ -8,24 +8,24 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.fabric.precision.base import Precision as Precision
-    from arclight.fabric.precision.bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
-    from arclight.fabric.precision.float8 import Float8Precision as Float8Precision
+    from arclight.fabric.precision.low_bit import BitsandbytesPrecision as BitsandbytesPrecision
+    from arclight.fabric.precision.low_bit import Float8Precision as Float8Precision
+    from arclight.fabric.precision.low_bit import TransformerEnginePrecision as TransformerEnginePrecision
     from arclight.fabric.precision.mixed import MixedPrecision as MixedPrecision
     from arclight.fabric.precision.names import resolve_precision as resolve_precision
-    from arclight.fabric.precision.transformer_engine import TransformerEnginePrecision as TransformerEnginePrecision
     from arclight.fabric.precision.true_precision import DoublePrecision as DoublePrecision
     from arclight.fabric.precision.true_precision import HalfPrecision as HalfPrecision
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "BitsandbytesPrecision": "arclight.fabric.precision.bitsandbytes",
+        "BitsandbytesPrecision": "arclight.fabric.precision.low_bit",
         "DoublePrecision": "arclight.fabric.precision.true_precision",
-        "Float8Precision": "arclight.fabric.precision.float8",
+        "Float8Precision": "arclight.fabric.precision.low_bit",
         "HalfPrecision": "arclight.fabric.precision.true_precision",
         "MixedPrecision": "arclight.fabric.precision.mixed",
         "Precision": "arclight.fabric.precision.base",
-        "TransformerEnginePrecision": "arclight.fabric.precision.transformer_engine",
+        "TransformerEnginePrecision": "arclight.fabric.precision.low_bit",
         "resolve_precision": "arclight.fabric.precision.names",
     },
 )

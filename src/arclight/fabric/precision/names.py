@@ -48,11 +48,11 @@ def resolve_precision(choice: str | int | Precision | None, device: str) -> Prec
     if name == "64-true":
         return DoublePrecision()
     if name == "float8":
-        from arclight.fabric.precision.float8 import Float8Precision
+        from arclight.fabric.precision.low_bit import Float8Precision
 
         return Float8Precision(device)
     if name.startswith("transformer-engine"):
-        from arclight.fabric.precision.transformer_engine import TransformerEnginePrecision
+        from arclight.fabric.precision.low_bit import TransformerEnginePrecision
 
         return TransformerEnginePrecision(weights_dtype=torch.float16 if name.endswith("16") else torch.bfloat16)
     return MixedPrecision(name, device) if name.endswith("mixed") else HalfPrecision(name)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies.layer_sync import TorchSyncBatchNorm as TorchSyncBatchNorm
     from arclight.fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from arclight.fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
-    from arclight.fabric.strategies.replicas import ReplicaStrategy as ReplicaStrategy
+    from arclight.fabric.strategies.parallel import ReplicaStrategy as ReplicaStrategy
     from arclight.fabric.strategies.strategy_registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from arclight.fabric.strategies.strategy_registry import StrategyRegistry as StrategyRegistry
 
@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy(
         "LayerSync": "arclight.fabric.strategies.layer_sync",
         "ModelParallelStrategy": "arclight.fabric.strategies.model_parallel",
         "ParallelStrategy": "arclight.fabric.strategies.parallel",
-        "ReplicaStrategy": "arclight.fabric.strategies.replicas",
+        "ReplicaStrategy": "arclight.fabric.strategies.parallel",
         "STRATEGY_REGISTRY": "arclight.fabric.strategies.strategy_registry",
         "SingleDeviceStrategy": "arclight.fabric.strategies.base",
         "Strategy": "arclight.fabric.strategies.base",

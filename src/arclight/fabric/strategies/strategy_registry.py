@@ -6,7 +6,7 @@ from arclight.fabric.registry import Registry
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.fsdp import FSDPStrategy
 from arclight.fabric.strategies.model_parallel import ModelParallelStrategy
-from arclight.fabric.strategies.replicas import ReplicaStrategy
+from arclight.fabric.strategies.parallel import ReplicaStrategy
 
 DDP_START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 """How processes start under each name of the family."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from arclight.trainer.callbacks.loss_guard import LossGuard as LossGuard
+    from arclight.trainer.callbacks.loss_guard import SpikeDetection as SpikeDetection
     from arclight.trainer.callbacks.micro_batching import MicroBatching as MicroBatching
     from arclight.trainer.callbacks.monitored import MissingMetricError as MissingMetricError
     from arclight.trainer.callbacks.monitoring.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
     from arclight.trainer.callbacks.progress.rich_progress import RichProgressBarTheme as RichProgressBarTheme
     from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
-    from arclight.trainer.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from arclight.trainer.callbacks.timer import Timer as Timer
     from arclight.trainer.callbacks.weights.diloco import DiLoCo as DiLoCo
     from arclight.trainer.callbacks.weights.finetuning import BackboneFinetuning as BackboneFinetuning
@@ -79,7 +79,7 @@ __getattr__, __dir__, __all__ = lazy(
         "RichProgressBar": "arclight.trainer.callbacks.progress.rich_progress",
         "RichProgressBarTheme": "arclight.trainer.callbacks.progress.rich_progress",
         "RunReport": "arclight.trainer.callbacks.monitoring.run_report",
-        "SpikeDetection": "arclight.trainer.callbacks.spike_detection",
+        "SpikeDetection": "arclight.trainer.callbacks.loss_guard",
         "StochasticWeightAveraging": "arclight.trainer.callbacks.weights.stochastic_weight_averaging",
         "TQDMProgressBar": "arclight.trainer.callbacks.progress.tqdm_progress",
         "ThroughputMonitor": "arclight.trainer.callbacks.monitoring.throughput_monitor",

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from arclight._installed import pip_install
-from arclight.fabric.accelerators.cpu import get_cpu_stats
+from arclight.fabric.accelerators.devices import get_cpu_stats
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError
 from arclight.fabric.rank_zero import rank_zero_warn

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
+from arclight.fabric.accelerators.devices import MPSAccelerator as MPSAccelerator
 
 __all__ = [
     "MPSAccelerator",

@@ -19,7 +19,7 @@ from arclight.trainer.callbacks.checkpoint.on_exception_checkpoint import OnExce
 from arclight.trainer.callbacks.progress.progress_bar import ProgressBar as ProgressBar
 from arclight.trainer.callbacks.monitoring.model_summary import RichModelSummary as RichModelSummary
 from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
-from arclight.trainer.callbacks.spike_detection import SpikeDetection as SpikeDetection
+from arclight.trainer.callbacks.loss_guard import SpikeDetection as SpikeDetection
 from arclight.trainer.callbacks.weights.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
 from arclight.trainer.callbacks.monitoring.throughput_monitor import ThroughputMonitor as ThroughputMonitor

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.callbacks.spike_detection import SpikeDetection as SpikeDetection
+from arclight.trainer.callbacks.loss_guard import SpikeDetection as SpikeDetection
 
 __all__ = [
     "SpikeDetection",

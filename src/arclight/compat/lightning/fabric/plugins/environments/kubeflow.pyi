@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.environments.variables import KubeflowEnvironment as KubeflowEnvironment
+from arclight.fabric.environments.clusters import KubeflowEnvironment as KubeflowEnvironment
 
 __all__ = [
     "KubeflowEnvironment",

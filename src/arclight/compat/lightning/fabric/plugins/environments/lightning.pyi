@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.environments.variables import LightningEnvironment as LightningEnvironment
+from arclight.fabric.environments.clusters import LightningEnvironment as LightningEnvironment
 from arclight.fabric.environments.base import find_free_network_port as find_free_network_port
 
 __all__ = [

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.environments.lsf import LSFEnvironment as LSFEnvironment
+from arclight.fabric.environments.clusters import LSFEnvironment as LSFEnvironment
 
 __all__ = [
     "LSFEnvironment",

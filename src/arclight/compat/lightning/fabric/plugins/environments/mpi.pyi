@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.environments.mpi import MPIEnvironment as MPIEnvironment
+from arclight.fabric.environments.clusters import MPIEnvironment as MPIEnvironment
 
 __all__ = [
     "MPIEnvironment",

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.environments.variables import TorchElasticEnvironment as TorchElasticEnvironment
+from arclight.fabric.environments.clusters import TorchElasticEnvironment as TorchElasticEnvironment
 
 __all__ = [
     "TorchElasticEnvironment",
