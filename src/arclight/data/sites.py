@@ -14,7 +14,7 @@ from arclight._intervals import Checked, NonNegativeInt, PositiveFloat, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class IID:
-    """Assign samples at random: shares of all sites are alike."""
+    """Assign samples at random: all sites have the same distribution."""
 
     seed: int = 0
     """Seed of the partition."""
@@ -25,7 +25,7 @@ class Dirichlet(Checked):
     """Draw each site's share of every source from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
 
     alpha: PositiveFloat = 0.5
-    """Concentration: a small one gives most of a source to one site, a large one makes shares alike."""
+    """Concentration: a small one gives most of a source to one site, a large one equal shares."""
     by: str | None = None
     """Definition of a source, as in partition.kind = source or merchant; none for their default."""
     seed: int = 0

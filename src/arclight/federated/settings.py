@@ -18,12 +18,12 @@ class Checks(Checked):
     """Refuse updates that are well-formed but implausible. The round's history names the client and the reason."""
 
     norm_times: NonNegativeFloat = 100.0
-    """Changes whose norm is so many times the median of those accepted before are refused; before any was, so many times that of
-    the weights. 0 takes any."""
+    """Refuse updates whose norm is so many times the median of those accepted before; before any was, so many times that of
+    the weights. 0 accepts any."""
     weight_times: NonNegativeFloat = 1000.0
-    """Updates that claim so many times the samples (or tokens) per step of the median accepted before are refused. 0 takes any."""
+    """Refuse updates that claim so many times the samples (or tokens) per step of the median accepted before. 0 accepts any."""
     bytes_times: PositiveFloat = 2.0
-    """Updates larger than this share of the weights that they change are refused, beside 1 MB for names."""
+    """Refuse updates larger in bytes than this share of the weights that they change, beside 1 MB for names."""
 
 
 @former_names(journal_every="checkpoint_every_steps")

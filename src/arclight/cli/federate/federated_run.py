@@ -35,7 +35,7 @@ VERBS = {
 JOURNAL = "journal.jsonl"
 """A run that has begun has one."""
 ENDING = 30.0
-"""Seconds between the end that nodes hear of and the server's own."""
+"""Seconds that nodes have to leave between the end of a run and the server's own."""
 ABOUT = """
 Train one model on the data of many sites, which exchange updates of the weights. This command runs server and clients in one
 process. Across processes and machines: `arclight federate serve` on the server, `arclight federate join` at each site, `arclight
@@ -90,7 +90,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     from arclight.cli.federate.sites import check_devices, check_division, in_process_node
 
     check_devices(recipe)
-    check_division(recipe)  # what cannot be divided is told before anything is written
+    check_division(recipe)  # data that cannot be divided are refused before anything is written
     folder = folder_of(recipe, options)
     with open_run(recipe, folder, options) as (run, progress):
         node = in_process_node(recipe, ObservedServer(run.service, progress), folder.path)
@@ -101,7 +101,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
                 worker.check()
                 if not worker.is_alive() and not run.runtime.wait(ENDING):
                     raise FederatedError(
-                        f"the run continues, but its clients have ended: {node.closed or 'they were told to stop'}"
+                        f"the run continues, but its clients have ended: {node.closed or 'they were stopped'}"
                     )
         finally:
             node.stop()
@@ -121,7 +121,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._function()
-        except BaseException as error:  # told to whoever waits, by `check`
+        except BaseException as error:  # raised by `check` for whoever waits
             self._error = error
 
     def check(self) -> None:
@@ -162,7 +162,7 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             report_failure(folder, options, f"It was interrupted. --resume {folder.path} resumes it.")
             done = len([here for here in server.history if here.contributors])
             raise KeyboardInterrupt(
-                f"{done} of {recipe.federation.rounds} rounds are done, and kept in {folder.path} with what clients have sent since. "
+                f"{done} of {recipe.federation.rounds} rounds are done, and saved in {folder.path} with the updates received since. "
                 f"The same command with --resume {folder.path} resumes it"
             ) from error
         except BaseException as error:
@@ -190,7 +190,7 @@ def explain_resume(folder: RunFolder) -> Iterator[None]:
         yield
     except FederatedError as error:
         raise FederatedError(
-            f"{error}. What has arrived is kept: the same command with --resume {folder.path} resumes it"
+            f"{error}. Updates received so far are kept: the same command with --resume {folder.path} resumes it"
         ) from error
 
 
@@ -229,7 +229,7 @@ def write_results(
 
 
 def describe_node_folder(node: Path) -> str:
-    """Describe what a node's folder is for once the run is over.
+    """Describe a node's folder, once the run is over.
 
     A file with several names counts once.
     """
@@ -238,8 +238,8 @@ def describe_node_folder(node: Path) -> str:
     found = (path.stat() for path in node.rglob("*") if path.is_file())
     size = sum({facts.st_ino: facts.st_size for facts in found}.values())
     return (
-        f"{node} keeps {size_text(size)} for a longer run (--resume with more federation.rounds): clients' optimizers, places in "
-        "their data, personal layers; without one it may be removed"
+        f"{node} keeps {size_text(size)} for a longer run (--resume with more federation.rounds): optimizer states, data positions and "
+        "personal layers of clients; delete it if there will be none"
     )
 
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from arclight.federated.server.server import Server
 
 FLAGS = "ARCLIGHT_FLAGS"
-"""Environment variable of a SuperNode: what is otherwise at its site, as ``--task.data.data /data/texts``."""
+"""Environment variable of a SuperNode: flags that override the recipe at its site, as ``--task.data.data /data/texts``."""
 
 _BUILDING = '''\
-"""What the server and each site make of the recipe that this app was written from."""
+"""Build the server and the clients of the recipe that this app was written from."""
 
 from arclight.cli.federate import flower
 

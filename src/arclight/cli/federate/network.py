@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 SAY_AFTER = 3.0
-"""Seconds after which a node says that it cannot reach its server; it goes on trying."""
+"""Seconds after which a node reports that it cannot reach its server; it keeps retrying."""
 OF_THE_NODE = ("task.", "trainer.")
-"""Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
+"""Settings in which a node may differ from the server: paths of its data, its devices."""
 
 
 # -- serve ---------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def join(arguments: list[str]) -> None:
     )  # fmt: skip
 
     def work() -> Node:
-        """Train in processes of their own; this one stays free for heartbeats."""
+        """Train in separate processes, so that this one can send heartbeats."""
         crew = ProcessExecutor(site.client, ranks=ranks, names=options.client)
         node = Node(link, crew, folder, options.name, patience=options.patience, identity=identity)
         node.run()
@@ -122,13 +122,15 @@ def join(arguments: list[str]) -> None:
     with log_to_folder(folder), closing(link):
         try:
             while (node := work()).another:
-                print(f"{node.closed}; what was finished for that is kept", flush=True)
+                print(f"{node.closed}; the updates finished for it are kept", flush=True)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(
-                f"node {options.name} has left. What its clients have done is kept in {folder}: the same command resumes it"
+                f"node {options.name} has left. The progress of its clients is kept in {folder}: the same command resumes it"
             ) from error
     if node.failed:
-        back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"
+        back = (
+            f". The progress of its clients is kept in {folder}: the same command joins again when the server is back"
+        )
         raise FederatedError(f"node {options.name} ends: {node.closed}{back if link.run else ''}")
     print(f"node {options.name} is done: {node.closed}")
     print(describe_node_folder(folder))
@@ -142,7 +144,7 @@ def count_processes(overrides: list[str]) -> int:
     said = dict(pairwise(overrides)).get("--trainer.devices", "1")
     if not said.isdigit() or int(said) == 0:
         raise UsageError(
-            f"--trainer.devices {said}: say how many train a client together here, 1 where nothing is said"
+            f"--trainer.devices {said}: give the number of processes that train one client here; the default is 1"
         )
     return int(said)
 
@@ -175,7 +177,7 @@ class OneLine(logging.Formatter):
 
 
 class LoggingLink:
-    """Wrap a link: hand the server's recipe to the site, and print what is asked of this node."""
+    """Wrap a link: pass the server's recipe to the site, and print the server's requests."""
 
     def __init__(self, link: Link, site: Site, address: str) -> None:
         self._link, self._site, self._address, self._shown = link, site, address, ""
@@ -207,7 +209,7 @@ class LoggingLink:
             case Fit():
                 self._show(f"round {answer.round}: client {answer.client} trains {answer.steps} steps")
             case Evaluate():
-                self._show(f"round {answer.round}: client {answer.client} measures")
+                self._show(f"round {answer.round}: client {answer.client} evaluates")
             case Receipt() if isinstance(message, Update):
                 size = size_text(message.manifest.size)
                 taken = f"{size} sent" if answer.accepted else f"refused ({answer.reason}): {answer.message}"
@@ -222,7 +224,7 @@ class LoggingLink:
         self._link.close()
 
     def _show(self, text: str) -> None:
-        """Print once, however often it comes."""
+        """Print a line, unless it is the one printed last."""
         if text != self._shown:
             print(text, flush=True)
             self._shown = text
@@ -258,7 +260,7 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--key", type=Path, metavar="FILE", help="private key of this node; see federate keys")
     parser.add_argument(
         "--nodes", type=Path, metavar="FILE",
-        help="keys of all nodes, from a source that you trust: secure sums then mask only with their clients",
+        help="keys of all nodes, from a source that you trust: secure aggregation then masks only with their clients",
     )  # fmt: skip
     parser.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS",

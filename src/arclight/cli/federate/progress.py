@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_NAMED = 4
 """Clients that a line names; of more it says how many."""
 QUIET = 30.0
-"""Seconds of silence after which a log is told who is waited for."""
+"""Seconds of silence after which a log names the clients that the round waits for."""
 EVERY = 0.5
 
 
@@ -43,9 +43,9 @@ class _Open:
 
 
 class Progress:
-    """Print what a `Server` tells (`told`) and nodes' heartbeats (`beat`). Use as a context.
+    """Print the records of a `Server` (`told`) and nodes' heartbeats (`beat`). Use as a context.
 
-    A terminal has one line that moves, with every client's steps; everything else is said once, and then stands.
+    A terminal has one line that is redrawn, with every client's steps; everything else is printed once.
     """
 
     def __init__(self, rounds: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class Progress:
         self._open: dict[int, _Open] = {}
         """Rounds under way; of streamed ones there are several."""
         self._failed: dict[tuple[int, str], list[str]] = {}
-        """Clients that have just failed, by round and why: said unless the run ends of it, which says it too."""
+        """Clients that have just failed, by round and reason: printed unless the run ends of it, whose error has it too."""
         self._waiting, self._said, self._drawn = "", clock(), ""
         self._metrics: dict[int, dict[str, float]] = {}
         self._ended = threading.Event()
@@ -76,7 +76,7 @@ class Progress:
             self._say_failed()
             self._clear()
 
-    # -- what is heard -------------------------------------------------------------------------------------------------
+    # -- records and heartbeats -------------------------------------------------------------------------------------------------
 
     def take_up(self, rounds: Iterable[RoundState]) -> None:
         """Show rounds that were under way when the run was resumed."""
@@ -105,18 +105,18 @@ class Progress:
                 case r.UpdateRefused():
                     self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
                 case r.RoundDiscarded():
-                    self._say(f"round {what.round} is discarded, and tried again: {what.why}")
+                    self._say(f"round {what.round} is discarded and repeated: {what.why}")
                     if (here := self._open.get(what.round)) is not None:
                         here.arrived = {}
                 case r.RoundSkipped():
                     self._open.pop(what.round, None)
-                    self._say(f"round {what.round} is skipped, its weights are those of the round before: {what.why}")
+                    self._say(f"round {what.round} is skipped and keeps the weights of the round before: {what.why}")
                 case r.RoundCommitted() if (here := self._open.pop(what.round, None)) is not None:
                     self._committed(here, what)
                 case r.RoundEvaluated(client=None):
                     values = ", ".join(f"{name} {number_text(value)}" for name, value in what.metrics.items())
                     self._say(
-                        f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to measure"
+                        f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to evaluate"
                     )
                 case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
                     self._say(str(what))
@@ -141,10 +141,10 @@ class Progress:
             self._say(text)
             self._draw()
 
-    # -- what is printed -----------------------------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------------------
 
     def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _Open:
-        """Start a round, or one that is asked for once more: what has arrived stays."""
+        """Start a round, or repeat one: updates that have arrived stay."""
         here = self._open.setdefault(number, _Open(number, {}, steps, self._clock()))
         here.clients = dict.fromkeys(clients)
         return here
@@ -152,7 +152,7 @@ class Progress:
     def _say_failed(self) -> None:
         for (number, message), clients in self._failed.items():
             who = f"client{'s' * (len(clients) > 1)} {_named(clients)}"
-            self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} left out: {message}")
+            self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} excluded: {message}")
         self._failed.clear()
 
     def _committed(self, here: _Open, record: r.RoundCommitted) -> None:
@@ -163,7 +163,7 @@ class Progress:
             f"{len(updates)} of {len(here.clients)} clients",
             f"{sum(u.steps for u in updates):,} steps",
             f"{size_text(sum(u.bytes for u in updates))} up, {size_text(self.sent_down(here.number))} down",
-            f"agreement {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
+            f"cosine {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
             clock_text(self._clock() - here.began),
         ]
         self._waiting = ""
@@ -175,26 +175,26 @@ class Progress:
         self._said = self._clock()
 
     def _status(self) -> str:
-        """Describe who is at work, and who is waited for."""
+        """Describe the rounds under way and the clients that they wait for."""
         if not self._open:
             return self._waiting
         first, *later = (self._open[number] for number in sorted(self._open))
         return "  |  ".join([self._of(first), *filter(None, map(self._ahead, later))])
 
     def _of(self, here: _Open) -> str:
-        shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
-        waited = f"waiting for client{'s' * (len(shares) > 1)} {_named(shares)}" if shares else "folding"
+        shares = [self._client_progress(here, client) for client in here.clients if client not in here.arrived]
+        waited = f"waiting for client{'s' * (len(shares) > 1)} {_named(shares)}" if shares else "aggregating"
         return f"round {here.number}/{self._rounds}  {waited}"
 
     def _ahead(self, here: _Open) -> str:
         """Describe a round while an older one is under way; empty for one that nobody has begun."""
         arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
         begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
-        parts = [*arrived, *([_named([self._whereabouts(here, client) for client in begun])] if begun else [])]
+        parts = [*arrived, *([_named([self._client_progress(here, client) for client in begun])] if begun else [])]
         return f"round {here.number}  {', '.join(parts)}" if parts else ""
 
     @staticmethod
-    def _whereabouts(here: _Open, client: str) -> str:
+    def _client_progress(here: _Open, client: str) -> str:
         """Describe a client, and its progress once it has begun."""
         done, loss = here.done.get(client, 0), here.losses.get(client)
         begun = f" at {done} of {here.steps}" if done else ""

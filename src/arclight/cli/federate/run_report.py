@@ -1,4 +1,4 @@
-"""Report a federated run as one page: what was learned, who contributed, and what it cost."""
+"""Report a federated run as one page: metrics, clients, traffic, time and privacy."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from arclight.trainer.run.svg import (
 )
 
 Round = Mapping[str, Any]
-"""A round as history.jsonl tells it."""
+"""A round as history.jsonl has it."""
 MOST_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
-PHASES = {"waiting": "sites at work", "fold": "server", "evaluate": "evaluation"}
-"""In the order in which they come: until the updates are there, until the weights are committed, until they are measured."""
+PHASES = {"waiting": "client training", "fold": "aggregation", "evaluate": "evaluation"}
+"""In order of time: until the updates have arrived, until the weights are committed, until they are evaluated."""
 _BEST = "val/loss"
 
 
 def report(arguments: list[str]) -> None:
-    """Write a run's page again: ``arclight federate report``, also of a run that is going on."""
+    """Write the report of a run again, or of one under way: ``arclight federate report``."""
     parser = Parser(prog="arclight federate report", description="Write the report of a federated run again.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument(
@@ -76,7 +76,7 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
         Section("Traffic and time", costs(rounds)),
         Section("Privacy", privacy(rounds, settings.get("noise") or {})),
         Section("Rounds", round_table(rounds)),
-        Section("Left out", left_out(rounds)),
+        Section("Excluded updates", excluded_updates(rounds)),
     ]
     return write_report(
         folder,
@@ -112,7 +112,7 @@ def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[st
     return {"clients": f"{settings['clients']:,}{some}", "strategy": settings["strategy"], **done}
 
 
-# -- what was learned ----------------------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------------------
 
 
 def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
@@ -149,13 +149,13 @@ def headline(
         if (pair := last_of_both(curves[name], central.get(name, ()))) is not None:
             step, federated, alone = pair
             at = "" if step == curves[name][-1][0] else f" at step {step:,.0f}"
-            found[f"{name} beside centralised{at}"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
+            found[f"{name} vs. centralised{at}"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
     if "val/loss" not in found and "train/loss" in curves:
         found["train/loss"] = last_finite(curves["train/loss"])
     if spent := [here["epsilon"] for here in rounds if here.get("epsilon") is not None]:
         found["ε"] = spent[-1]
     up, down = (sum(sum(here[way].values()) for here in rounds) for way in ("bytes_up", "bytes_down"))
-    return found | {"sent to the server": size_text(up), "sent to clients": size_text(down)}
+    return found | {"uploaded": size_text(up), "downloaded": size_text(down)}
 
 
 def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str) -> str:
@@ -167,7 +167,7 @@ def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequen
             series.append(line(name, central[name], 1, label="centralised"))
         charts.append(Chart(name, series, last_finite(curves[name])))
     said = (
-        f"The centralised run ({escape(place)}) takes in a step as many samples as all clients of a round together do."
+        f"A step of the centralised run ({escape(place)}) uses as many samples as all clients of a round together."
         if central
         else ""
     )
@@ -179,7 +179,7 @@ def line(name: str, points: Sequence[Point], colour: int, label: str) -> Series:
     return Series(name=label, points=points, colour=colour, dots=len(points) <= 40)
 
 
-# -- who contributed -----------------------------------------------------------------------------------------------
+# -- clients -----------------------------------------------------------------------------------------------
 
 
 def names_of(rounds: Sequence[Round]) -> list[str]:
@@ -225,8 +225,8 @@ def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) ->
 def clients(rounds: Sequence[Round]) -> str:
     charts = []
     for field, inner, title in (
-        ("drift", None, "agreement with the mean (cosine)"),
-        ("norms", None, "size of the change (L2 norm)"),
+        ("drift", None, "cosine similarity to the mean update"),
+        ("norms", None, "update norm (L2)"),
         ("train", "train/loss", "train/loss by client"),
         ("metrics_by_client", _BEST, f"{_BEST} by client"),
     ):
@@ -266,16 +266,16 @@ def client_table(rounds: Sequence[Round]) -> str:
         "steps",
         "samples",
         "tokens",
-        "agreement",
-        "sent",
-        "received",
-        "trained for",
-        "left out",
+        "cosine to mean",
+        "uploaded",
+        "downloaded",
+        "training time",
+        "excluded",
     ]
     hidden = {4: all(row[4] == "0" for row in rows), 7: not each_fetched(rounds), 9: all(row[9] == "0" for row in rows)}
     used = [column for column in range(len(header)) if not hidden.get(column)]
     shown = [[row[column] for column in used] for row in rows]
-    return f"<h3>In all</h3>{table([header[column] for column in used], shown, numbers=range(1, len(used)))}"
+    return f"<h3>Totals</h3>{table([header[column] for column in used], shown, numbers=range(1, len(used)))}"
 
 
 def each_fetched(rounds: Sequence[Round]) -> bool:
@@ -286,7 +286,7 @@ def each_fetched(rounds: Sequence[Round]) -> bool:
     return all(any(here["bytes_down"].get(client) for here in rounds) for client in names_of(rounds))
 
 
-# -- what it cost --------------------------------------------------------------------------------------------------
+# -- traffic, time and privacy --------------------------------------------------------------------------------------------------
 
 
 def costs(rounds: Sequence[Round]) -> str:
@@ -294,7 +294,7 @@ def costs(rounds: Sequence[Round]) -> str:
     ups = [sum(here["bytes_up"].values()) for here in rounds]
     downs = [sum(here["bytes_down"].values()) for here in rounds]
     numbers = [here["round"] for here in rounds]
-    traffic = [Stack("to the server", 0, ups), Stack("to clients", 1, downs)]
+    traffic = [Stack("uploads", 0, ups), Stack("downloads", 1, downs)]
     known = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
     phases = [*(phase for phase in PHASES if phase in known), *(phase for phase in known if phase not in PHASES)]
     times = [
@@ -309,7 +309,7 @@ def costs(rounds: Sequence[Round]) -> str:
 
 
 def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
-    """Describe what the run has spent of its privacy budget, if it keeps one."""
+    """Describe the privacy budget spent so far, if the run has one."""
     spent = [here for here in rounds if here.get("epsilon") is not None]
     if not spent:
         return ""
@@ -319,8 +319,8 @@ def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
     if noise:
         budget = "no bound was set" if noise["epsilon"] is None else f"its bound is {noise['epsilon']:g}"
         said = (
-            f"After {len(spent):,} rounds ε is {points[-1][1]:.3g} at δ = {noise['delta']:g} ({budget}): what the weights of all "
-            "rounds tell of whether a client took part. The norms, losses and names on this page are not covered. Changes were clipped to "
+            f"After {len(spent):,} rounds ε is {points[-1][1]:.3g} at δ = {noise['delta']:g} ({budget}): it bounds what the weights of all "
+            "rounds reveal about whether a client took part. The norms, losses and names on this page are not covered. Updates were clipped to "
             f"a norm of {noise['clip']:g}; the noise on their sum is {noise['multiplier']:g} times that, added by the {noise['by']}."
         )
     return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{chart_figure(chart)}</div>'
@@ -328,7 +328,18 @@ def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
 
 def round_table(rounds: Sequence[Round]) -> str:
     metrics = list(dict.fromkeys(name for here in rounds for name in here["metrics"]))[:3]
-    header = ["round", "step", "train/loss", *metrics, "contributors", "left out", "norm", "up", "down", "time"]
+    header = [
+        "round",
+        "step",
+        "train/loss",
+        *metrics,
+        "contributors",
+        "excluded",
+        "update norm",
+        "uploaded",
+        "downloaded",
+        "time",
+    ]
     rows = []
     for here in rounds:
         who, loss = here["contributors"], train_loss(here)
@@ -349,8 +360,8 @@ def round_table(rounds: Sequence[Round]) -> str:
     return table(header, rows, numbers=[column for column in range(len(header)) if column != text])
 
 
-def left_out(rounds: Sequence[Round]) -> str:
-    """List updates that were refused, and clients that failed: who, when and why."""
+def excluded_updates(rounds: Sequence[Round]) -> str:
+    """Tabulate refused updates and failed clients, with round and reason."""
     rows = []
     for here in rounds:
         if here.get("skipped"):
@@ -360,7 +371,7 @@ def left_out(rounds: Sequence[Round]) -> str:
             rows.append([f"{here['round']:,}", f'<span class="mono">{escape(refused["client"])}</span>', why])
         for client, message in here["failed"].items():
             rows.append([f"{here['round']:,}", f'<span class="mono">{escape(client)}</span>', escape(message)])
-    return table(["round", "client", "why"], rows, numbers=(0,)) if rows else ""
+    return table(["round", "client", "reason"], rows, numbers=(0,)) if rows else ""
 
 
 MOST_BARS = 120
@@ -378,7 +389,7 @@ class Stack:
 def stacked_bars(title: str, rounds: Sequence[int], stacks: Sequence[Stack], text: Callable[[float], str]) -> str:
     """Draw a figure with a bar for each round; an empty string if there is nothing to show.
 
-    text: a value as it is written above the figure and in the read-out of a bar.
+    text: format a value, for the caption and for the tooltip of a bar.
     """
     if not rounds or not any(value for stack in stacks for value in stack.values):
         return ""

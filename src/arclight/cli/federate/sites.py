@@ -1,4 +1,4 @@
-"""Build what a recipe's clients and server train and evaluate with, alike on every machine."""
+"""Build the learners of a recipe's clients and server, the same on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from arclight.trainer import Callback, DataModule, Module, Trainer
 
 NEVER = 10**9
-"""Batches between validations of a client: measuring is asked for by the server."""
+"""Batches between validations of a client: the server requests evaluations."""
 MEASURING = "server"
 
 

@@ -22,7 +22,7 @@ class Lossy(Checked):
     """A lossy codec with error feedback."""
 
     feedback: Fraction = 1.0
-    """Share of what one message left unsaid that is added to the next (error feedback, Seide et al. 2014), in [0, 1]: 1 loses
+    """Share of the compression error that is added to the next message (error feedback, Seide et al. 2014), in [0, 1]: 1 loses
     nothing, 0.95 is SparseLoCo's decay (Sarfi et al. 2025, arXiv 2508.15706), 0 keeps no residual."""
 
 
@@ -36,7 +36,7 @@ class Int8(Lossy):
     """A quarter of float32: symmetric integers with a float32 scale for each block."""
 
     block: _Block = 256
-    """Values per scale, an even number."""
+    """Values per scale (block size), an even number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class Int4(Lossy):
     """An eighth of float32: NormalFloat levels (Dettmers et al. 2023, arXiv 2305.14314)."""
 
     block: _Block = 128
-    """Values per scale, an even number."""
+    """Values per scale (block size), an even number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,11 +63,11 @@ class TopK(Lossy):
     """
 
     share: PositiveFraction = 0.03
-    """Of each block's values that are sent, in (0, 1]."""
+    """Share of each block's values that is sent, in (0, 1]."""
     bits: Annotated[int, Interval(ge=1, le=4)] = 2
-    """Of a value: its sign, and which of 2^(bits - 1) magnitudes of its block; 1 to 4."""
+    """Bits of a value: its sign, and one of 2^(bits - 1) magnitudes of its block; 1 to 4."""
     block: Annotated[int, Interval(ge=2, le=1 << 16)] = 4096
-    """Values that are chosen among, a power of two of at most 65536."""
+    """Block size from which the largest values are selected, a power of two of at most 65536."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

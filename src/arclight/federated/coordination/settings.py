@@ -25,14 +25,14 @@ PositiveSeconds = Annotated[float, Interval(gt=0, le=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class Hours(Checked):
-    """Clients that can be reached at certain hours of their day only, as telephones that are charged at night."""
+    """Clients are available at certain hours of their day only, as phones that charge at night."""
 
     per_round: NonNegativeFloat = 1.0
-    """Hours that a round stands for: round r is drawn at hour r times this."""
+    """Hours of a round: round r is sampled at hour r times this."""
     length: Annotated[float, Interval(gt=0, le=24)] = 8.0
-    """Hours a day at which a client can be reached, in (0, 24]; when they begin differs from client to client."""
+    """Hours a day at which a client is available, in (0, 24]; their start differs from client to client."""
     outside: Fraction = 0.0
-    """Chance that a client answers at another hour, in [0, 1]."""
+    """Probability that a client is available at another hour, in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Sampling(Checked):
     per_round: PositiveInt | None = None
     """Clients per round; none for all."""
     over_provision: NonNegativeFloat = 0.0
-    """Further clients that are asked, as a share of those wanted: the round takes the first that answer."""
+    """Additional clients to sample, as a share of those wanted: the round takes the first updates."""
     dropout: ProperFraction = 0.0
-    """Share of the drawn clients that are left out, to see what dropouts do, in [0, 1)."""
+    """Simulated dropout: share of the sampled clients that does not train, in [0, 1)."""
     hours: Hours | None = None
-    """Dropouts that depend on the client: its hours of the day."""
+    """Simulated availability of clients by hours of the day."""
 
 
 @former_names(
@@ -62,32 +62,32 @@ class Waiting(Checked):
     """Wait for clients and nodes. Durations are in seconds."""
 
     quorum: PositiveFraction = 0.75
-    """Share of the wanted updates with which a round may close, in (0, 1]: of 4 clients one may be away, of 10 two."""
+    """Share of the wanted updates with which a round may close, in (0, 1]: of 4 clients one may be missing, of 10 two."""
     grace_s: Seconds | None = None
-    """Once there is a quorum, how long others may still arrive; none: as long as their nodes are alive and get on, so that only
-    clients that have failed or are away are left out."""
+    """Time for further updates after the quorum; none: while their nodes are alive and make progress, so that only
+    failed or missing clients are excluded."""
     deadline_s: PositiveSeconds | None = None
-    """After this a round closes with a quorum or fails without one; none waits as long as nodes are alive and get on."""
+    """Timeout after which a round closes with a quorum or fails without one; none waits while nodes are alive and make progress."""
     join_timeout_s: PositiveSeconds = 3600.0
-    """How long to wait for nodes before the first round, after all have gone, and for one that has gone and without whose clients
+    """Timeout for nodes to join before the first round, after all have left, and for one without whose clients
     there is no quorum."""
     nodes: PositiveInt = 1
     """Nodes required before the first round."""
     heartbeat_interval_s: PositiveSeconds = 0.5
     """Interval of nodes' heartbeats; a node that is silent for three of them is lost."""
     lease_s: Seconds = 300.0
-    """How long a lost node's started work is kept for it: one that is restarted goes on where it was. Then another node takes it,
-    or, if only that node has the data, rounds with a quorum go on without, until it is back."""
+    """How long a lost node's work is reserved for it: a restarted node resumes it. Then another node takes it,
+    or, if only that node has the data, rounds with a quorum continue without it, until it returns."""
     no_progress_timeout_s: PositiveSeconds = 1800.0
-    """A node that is alive but makes no step and sends nothing for this long is lost."""
+    """A node that is alive but makes no step and sends nothing for this long counts as lost."""
     attempts: PositiveInt = 3
-    """How often one client is asked in a round if its failures may pass (a full disk, a damaged upload)."""
+    """Attempts of one client in a round after transient failures (a full disk, a damaged upload)."""
     retries: NonNegativeInt = 1
-    """How often a round that did not reach its quorum asks other or returned clients, or one that could not be folded its own,
-    before it is given up."""
+    """Retries of a round without a quorum, with other or returned clients, or of one that could not be aggregated, with its own,
+    before it fails."""
     on_failed_round: Literal["stop", "skip"] = "stop"
-    """What follows then: the run ends and can be resumed, or the round is skipped - its weights are those of the round before -
-    and the next one begins."""
+    """Action then: stop the run, which can be resumed, or skip the round - it keeps the weights of the round before -
+    and start the next one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,12 +106,12 @@ class Waiting(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffered(Checked):
-    """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step whenever ``size`` updates have come; stale ones move the weights less."""
+    """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step after every ``size`` updates; stale ones have less weight."""
 
     size: PositiveInt = 10
     """Buffered updates per server step."""
     most_stale: NonNegativeInt = 10
-    """Older updates, in server steps, are refused."""
+    """Maximum staleness in server steps; older updates are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +125,10 @@ class Streaming(Checked):
     fragments: PositiveInt = 4
     """Fragments of the model."""
     overlap: NonNegativeInt = 1
-    """Rounds during which an exchange may be under way while clients train on; round r begins from the weights of round
+    """Rounds that an exchange may overlap with training; round r starts from the weights of round
     ``r - 1 - overlap``."""
     mix: Fraction = 0.5
-    """Share of its own fragment that a client keeps when the server's arrives, in [0, 1]."""
+    """Share of its own fragment that a client keeps when it merges the server's, in [0, 1]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,11 +25,11 @@ class Experts(Checked):
     per_client: PositiveInt = 1
     """Experts of each client."""
     assign: Literal["fixed", "random"] = "fixed"
-    """"fixed": dealt in turn, the same in every round; "random": drawn from the run's seed, client and round."""
+    """"fixed": assigned in turn, the same in every round; "random": sampled from the run's seed, client and round."""
     overlap: NonNegativeInt = 0
-    """With "fixed": how many of its experts a client shares with the next one."""
+    """With "fixed": number of its experts that a client shares with the next one."""
     every: PositiveInt = 1
-    """With "random": rounds from one draw to the next."""
+    """With "random": rounds between two samplings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,16 +50,16 @@ class Masks(Checked):
     leave_out: tuple[str, ...] = ()
     """Exceptions from ``send``."""
     frozen: tuple[str, ...] = ()
-    """The server's values, neither trained nor sent."""
+    """Tensors that keep the server's values, neither trained nor sent."""
     personal: tuple[str, ...] = ()
-    """A client's own: the server's are its first values, afterwards they stay with the client, in its checkpoints, and never
-    travel (FedPer, Arivazhagan et al. 2019)."""
+    """Personal tensors: initialised from the server, then kept by the client, in its checkpoints, and never
+    sent (FedPer, Arivazhagan et al. 2019)."""
     randomised: tuple[str, ...] = ()
-    """Drawn anew by each client every ``randomise_every`` rounds and never sent (DEPT, Iacob et al. 2025)."""
+    """Tensors that each client initialises again every ``randomise_every`` rounds and never sends (DEPT, Iacob et al. 2025)."""
     randomise_every: PositiveInt = 1
-    """Rounds between two draws."""
+    """Rounds between two initialisations."""
     periods: dict[str, PositiveInt] = field(default_factory=dict)
-    """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
+    """Pattern to the rounds from one exchange to the next: in between, a client continues with its own values. A pattern
     is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
     and among several of a sort the longest. Longer periods for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg
     every 3, exp_avg_sq every 6; see `half_life`. All states go in the first round too, so that none

@@ -10,7 +10,7 @@ from arclight._intervals import Checked, Interval, NonNegativeInt, PositiveFloat
 
 @dataclass(frozen=True, kw_only=True)
 class Median:
-    """The median of the clients' changes, value by value (Yin et al. 2018, arXiv 1803.01498).
+    """The coordinate-wise median of the clients' updates (Yin et al. 2018, arXiv 1803.01498).
 
     Clients weigh the same.
     """
@@ -18,36 +18,36 @@ class Median:
 
 @dataclass(frozen=True, kw_only=True)
 class Trimmed(Checked):
-    """The mean of the clients' changes without the extremes, value by value (Yin et al. 2018).
+    """The coordinate-wise trimmed mean of the clients' updates (Yin et al. 2018).
 
     Clients weigh the same.
     """
 
     share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
-    """Of the clients, left out at each end (rounded down), in [0, 0.5)."""
+    """Share of the clients trimmed at each end (rounded down), in [0, 0.5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Krum(Checked):
-    """The mean of the clients whose changes lie closest to others' (Blanchard et al.
+    """The mean of the updates that lie closest to others (Blanchard et al.
 
     2017, arXiv 1703.02757).
     """
 
     byzantine: NonNegativeInt = 1
-    """How many clients may send anything; a round needs at least 2 byzantine + 3 updates."""
+    """Number of Byzantine clients tolerated; a round needs at least 2 byzantine + 3 updates."""
     keep: PositiveInt = 1
-    """How many are averaged; more than one is Multi-Krum."""
+    """Number of updates averaged; more than one is Multi-Krum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormBound(Checked):
-    """Changes that are longer than a bound are shortened to it (Sun et al. 2019, arXiv 1911.07963)."""
+    """Updates are clipped to a maximum norm (Sun et al. 2019, arXiv 1911.07963)."""
 
     largest: PositiveFloat | None = None
-    """L2 norm that a change may have; none takes ``times`` the median of the round's norms."""
+    """Maximum L2 norm of an update; none takes ``times`` the median of the round's norms."""
     times: PositiveFloat = 1.0
-    """Of the median norm, where ``largest`` is not given."""
+    """Multiple of the median norm, if ``largest`` is not given."""
 
 
 Robust = Median | Trimmed | Krum | NormBound
@@ -65,15 +65,15 @@ class Noise(Checked):
     """
 
     clip: PositiveFloat
-    """L2 norm to which a client's change is shortened, over all of its tensors."""
+    """L2 norm to which a client's update is clipped, over all of its tensors."""
     multiplier: PositiveFloat
-    """Standard deviation of the noise on the sum of changes, over ``clip``."""
+    """Standard deviation of the noise on the sum of updates, divided by ``clip``."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability with which epsilon may not hold; below one over the number of clients."""
     epsilon: PositiveFloat | None = None
-    """Budget: a round that would go beyond it is not begun. None: no bound, epsilon is only reported."""
+    """Budget: no round starts that would exceed it. None: no bound, epsilon is only reported."""
     by: str = "server"
-    """Who adds noise: "server" (it sees the changes), or "clients", each a part, so that their sum has all of it."""
+    """Where noise is added: "server" (it sees the updates), or "clients", each a share of the variance of their sum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,13 +83,13 @@ class Noise(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum(Checked):
-    """The server learns the sum of changes and no single one.
+    """The server learns the sum of updates and no single one.
 
     Bonawitz et al. 2017; Bell et al. 2020, eprint 2020/704.
     """
 
     threshold: Annotated[float, Interval(gt=0.5, le=1)] = 0.67
-    """Share of a client's partners that must stay to the end of a round, in (0.5, 1]: with fewer there is no sum."""
+    """Share of a client's partners that must survive the round, in (0.5, 1]: with fewer the sum cannot be unmasked."""
     partners: Annotated[int, Interval(ge=2)] | None = None
     """Number of clients with which each client shares masks; none: all of the round. An even number of about 2 log2 of the clients is enough for thousands."""
     largest: PositiveFloat = 8.0

@@ -49,7 +49,7 @@ class Strategy(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Strategy):
-    """Go to the mean of the clients' weights (McMahan et al. 2017, arXiv 1602.05629), or ``lr`` of the way."""
+    """Move to the mean of the clients' weights (McMahan et al. 2017, arXiv 1602.05629), or by the share ``lr``."""
 
     lr: PositiveFloat = 1.0
     """Server learning rate; 1 takes the mean."""
@@ -116,7 +116,7 @@ class FedMomentum(Strategy):
     lr: PositiveFloat = 1.0
     """Server learning rate."""
     momentum: ProperFraction = 0.9
-    """How far to go on beyond a step, in [0, 1)."""
+    """Server momentum mu, in [0, 1)."""
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int
@@ -134,13 +134,13 @@ class _Adaptive(Strategy):
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     lr: PositiveFloat = 0.1
-    """Server learning rate, about the size of a weight's step."""
+    """Server learning rate, about the magnitude of a weight's update."""
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
-    """Decays b1 and b2 of the mean change and of its square, each in [0, 1)."""
+    """Decay rates b1 and b2 of the first and second moment, each in [0, 1)."""
     tau: PositiveFloat = 1e-9
-    """Added to the root of the squares: weights whose changes are smaller move less."""
+    """Adaptivity, added to the root of the second moment: weights with smaller updates move less."""
     bias_correction: bool = False
-    """Divide by what the means' zero start has left out, as Adam does; the paper does not, and starts the squares at tau^2."""
+    """Correct the bias of moments that start at zero, as Adam does; the paper does not, and starts the second moment at tau^2."""
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int
