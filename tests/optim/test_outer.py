@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arclight.optim.outer import Outer, due, fragments_of, pseudo_gradient, weighted_mean
+from arclight.optim.outer import Outer, due, fragments_of, pseudo_gradient
 
 
 def tensors(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -32,19 +32,9 @@ def test_the_outer_step_is_sgd_on_pseudo_gradients(momentum: float, nesterov: bo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rate_one_for_one_client_is_that_client_bit_for_bit(dtype: torch.dtype) -> None:
     anchor, local = tensors(1, dtype), {name: value * 1e-3 for name, value in tensors(2, dtype).items()}
-    found, velocity = Outer(lr=1.0, momentum=0.0).step(
-        anchor, weighted_mean([(pseudo_gradient(anchor, local), 17)]), {}
-    )
+    found, velocity = Outer(lr=1.0, momentum=0.0).step(anchor, pseudo_gradient(anchor, local), {})
     assert all(torch.equal(found[name], local[name]) for name in local)
     assert velocity == {}
-
-
-def test_federated_averaging_weighs_by_samples() -> None:
-    anchor, one, two = tensors(1), tensors(2), tensors(3)
-    mean = weighted_mean([(pseudo_gradient(anchor, one), 30), (pseudo_gradient(anchor, two), 10)])
-    found, _ = Outer(lr=1.0, momentum=0.0).step(anchor, mean, {})
-    for name, value in found.items():
-        torch.testing.assert_close(value, 0.75 * one[name] + 0.25 * two[name])
 
 
 def test_a_fragment_leaves_the_rest_as_it_is() -> None:
@@ -71,8 +61,6 @@ def test_what_does_not_fit_is_refused() -> None:
         pseudo_gradient(anchor, {"a": anchor["a"]})
     with pytest.raises(ValueError, match=r"a is \(2,\), its anchor \(3, 4\)"):
         pseudo_gradient(anchor, {**anchor, "a": torch.ones(2)})
-    with pytest.raises(ValueError, match="sum must be positive"):
-        weighted_mean([(anchor, 0.0)])
     with pytest.raises(ValueError, match="2 blocks of parameters cannot be dealt into 3"):
         fragments_of(["layers.0.w", "layers.1.w"], 3)
     with pytest.raises(ValueError, match="lr: need number > 0"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, lambda_schedule
-from arclight.optim.schedules import batch_size_at, constant, cosine, inverse_sqrt, linear, phase, rewarmed, wsd
+from arclight.optim.schedules import constant, cosine, inverse_sqrt, linear, phase, rewarmed, wsd
 
 SHAPES = {
     "linear": lambda x: 1 - x,
@@ -66,17 +66,6 @@ def test_a_phase_is_steps_or_a_share() -> None:
 
 def test_a_second_warm_up() -> None:
     assert [rewarmed(step, since=5, steps=3) for step in range(4, 10)] == [1.0, 0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_the_batch_grows() -> None:
-    sizes = [batch_size_at(step, initial=64, final=256, steps=30, multiple=32) for step in range(40)]
-    assert sizes[0] == 64
-    assert sizes[15] == 160
-    assert sizes[30:] == [256] * 10
-    assert sizes == sorted(sizes)
-    assert all(size % 32 == 0 for size in sizes)
-    with pytest.raises(ValueError, match="multiples of 32"):
-        batch_size_at(0, initial=65, final=256, steps=30, multiple=32)
 
 
 def stepped(settings: Any, total: int, steps: int, state: Any = None) -> tuple[list[float], Any]:
@@ -135,13 +124,6 @@ def test_a_decay_of_one_step_is_done_after_one() -> None:
     assert wsd(9, total_steps=10, warmup=0, decay=1, final=0.25) == 1
     assert wsd(10, total_steps=10, warmup=0, decay=1, final=0.25) == 0.25
     assert linear(1, total_steps=1, warmup=0, final=0.25) == 0.25
-
-
-def test_a_batch_size_may_stay_as_it_is() -> None:
-    assert {batch_size_at(step, initial=64, final=64, steps=3, multiple=32) for step in range(5)} == {64}
-    for initial, final in ((0, 64), (96, 64), (64, 65)):
-        with pytest.raises(ValueError, match="must grow and be multiples of 32"):
-            batch_size_at(0, initial=initial, final=final, steps=3, multiple=32)
 
 
 def test_a_resumed_schedule_counts_its_steps_like_one_that_ran_through() -> None:

@@ -8,7 +8,7 @@ nothing here communicates or changes what it is given.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,24 +62,6 @@ def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None
             raise ValueError(f"{name} is {tuple(local[name].shape)}, its anchor {tuple(anchor[name].shape)}")
         wide = torch.float64 if anchor[name].dtype in (torch.float32, torch.float64) else torch.float32
         result[name] = anchor[name].to(wide) - local[name].to(wide)
-    return result
-
-
-def weighted_mean(contributions: Sequence[tuple[Tensors, float]]) -> dict[str, torch.Tensor]:
-    """The mean of several dicts, each with its weight (samples, tokens). Raises ValueError for no or negative weights."""
-    total = sum(weight for _, weight in contributions)
-    if not total > 0 or any(weight < 0 for _, weight in contributions):
-        raise ValueError(
-            f"weights must not be negative and their sum must be positive, got {[w for _, w in contributions]}"
-        )
-    names = list(contributions[0][0])
-    if any(list(tensors) != names for tensors, _ in contributions):
-        raise ValueError("the contributions do not name the same tensors in the same order")
-    result = {}
-    for name in names:
-        result[name] = torch.zeros_like(contributions[0][0][name])
-        for tensors, weight in contributions:
-            result[name] += tensors[name] * (weight / total)
     return result
 
 

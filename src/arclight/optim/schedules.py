@@ -97,18 +97,6 @@ def rewarmed(step: int, *, since: int, steps: int) -> float:
     return 1.0 if step < since else _warmed_up(step - since, steps)
 
 
-def batch_size_at(step: int, *, initial: int, final: int, steps: int, multiple: int = 1) -> int:
-    """Samples of the global batch at a step of a run that warms it up: linear over ``steps``, rounded down to a multiple.
-
-    Raises ValueError where the sizes are not multiples of ``multiple`` (world size times micro-batch) or do not grow.
-    """
-    if initial % multiple or final % multiple or not 0 < initial <= final:
-        raise ValueError(f"batch sizes {initial} to {final} must grow and be multiples of {multiple}")
-    if step >= steps:
-        return final
-    return initial + (final - initial) * step // steps // multiple * multiple
-
-
 class FactorSchedule(LambdaLR):
     """Multiplies each group's peak rate by ``factor(step)``; where asked, warms up again over ``rewarm`` steps after a resume.
 
