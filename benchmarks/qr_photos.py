@@ -23,7 +23,8 @@ from arclight.cli.runs import best_checkpoint
 from arclight.cli.schema import Recipe
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
-from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
+from arclight.trainer.callbacks.settings import EMA, Checkpointing
+from arclight.trainer.settings import TrainerSettings
 from arclight.vision import qris
 from arclight.vision.boxes import nms
 from arclight.vision.data.augment_settings import Augment

@@ -22,7 +22,7 @@ from arclight.deploy.settings import Int8
 from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
-from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
+from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
 
 SOURCE = Path(arclight.__file__).parent
 ROOMS = (

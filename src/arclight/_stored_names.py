@@ -26,11 +26,10 @@ MOVED = {
     f"{_TEXT}.models.vlm": f"{_TEXT}.vision_language.vision_llama",
     f"{_TEXT}.sites": f"{_TEXT}.data.site_split",
     f"{_TEXT}.watching": f"{_TEXT}.language_model",
-    f"{_CALLBACKS}.batch_size_finder": "arclight.trainer.tuner.batch_size_scaling",
     f"{_CALLBACKS}.device_stats_monitor": f"{_CALLBACKS}.monitoring.device_stats_monitor",
     f"{_CALLBACKS}.diloco": f"{_CALLBACKS}.weights.diloco",
     f"{_CALLBACKS}.finetuning": f"{_CALLBACKS}.weights.finetuning",
-    f"{_CALLBACKS}.lr_finder": "arclight.trainer.tuner.lr_finder",
+    f"{_CALLBACKS}.lr_finder": f"{_CALLBACKS}.learning_rate_finder",
     f"{_CALLBACKS}.lr_monitor": f"{_CALLBACKS}.monitoring.lr_monitor",
     f"{_CALLBACKS}.model_checkpoint": f"{_CALLBACKS}.checkpoint.model_checkpoint",
     f"{_CALLBACKS}.model_summary": f"{_CALLBACKS}.monitoring.model_summary",
@@ -40,7 +39,8 @@ MOVED = {
     f"{_CALLBACKS}.pruning": f"{_CALLBACKS}.weights.pruning",
     f"{_CALLBACKS}.rich_progress_bar": f"{_CALLBACKS}.progress.rich_progress",
     f"{_CALLBACKS}.run_report": f"{_CALLBACKS}.monitoring.run_report",
-    f"{_CALLBACKS}.spike": f"{_CALLBACKS}.spike_detection",
+    f"{_CALLBACKS}.spike": f"{_CALLBACKS}.loss_guard",
+    f"{_CALLBACKS}.spike_detection": f"{_CALLBACKS}.loss_guard",
     f"{_CALLBACKS}.stochastic_weight_averaging": f"{_CALLBACKS}.weights.stochastic_weight_averaging",
     f"{_CALLBACKS}.throughput_monitor": f"{_CALLBACKS}.monitoring.throughput_monitor",
     f"{_CALLBACKS}.tqdm_progress": f"{_CALLBACKS}.progress.tqdm_progress",
@@ -55,6 +55,12 @@ MOVED = {
 """Former module: the module that has its public classes now, but for those that are renamed below."""
 
 RENAMED = {
+    "arclight.trainer.tuner.batch_size_scaling:BatchSizeFinder": f"{_CALLBACKS}.batch_size_finder:BatchSizeFinder",
+    "arclight.trainer.tuner.lr_finder:LearningRateFinder": f"{_CALLBACKS}.learning_rate_finder:LearningRateFinder",
+    **{
+        f"arclight.trainer.settings:{name}": f"{_CALLBACKS}.settings:{name}"
+        for name in ("Checkpointing", "Diloco", "EMA", "Guard", "Stopping", "Timeline")
+    },
     f"{_TEXT}.data.site_split:Share": f"{_TEXT}.data.site_split:SiteShare",
     f"{_TEXT}.language_model:Speed": f"{_TEXT}.language_model:TokenThroughput",
     f"{_TEXT}.language_model:Samples": f"{_TEXT}.language_model:TextSamples",

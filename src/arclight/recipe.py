@@ -333,6 +333,11 @@ def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
         }
     if not inspect.isfunction(cls.__init__):
         raise RecipeError(f"{cls.__name__} is neither a dataclass nor has it a constructor written in Python")
+    return arguments_of(cls)
+
+
+def arguments_of(cls: Any) -> dict[str, tuple[Any, Any]]:
+    """Map each argument of a constructor to (type, default): Any if not annotated, MISSING for no default."""
     hints = typing.get_type_hints(cls.__init__, include_extras=True)
     return {
         p.name: (hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)

@@ -22,7 +22,7 @@ from arclight.checkpoint import AsyncSaver, CheckpointError
 from arclight.checkpoint.sharded import writer
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 
 torch.set_num_threads(1)
 

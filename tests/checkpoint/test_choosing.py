@@ -12,7 +12,7 @@ from torch import nn
 import arclight as al
 from arclight.checkpoint import CheckpointError, inspect, load, save
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import FolderCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import FolderCheckpointIO
 from arclight.trainer.logging.reporting import NonFiniteLossError
 
 

@@ -13,7 +13,8 @@ from tests.compat.guide_table import BEGIN, GUIDE, REPOSITORY
 
 import arclight as al
 import arclight.compat.lightning as L
-from arclight.trainer.settings import LIGHTNING, NATIVE
+from arclight.compat.lightning.trainer import LIGHTNING
+from arclight.trainer.settings import TrainerBehavior
 
 ROWS = guide_table.rows()
 TEXT = GUIDE.read_text(encoding="utf-8")
@@ -66,7 +67,8 @@ def test_members_of_a_trainer_are_there() -> None:
 
 
 def test_each_difference_between_the_two_trainers_is_told() -> None:
-    differences = [f.name for f in dataclasses.fields(NATIVE) if getattr(NATIVE, f.name) != getattr(LIGHTNING, f.name)]
+    native = TrainerBehavior()
+    differences = [f.name for f in dataclasses.fields(native) if getattr(native, f.name) != getattr(LIGHTNING, f.name)]
     table = TEXT.partition("## Two trainers")[2].partition("\n## ")[0]
     assert len(re.findall(r"^\| (?!\|)[^|`]*[`a-zA-Z]", table, re.MULTILINE)) == len(differences)
 

@@ -72,7 +72,7 @@ def test_a_mistyped_name_is_told_the_nearest_one() -> None:
 
 
 def test_replacing_a_name_for_a_while_leaves_our_rooms_alone() -> None:
-    from arclight.fabric.environments import base
+    from arclight.fabric.environments import clusters
 
     first, second = f"{ROOT}.fabric.utilities.seed", f"{ROOT}.fabric"
     modules = [importlib.import_module(name) for name in (first, second)]
@@ -84,13 +84,13 @@ def test_replacing_a_name_for_a_while_leaves_our_rooms_alone() -> None:
         assert [module.seed_everything() for module in modules] == [3, 4]
         assert importlib.import_module("arclight.fabric.seeding").seed_everything is ours
     assert [module.seed_everything for module in modules] == [ours, ours]
-    before = base.find_free_network_port
+    before = clusters.find_free_network_port
     with (
         pytest.raises(ZeroDivisionError),
         mock.patch(f"{ROOT}.fabric.plugins.environments.lightning.find_free_network_port"),
     ):
         _ = 1 / 0
-    assert base.find_free_network_port is before
+    assert clusters.find_free_network_port is before
 
 
 def test_stubs_are_those_of_the_table() -> None:

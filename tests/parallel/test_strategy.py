@@ -25,7 +25,7 @@ from arclight.parallel import Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 
 STEPS, GLOBAL_BATCH = 20, 12
 """An error of 1e-5 shows at the second step; so many are needed for runs that are stopped twice on their way."""

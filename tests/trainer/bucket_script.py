@@ -14,7 +14,7 @@ import arclight as al
 from arclight.checkpoint.remote import to_path
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 
 
 class Model(al.Module):

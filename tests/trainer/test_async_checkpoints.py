@@ -17,7 +17,7 @@ from arclight import checkpoint
 from arclight.checkpoint import async_saver as saver_module
 from arclight.compat.lightning import Trainer
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO, FolderCheckpointIO, TorchCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 
 
 def names(folder: str | Path | None) -> set[str]:

@@ -25,8 +25,8 @@ from arclight.checkpoint.remote import RemotePath, to_path
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO
-from arclight.trainer.settings import Checkpointing
+from arclight.trainer.callbacks.settings import Checkpointing
+from arclight.trainer.fabric.checkpoint_io import TorchCheckpointIO
 
 SCORES = (5.0, 3.0, 4.0, 1.0, 2.0, 0.5)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import arclight as al
-from arclight.trainer.loop.verification import from_compiled, to_uncompiled
+from arclight.compat.lightning.utilities import to_uncompiled
+from arclight.trainer.loop.verification import from_compiled
 
 
 class Small(al.Module):

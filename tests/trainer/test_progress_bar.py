@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.progress import TextColumn
 
+from arclight.compat.lightning.trainer import LIGHTNING
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks import ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
 from arclight.trainer.callbacks.progress.progress_bar import get_standard_metrics
@@ -21,7 +22,6 @@ from arclight.trainer.callbacks.progress.rich_progress import count_text, value_
 from arclight.trainer.callbacks.progress.timing import ProgressClock, clock_text, rate_text
 from arclight.trainer.loggers.logger import DummyLogger
 from arclight.trainer.loop.hooks import callback_hooks
-from arclight.trainer.settings import LIGHTNING
 
 
 def shown(terminal: bool, **arguments: Any) -> tuple[RichProgressBar, io.StringIO]:

@@ -39,7 +39,7 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._in_flight: Future[Path] | None = None
+        self._in_flight: Future[Any] | None = None
         self._closed = False
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._shares: ShardedSaver | None = None
@@ -81,6 +81,12 @@ class AsyncSaver:
                 raise CheckpointError(problem)
 
         self._in_flight = self._thread.submit(_write, job.path, write_part, event)
+        return self._in_flight
+
+    def submit(self, writer: Callable[[], Any]) -> Future[Any]:
+        """Run ``writer`` in the background instead, for another format; what it writes must be a copy already."""
+        self._ready()
+        self._in_flight = self._thread.submit(writer)
         return self._in_flight
 
     def _ready(self) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import UsageError
 
 if TYPE_CHECKING:
-    from arclight.cli.schema import Recipe
-    from arclight.cli.user_module import UserRun
+    from arclight.cli.schema import Recipe, TrainingRun
     from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
-    from arclight.trainer.settings import Diloco, TrainerSettings
+    from arclight.trainer.callbacks.settings import Diloco
+    from arclight.trainer.settings import TrainerSettings
 
 
 def report_places(trainer: Trainer) -> None:
@@ -52,7 +52,7 @@ def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
     return module, data
 
 
-def make_trainer(recipe: Recipe | UserRun, **objects: Any) -> Trainer:
+def make_trainer(recipe: TrainingRun, **objects: Any) -> Trainer:
     """Build the trainer that the recipe describes; UsageError if its settings do not fit."""
     from arclight import Trainer
 
@@ -125,7 +125,7 @@ def check_plan(plan: Plan, module: Module) -> None:
         raise UsageError(f"plan: {error}") from error
 
 
-def callbacks(recipe: Recipe | UserRun) -> list[Callback]:
+def callbacks(recipe: TrainingRun) -> list[Callback]:
     """Build the callbacks that the recipe has settings for."""
     from arclight import LearningRateMonitor
 

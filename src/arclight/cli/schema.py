@@ -1,4 +1,4 @@
-"""Schema of a recipe for a training run."""
+"""Schema of a training run: of a recipe's task, or of a module of the user's own."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Annotated
 
 from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
+from arclight.recipe import Imported
 from arclight.text.settings import LanguageTask
-from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
+from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
+from arclight.trainer.settings import TrainerSettings
 from arclight.vision.tasks.settings import DetectionTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Checked):
-    """One training run, completely described."""
+class TrainingRun(Checked):
+    """Name the place of a run, and say how whatever it trains is trained."""
 
-    name: str = "run"
-    """Name of the run; its folder is <root>/<name>/<number>/."""
+    name: str | None = None
+    """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""
     root: Path = Path("runs")
     """Folder of all runs."""
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
     """Seed of every random stream, from 0 to 2**32 - 1."""
-    task: DetectionTask | LanguageTask
-    """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Length, precision and devices of training."""
     plan: Plan | None = None
@@ -50,5 +50,28 @@ class Recipe(Checked):
                 f"root = {self.root}: a run is written to a folder of this machine, not to an address; what is finished can be "
                 "copied there"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(TrainingRun):
+    """One training run, completely described."""
+
+    name: str = "run"
+    """Name of the run; its folder is <root>/<name>/<number>/."""
+    task: DetectionTask | LanguageTask
+    """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not callable(getattr(self.task, "build", None)):
             raise ValueError(f"{type(self.task).__name__} has no method build() that makes a module and its data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserRun(TrainingRun):
+    """One run of a module of your own, completely described."""
+
+    model: Imported
+    """The module: kind = "package.module:Class" and the arguments of its constructor."""
+    data: Imported | None = None
+    """The data module, likewise; none where the module has loaders of its own."""

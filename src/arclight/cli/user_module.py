@@ -14,52 +14,18 @@ import os
 import re
 import sys
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from arclight import recipe
 from arclight.cli.arguments import UsageError, problems_listed
-from arclight.parallel.plan import Plan
+from arclight.cli.schema import UserRun
 from arclight.recipe import Imported, RecipeError, read, write
-from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
 
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class UserRun:
-    """One run of a module of your own, completely described."""
-
-    model: Imported
-    """The module: kind = "package.module:Class" and the arguments of its constructor."""
-    data: Imported | None = None
-    """The data module, likewise; none where the module has loaders of its own."""
-    name: str | None = None
-    """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""
-    root: Path = Path("runs")
-    """Folder of all runs."""
-    seed: int = 0
-    """Seed of every random stream, from 0 to 2**32 - 1."""
-    trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    """Length, precision and devices of training."""
-    plan: Plan | None = None
-    """Parallelism of the model; none leaves that to trainer.strategy."""
-    checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    """Checkpoints to write and to keep."""
-    stopping: Stopping | None = None
-    """Stop early when a value no longer improves."""
-    ema: EMA | None = None
-    """Keep an exponential moving average of the weights and evaluate with it."""
-    guard: Guard | None = None
-    """Skip updates whose loss or gradients are NaN or infinite, or whose loss is a spike."""
-    diloco: Diloco | None = None
-    """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
-    timeline: Timeline | None = None
-    """Draw a training step of the pipeline, as plots/pipeline.html."""
 
 
 def named_module(arguments: Sequence[str]) -> type | None:
@@ -103,16 +69,11 @@ def target_of(cls: type) -> str:
 def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
     """Map each constructor argument to (type, default): Any if not annotated, MISSING for no default."""
     try:
-        hints = typing.get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+        return recipe.arguments_of(cls)
     except NameError as error:
         raise UsageError(
             f"{target_of(cls)}: {error} where the constructor's arguments are annotated; import it outside TYPE_CHECKING"
         ) from error
-    return {
-        p.name: (hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)
-        for p in inspect.signature(cls).parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
 
 
 def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> UserRun:

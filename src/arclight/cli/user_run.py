@@ -14,7 +14,7 @@ from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
 from arclight.cli.run_record import RunRecord
 from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_places, resume_from
-from arclight.cli.user_module import UserRun
+from arclight.cli.schema import UserRun
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module, RunFolder

@@ -8,13 +8,13 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.trainer.callback import Callback as Callback
+    from arclight.trainer.callbacks.settings import EMA as EMA
+    from arclight.trainer.callbacks.settings import Checkpointing as Checkpointing
+    from arclight.trainer.callbacks.settings import Stopping as Stopping
     from arclight.trainer.datamodule import DataModule as DataModule
     from arclight.trainer.logging.reporting import NonFiniteLossError as NonFiniteLossError
     from arclight.trainer.module import Module as Module
     from arclight.trainer.run.folder import RunFolder as RunFolder
-    from arclight.trainer.settings import EMA as EMA
-    from arclight.trainer.settings import Checkpointing as Checkpointing
-    from arclight.trainer.settings import Stopping as Stopping
     from arclight.trainer.settings import TrainerSettings as TrainerSettings
     from arclight.trainer.trainer import Trainer as Trainer
 
@@ -27,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy(
         "NonFiniteLossError": "arclight.trainer.logging.reporting",
         "RunFolder": "arclight.trainer.run.folder",
         "Trainer": "arclight.trainer.trainer",
+        "TrainerSettings": "arclight.trainer.settings",
     }
-    | dict.fromkeys(("EMA", "Checkpointing", "Stopping", "TrainerSettings"), "arclight.trainer.settings"),
+    | dict.fromkeys(("EMA", "Checkpointing", "Stopping"), "arclight.trainer.callbacks.settings"),
 )

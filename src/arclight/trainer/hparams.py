@@ -32,7 +32,7 @@ from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.loggers.params import yaml_text
 
 if TYPE_CHECKING:
-    from arclight.trainer.module import Module
+    from torch import nn
 
 
 TAG = "__arclight__"
@@ -597,7 +597,7 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
     return _instantiate(cls, arguments)
 
 
-def find_attribute_owners(module: Module, name: str) -> list[Any]:
+def find_attribute_owners(module: nn.Module, name: str) -> list[Any]:
     """Every place that has ``name``: the module, its ``hparams``, the data module, its ``hparams``; the last one counts."""
     trainer = getattr(module, "_trainer", None)
     data = trainer.datamodule if trainer is not None else None
@@ -612,17 +612,17 @@ def find_attribute_owners(module: Module, name: str) -> list[Any]:
     return found
 
 
-def has_setting(module: Module, name: str) -> bool:
+def has_setting(module: nn.Module, name: str) -> bool:
     return bool(find_attribute_owners(module, name))
 
 
-def get_setting(module: Module, name: str) -> Any:
+def get_setting(module: nn.Module, name: str) -> Any:
     """The value in the last place that has it. Raises AttributeError where none has."""
     holder = _require_attribute_owners(module, name)[-1]
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
 
-def set_setting(module: Module, name: str, value: Any) -> None:
+def set_setting(module: nn.Module, name: str, value: Any) -> None:
     """Change it in every place that has it. Raises AttributeError where none has."""
     for holder in _require_attribute_owners(module, name):
         if isinstance(holder, dict):
@@ -631,7 +631,7 @@ def set_setting(module: Module, name: str, value: Any) -> None:
             setattr(holder, name, value)
 
 
-def _require_attribute_owners(module: Module, name: str) -> list[Any]:
+def _require_attribute_owners(module: nn.Module, name: str) -> list[Any]:
     found = find_attribute_owners(module, name)
     if not found:
         raise AttributeError(

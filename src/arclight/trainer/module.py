@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import numbers
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +20,6 @@ from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.datamodule import DataHooks
-from arclight.trainer.fabric.link import FabricLink, TrainerOfFabric
 from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
+class Module(DataHooks, HyperparametersMixin, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -40,6 +41,8 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
     _compiler_ctx: dict[str, Any] | None = None  # what compiled its steps, see arclight.trainer.loop.verification
     _trainer: Trainer | None
     _entries: dict[str, ResultMetric] | None
+    _fabric: Any = None
+    _fabric_optimizers: list[Any] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +324,12 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
         )  # fmt: skip
         entry = entries.get(name)
         if entry is None or entry.given != given:
-            entry = self.trainer.logged.entry(entries, self, name, value, given)
+            is_new, entry = entry is None, self.trainer.logged.entry(entries, self, name, value, given)
+            if is_new and logger and self.trainer.logger is None:
+                rank_zero_warn(
+                    f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured: Trainer(logger=...) takes one",
+                    stacklevel=3,
+                )
         entry.add(value, batch_size)
 
     def log_dict(
@@ -362,6 +370,20 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
             f"nothing is logged, because {type(self).__name__} is not being run by a Trainer"
         )
 
+    def _log_through_fabric(self, values: Mapping[str, Any], logger: bool | None) -> None:
+        """Send numbers to the Fabric's loggers. Raises ValueError for what is no number."""
+        from arclight.trainer.logging.rules import refuse_value
+
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                raise ValueError(
+                    f"`self.log_dict({dict(values)})` was called, but nested dictionaries cannot be logged"
+                )
+            if not isinstance(value, (torch.Tensor, numbers.Number)):
+                raise refuse_value(name, value)
+        if logger is not False:
+            self._fabric.log_dict(metrics=values)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above a progress bar that is being drawn."""
         bar = None if self._trainer is None else self._trainer.progress_bar_callback
@@ -398,6 +420,20 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
         for part in self.modules():
             if isinstance(part, Module):
                 part.__dict__["_trainer"] = trainer
+
+    @property
+    def fabric(self) -> Any:
+        """The Fabric that set this module up, None without one."""
+        return self._fabric
+
+    @fabric.setter
+    def fabric(self, fabric: Any) -> None:
+        """Of the modules inside as well. They do not keep it alive."""
+        if fabric is not None and not isinstance(fabric, weakref.ProxyTypes):
+            fabric = weakref.proxy(fabric)
+        for part in self.modules():
+            if isinstance(part, Module):
+                part.__dict__["_fabric"] = fabric
 
     @property
     def current_epoch(self) -> int:
@@ -483,6 +519,22 @@ class Module(DataHooks, HyperparametersMixin, FabricLink, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_entries": None}
+
+
+class TrainerOfFabric:
+    """Stand in for ``self.trainer`` in a Fabric's loop: the Fabric, under the names that both have."""
+
+    def __init__(self, fabric: Any) -> None:
+        self._fabric = fabric
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._fabric, name)
+        except AttributeError:
+            raise AttributeError(
+                f"Your LightningModule code tried to access `self.trainer.{name}`, which no Fabric has: in a loop of your own, "
+                "keep it yourself, or ask `self.fabric`"
+            ) from None
 
 
 def _export(module: Module, target: str | Path | IO[bytes] | None, input_sample: Any, options: dict[str, Any]) -> Any:

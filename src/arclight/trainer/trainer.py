@@ -20,12 +20,13 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
-from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 from arclight.trainer.checkpoint.resume import CheckpointSelector
 from arclight.trainer.checkpoint.state import CheckpointConnector
 from arclight.trainer.data.limits import ValidationSchedule, estimated_steps
 from arclight.trainer.data.stage_data import DataConnector
 from arclight.trainer.diagnosis import diagnose
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
+from arclight.trainer.fabric.strategies import select
 from arclight.trainer.logging.reporting import NonFiniteLossError, Reporter, nonfinite_loss
 from arclight.trainer.loop import gradients
 from arclight.trainer.loop.accumulation import AccumulationState
@@ -47,8 +48,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiler import resolve_profiler
 from arclight.trainer.run.folder import RunFolder
 from arclight.trainer.run.paths import RunPaths, local_root
-from arclight.trainer.settings import ATTRIBUTES, NATIVE, TrainerBehavior, TrainerSettings, check_arguments
-from arclight.trainer.strategies import select
+from arclight.trainer.settings import ATTRIBUTES, TrainerBehavior, TrainerSettings, check_arguments
 
 if TYPE_CHECKING:
     from arclight.fabric.accelerators import Accelerator
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from arclight.fabric.precision import Precision
     from arclight.fabric.strategies import Strategy
     from arclight.fabric.strategies.layer_sync import LayerSync
-    from arclight.trainer.loggers import Logger
+    from arclight.trainer.loggers.logger import Logger
     from arclight.trainer.logging.results import ResultCollection
-    from arclight.trainer.profilers import Profiler
+    from arclight.trainer.profilers.profiler import Profiler
 
     Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
 
@@ -80,7 +80,7 @@ class Trainer:
     Nothing is written before there is something to write. Raises MisconfigurationError for arguments that do not go together.
     """
 
-    behavior: TrainerBehavior = NATIVE
+    behavior: TrainerBehavior = TrainerBehavior()
     callbacks: list[Callback]
 
     # settings that callbacks and modules may change while a run lasts
@@ -138,6 +138,8 @@ class Trainer:
         self.precision_plugin = self.strategy.precision
         own_files = TorchCheckpointIO if self.behavior.checkpoint_suffix else FolderCheckpointIO
         self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            self.checkpoint_io.wrap(own_files)
         root = default_root_dir or ("runs" if self.behavior.run_folders else Path.cwd())
         self.paths = RunPaths(
             self.strategy, root=local_root(root), name=run_name, folder=run_folder, logger=logger,
@@ -161,15 +163,12 @@ class Trainer:
 
     def _default_callbacks(self, given: Callback | list[Callback] | None) -> list[Callback]:
         """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
-        from arclight.trainer.callbacks import (
-            ModelCheckpoint,
-            ModelSummary,
-            ProgressBar,
-            RichModelSummary,
-            RichProgressBar,
-            Timer,
-            TQDMProgressBar,
-        )
+        from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
+        from arclight.trainer.callbacks.monitoring.model_summary import ModelSummary, RichModelSummary
+        from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
+        from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar
+        from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar
+        from arclight.trainer.callbacks.timer import Timer
 
         chosen, settings = self.given, self.settings
         callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -462,6 +461,7 @@ class Trainer:
             self.lightning_module,
             lambda: self.loggers,
             zero_based=self.behavior.zero_based_rows,
+            automatic=self.lightning_module.automatic_optimization,
         )
 
     def row_of_step(self, step: int) -> int:
@@ -832,7 +832,7 @@ class Trainer:
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        from arclight.trainer.callbacks import EarlyStopping
+        from arclight.trainer.callbacks.early_stopping import EarlyStopping
 
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
@@ -842,7 +842,7 @@ class Trainer:
 
     @property
     def progress_bar_callback(self) -> Any:
-        from arclight.trainer.callbacks import ProgressBar
+        from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 

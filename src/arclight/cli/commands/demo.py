@@ -17,7 +17,8 @@ from arclight.cli.style import console_of
 from arclight.deploy.settings import Int8
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
-from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
+from arclight.trainer.callbacks.settings import EMA, Checkpointing
+from arclight.trainer.settings import TrainerSettings
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.tasks.settings import DetectionTask
 

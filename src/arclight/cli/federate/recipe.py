@@ -27,7 +27,7 @@ class FederatedRecipe(Recipe):
     federation: Federation = field(default_factory=Federation)
     """Federated training: clients, rounds, strategy, exchange."""
     partition: Source | Merchant | IID | Dirichlet | None = None
-    """How the task's data are divided among clients; none: as the task does it by itself, which is at random for texts and
+    """Partition of the task's data among clients; none: the task's own, which is at random for texts and
     images. A client that joins with data of its own takes all of them."""
 
     def __post_init__(self) -> None:

@@ -138,7 +138,7 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
         "arclight.fabric.environments.clusters",
         "LightningEnvironment",
     ),
-    ("fabric.plugins.environments.lightning", "arclight.fabric.environments.base", "find_free_network_port"),
+    ("fabric.plugins.environments.lightning", "arclight.fabric.environments.clusters", "find_free_network_port"),
     ("fabric.plugins.environments.torchelastic", "arclight.fabric.environments.clusters", "TorchElasticEnvironment"),
     ("fabric.plugins.environments.kubeflow", "arclight.fabric.environments.clusters", "KubeflowEnvironment"),
     ("fabric.plugins.environments.slurm", "arclight.fabric.environments.clusters", "SLURMEnvironment"),
@@ -150,7 +150,7 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
 CALLBACKS: _Rows = (
     (
         "pytorch.callbacks pytorch.callbacks.batch_size_finder",
-        "arclight.trainer.tuner.batch_size_scaling",
+        "arclight.trainer.callbacks.batch_size_finder",
         "BatchSizeFinder",
     ),
     (
@@ -173,7 +173,11 @@ CALLBACKS: _Rows = (
         "arclight.trainer.callbacks.gradient_accumulation_scheduler",
         "GradientAccumulationScheduler",
     ),
-    ("pytorch.callbacks pytorch.callbacks.lr_finder", "arclight.trainer.tuner.lr_finder", "LearningRateFinder"),
+    (
+        "pytorch.callbacks pytorch.callbacks.lr_finder",
+        "arclight.trainer.callbacks.learning_rate_finder",
+        "LearningRateFinder",
+    ),
     (
         "pytorch.callbacks pytorch.callbacks.lr_monitor",
         "arclight.trainer.callbacks.monitoring.lr_monitor",
@@ -358,17 +362,18 @@ _TRAINER: _Rows = (
     ("pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "ScheduleWrapper=StageSchedule"),
     (
         "fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io",
-        "arclight.trainer.checkpoint.checkpoint_io",
+        "arclight.trainer.fabric.checkpoint_io",
         "CheckpointIO TorchCheckpointIO",
     ),
-    ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint.checkpoint_io", "CheckpointIO"),
+    ("fabric.plugins.io.checkpoint_io", "arclight.trainer.fabric.checkpoint_io", "CheckpointIO"),
     (
         "pytorch.plugins pytorch.plugins.io pytorch.plugins.io.async_plugin",
-        "arclight.trainer.checkpoint.checkpoint_io",
+        "arclight.trainer.fabric.checkpoint_io",
         "AsyncCheckpointIO",
     ),
-    ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint.checkpoint_io", "TorchCheckpointIO"),
-    ("pytorch.utilities.compile", "arclight.trainer.loop.verification", "from_compiled to_uncompiled"),
+    ("fabric.plugins.io.torch_io", "arclight.trainer.fabric.checkpoint_io", "TorchCheckpointIO"),
+    ("pytorch.utilities.compile", "arclight.trainer.loop.verification", "from_compiled"),
+    ("pytorch.utilities.compile", "arclight.compat.lightning.utilities", "to_uncompiled"),
     ("pytorch.serve pytorch.serve.servable_module", "arclight.serve.servable", "ServableModule"),
     ("pytorch.serve pytorch.serve.servable_module_validator", "arclight.serve.servable", "ServableModuleValidator"),
     (

@@ -1,4 +1,7 @@
-"""The Trainer that keeps Lightning's habits."""
+"""The Trainer that keeps Lightning's habits, and the loop objects that code for it reads and changes.
+
+The loops are views of what our trainer keeps in plain integers.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from arclight.compat.lightning.names import __version__
 from arclight.trainer import Trainer as _Trainer
 from arclight.trainer.loop.progress import TrainerFn
-from arclight.trainer.settings import LIGHTNING
+from arclight.trainer.settings import TrainerBehavior
 
 if TYPE_CHECKING:
     from arclight.trainer.loop.predictions import Predictions
@@ -190,8 +194,32 @@ class FitLoop:
         self.trainer.progress.load_state_dict(state["progress"])
 
 
+LIGHTNING = TrainerBehavior(
+    zero_grad_first=True,
+    closures=True,
+    count_optimizer_steps=True,
+    windows_span_epochs=False,
+    weigh_windows=False,
+    stop_on_nonfinite=False,
+    sanity_val_steps=2,
+    checkpoint_suffix=".ckpt",
+    run_folders=False,
+    version=("pytorch-lightning_version", __version__),
+    evaluate_best=True,
+    exit_on_interrupt=True,
+    metrics_by_batch=True,
+    callbacks_factory="lightning.pytorch.callbacks_factory",
+    validate_before_stop=True,
+    skip_leaves_out_validation=True,
+    frequency_counts_batches=True,
+    drop_unpicklable_hparams=True,
+    zero_based_rows=True,
+)
+"""Where Lightning's habits differ from ours."""
+
+
 class Trainer(_Trainer):
-    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.settings.Conventions`."""
+    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.settings.TrainerBehavior`."""
 
     behavior = LIGHTNING
 

@@ -26,6 +26,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.warnings import WarningCache
 from arclight.trainer import Callback, DataModule, Module
+from arclight.trainer.loop.verification import COMPILED, wrapped_module
 
 warning_cache = WarningCache()
 
@@ -343,3 +344,31 @@ _MLFLOW_AVAILABLE = _MLFLOW_SYNCHRONOUS_AVAILABLE = _is_there("mlflow")
 _TENSORBOARD_AVAILABLE = _is_there("tensorboard")
 _TENSORBOARDX_AVAILABLE = _is_there("tensorboardX")
 _WANDB_AVAILABLE = _is_there("wandb")
+
+
+def to_uncompiled(model: Any) -> Module:
+    """The Module as it was before it was compiled, from what ``torch.compile`` or :func:`arclight.trainer.loop.verification.from_compiled` returned.
+
+    Raises ValueError for a module that is not compiled, and for anything else.
+    """
+    module = wrapped_module(model)
+    module = model if module is None else module
+    if not isinstance(module, Module):
+        if module is not model:
+            raise TypeError(f"the compiled object holds a {type(module).__name__}, not a LightningModule")
+        raise ValueError("`model` must either be an instance of OptimizedModule or LightningModule")
+    if module._compiler_ctx is None:
+        if module is model:
+            raise ValueError(
+                "`model` is required to be a compiled LightningModule. Found a non-compiled LightningModule instead."
+            )
+        return module
+    for name in COMPILED:
+        original = module._compiler_ctx.get(f"original_{name}")
+        if original is None:
+            continue  # a step that the module does not have
+        module.__dict__.pop(name, None)
+        if getattr(module, name) != original:
+            setattr(module, name, original)  # one that was set on the instance, before it was compiled
+    module._compiler_ctx = None
+    return module

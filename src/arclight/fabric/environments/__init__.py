@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.fabric.environments.base import ClusterEnvironment as ClusterEnvironment
-    from arclight.fabric.environments.base import find_free_network_port as find_free_network_port
+    from arclight.fabric.environments.clusters import ClusterEnvironment as ClusterEnvironment
     from arclight.fabric.environments.clusters import KubeflowEnvironment as KubeflowEnvironment
     from arclight.fabric.environments.clusters import LightningEnvironment as LightningEnvironment
     from arclight.fabric.environments.clusters import LSFEnvironment as LSFEnvironment
@@ -17,11 +16,12 @@ if TYPE_CHECKING:
     from arclight.fabric.environments.clusters import SLURMEnvironment as SLURMEnvironment
     from arclight.fabric.environments.clusters import TorchElasticEnvironment as TorchElasticEnvironment
     from arclight.fabric.environments.clusters import detect_environment as detect_environment
+    from arclight.fabric.environments.clusters import find_free_network_port as find_free_network_port
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "ClusterEnvironment": "arclight.fabric.environments.base",
+        "ClusterEnvironment": "arclight.fabric.environments.clusters",
         "KubeflowEnvironment": "arclight.fabric.environments.clusters",
         "LSFEnvironment": "arclight.fabric.environments.clusters",
         "LightningEnvironment": "arclight.fabric.environments.clusters",
@@ -30,6 +30,6 @@ __getattr__, __dir__, __all__ = lazy(
         "SLURMEnvironment": "arclight.fabric.environments.clusters",
         "TorchElasticEnvironment": "arclight.fabric.environments.clusters",
         "detect_environment": "arclight.fabric.environments.clusters",
-        "find_free_network_port": "arclight.fabric.environments.base",
+        "find_free_network_port": "arclight.fabric.environments.clusters",
     },
 )

@@ -11,6 +11,7 @@ from arclight._lazy import lazy
 if TYPE_CHECKING:
     from arclight.trainer.callback import Callback as Callback
     from arclight.trainer.callback import Checkpoint as Checkpoint
+    from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from arclight.trainer.callbacks.checkpoint.on_exception_checkpoint import (
         OnExceptionCheckpoint as OnExceptionCheckpoint,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from arclight.trainer.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from arclight.trainer.callbacks.loss_guard import LossGuard as LossGuard
     from arclight.trainer.callbacks.loss_guard import SpikeDetection as SpikeDetection
     from arclight.trainer.callbacks.micro_batching import MicroBatching as MicroBatching
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     )
     from arclight.trainer.callbacks.weights.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from arclight.trainer.callbacks.weights.weight_averaging import WeightAveraging as WeightAveraging
-    from arclight.trainer.tuner.batch_size_scaling import BatchSizeFinder as BatchSizeFinder
-    from arclight.trainer.tuner.lr_finder import LearningRateFinder as LearningRateFinder
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -56,7 +56,7 @@ __getattr__, __dir__, __all__ = lazy(
         "BackboneFinetuning": "arclight.trainer.callbacks.weights.finetuning",
         "BaseFinetuning": "arclight.trainer.callbacks.weights.finetuning",
         "BasePredictionWriter": "arclight.trainer.callbacks.prediction_writer",
-        "BatchSizeFinder": "arclight.trainer.tuner.batch_size_scaling",
+        "BatchSizeFinder": "arclight.trainer.callbacks.batch_size_finder",
         "DeviceStatsMonitor": "arclight.trainer.callbacks.monitoring.device_stats_monitor",
         "DiLoCo": "arclight.trainer.callbacks.weights.diloco",
         "EMAWeightAveraging": "arclight.trainer.callbacks.weights.weight_averaging",
@@ -64,7 +64,7 @@ __getattr__, __dir__, __all__ = lazy(
         "EarlyStoppingReason": "arclight.trainer.callbacks.early_stopping",
         "GradientAccumulationScheduler": "arclight.trainer.callbacks.gradient_accumulation_scheduler",
         "LambdaCallback": "arclight.trainer.callbacks.lambda_callback",
-        "LearningRateFinder": "arclight.trainer.tuner.lr_finder",
+        "LearningRateFinder": "arclight.trainer.callbacks.learning_rate_finder",
         "LearningRateMonitor": "arclight.trainer.callbacks.monitoring.lr_monitor",
         "LossGuard": "arclight.trainer.callbacks.loss_guard",
         "MicroBatching": "arclight.trainer.callbacks.micro_batching",

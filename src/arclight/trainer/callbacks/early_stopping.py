@@ -17,7 +17,6 @@ from arclight.trainer.callbacks.monitored import (
     MissingMetricError,
     check_mode,
     missing_metric,
-    validates_once_per_epoch,
 )
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class EarlyStopping(Callback):
     def _checks_epoch(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
-        return validates_once_per_epoch(trainer)
+        return trainer.validation_schedule.once_per_epoch
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:

@@ -10,7 +10,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.data.limits import ValidationSchedule
 
 
 class MissingMetricError(MisconfigurationError, RuntimeError):
@@ -37,21 +37,11 @@ def check_mode(mode: str) -> None:
         raise MisconfigurationError(f"`mode` can be min (lower is better) or max, but got {mode}")
 
 
-def validates_once_per_epoch(trainer: Trainer) -> bool:
-    """Return True if every training epoch ends with exactly one validation run, or there is none at all."""
-    if not trainer.enable_validation:
-        return True
-    interval = trainer.val_check_interval
-    return trainer.check_val_every_n_epoch == 1 and (
-        interval is None or (isinstance(interval, float) and interval == 1.0)
-    )
-
-
-def warn_of_no_validation(trainer: Trainer, monitor: str | None, values: Iterable[str], after_validation: bool) -> None:
+def warn_of_no_validation(
+    schedule: ValidationSchedule, monitor: str | None, values: Iterable[str], after_validation: bool
+) -> None:
     """Say so where a fit ended without the validation that checkpoints were to be ranked by, or saved after."""
-    rhythm = (
-        f"check_val_every_n_epoch={trainer.check_val_every_n_epoch} and val_check_interval={trainer.val_check_interval}"
-    )
+    rhythm = f"check_val_every_n_epoch={schedule.every_n_epochs} and val_check_interval={schedule.interval}"
     if monitor is not None and monitor not in values:
         advice = f"Train for longer or validate more often: {rhythm} were not reached"
         rank_zero_warn(f"validation never ran, and {missing_metric('ModelCheckpoint', monitor, values, advice)}")

@@ -11,7 +11,7 @@ from torch import nn
 from arclight import checkpoint as checkpoints
 from arclight.checkpoint.remote import is_remote, to_path
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.checkpoint.checkpoint_io import from_tree
+from arclight.trainer.fabric.checkpoint_io import from_tree
 
 
 class WeightsMisfitError(checkpoints.CheckpointError, RuntimeError):

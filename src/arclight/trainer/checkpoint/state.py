@@ -35,8 +35,8 @@ from arclight.fabric.seeding import rng_state
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
 from arclight.trainer.callback import AveragesWeights
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.logging import reporting
 from arclight.trainer.loop.hooks import logging_as, overridden
@@ -88,7 +88,7 @@ class CheckpointConnector:
         for owner in (module, data):
             if isinstance(owner, HyperparametersMixin):
                 checkpoint |= checkpoint_entries(owner)
-        if hasattr(data, "state_dict") and (state := profile_data_hook(trainer, data, "state_dict")()):
+        if hasattr(data, "state_dict") and (state := profile_data_hook(trainer.profiler, data, "state_dict")()):
             checkpoint[type(data).__qualname__] = state
         if not weights_only:
             trainer.call_all("on_save_checkpoint", checkpoint)
@@ -122,7 +122,7 @@ class CheckpointConnector:
 
     def save(self, path: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
         """Write a checkpoint; returns on every rank when it is complete."""
-        profile_action(self._trainer, "save_checkpoint", self._save)(path, weights_only, storage_options)
+        profile_action(self._trainer.profiler, "save_checkpoint", self._save)(path, weights_only, storage_options)
 
     def _save(self, path: str | Path, weights_only: bool, storage_options: Any) -> None:
         trainer = self._trainer
@@ -165,7 +165,7 @@ class CheckpointConnector:
             names = list(dict.fromkeys(name for names in everyones for name in names))
             refuse_nan(trainer.ckpt_path or "the checkpoint", names)
         if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
-            profile_data_hook(trainer, data, "load_state_dict")(state)
+            profile_data_hook(trainer.profiler, data, "load_state_dict")(state)
         states = checkpoint.get("callbacks", {})
         for callback in trainer.callbacks:
             if callback.state_key in states:

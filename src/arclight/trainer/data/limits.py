@@ -80,6 +80,11 @@ class ValidationSchedule:
         return self.interval is None or (isinstance(self.interval, float) and self.interval == 1.0)
 
     @property
+    def once_per_epoch(self) -> bool:
+        """Return True if every epoch ends with exactly one validation, or there is none at all."""
+        return not self.enabled or (self.every_n_epochs == 1 and self.at_epoch_end)
+
+    @property
     def batches(self) -> Count:
         """Training batches from one validation to the next. Raises MisconfigurationError for a share of an unknown number."""
         if self.interval is None or self.at_epoch_end:

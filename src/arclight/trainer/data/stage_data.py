@@ -189,7 +189,7 @@ class DataConnector:
             if stage == "train":
                 run.num_training_batches = 0
             return data
-        source = profile_action(trainer, f"setup_{HOOKS[stage]}", data.request)()
+        source = profile_action(trainer.profiler, f"setup_{HOOKS[stage]}", data.request)()
         trainer.strategy.barrier(f"{HOOKS[stage]}()")
         mode: Mode = "max_size_cycle" if stage == "train" else "sequential"
         combined = copy.copy(source) if isinstance(source, CombinedLoader) else None
@@ -348,7 +348,7 @@ class DataConnector:
         Then it is a collective of each epoch. Raises MisconfigurationError on all of them where only some have.
         """
         trainer = self._trainer
-        batches = profile_items(trainer, _FETCHING, loader.batches(epoch, start))
+        batches = profile_items(trainer.profiler, _FETCHING, loader.batches(epoch, start))
         if trainer.run_state.num_training_batches != math.inf or trainer.world_size == 1:
             return batches
         first = list(islice(batches, 1))

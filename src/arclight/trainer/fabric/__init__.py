@@ -1,7 +1,7 @@
 """Fabric: devices, precision and processes for a loop of the user's own. In: a model, optimizers, loaders; out: the same, wrapped.
 
 Open ``fabric`` first: the class and what it is told. ``wrappers`` are what it gives back for a module, an optimizer and a loader,
-``state_io`` writes and reads its checkpoints, ``link`` is how an :class:`arclight.Module` logs in such a loop.
+``checkpoint_io`` writes and reads checkpoints, a Trainer's too, ``strategies`` chooses among strategies.
 """
 
 from typing import TYPE_CHECKING

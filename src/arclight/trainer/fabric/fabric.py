@@ -22,7 +22,8 @@ from arclight.fabric.batches import as_scalars, as_tensors, map_tensors, move_ba
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
 from arclight.fabric.seeding import seed_everything
 from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
-from arclight.trainer.fabric.state_io import StateIO
+from arclight.trainer.fabric.checkpoint_io import StateIO
+from arclight.trainer.fabric.strategies import select
 from arclight.trainer.fabric.wrappers import (
     BackwardState,
     FabricDataLoader,
@@ -33,7 +34,6 @@ from arclight.trainer.fabric.wrappers import (
     uncompiled,
     unwrap,
 )
-from arclight.trainer.strategies import select
 
 
 @dataclass

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
-    from arclight.trainer.module import Module
 
 
 class Logger:
@@ -167,7 +166,7 @@ def open_experiments(loggers: Iterable[Any]) -> None:
             _ = logger.experiment
 
 
-def log_hyperparams_and_graph(loggers: Iterable[Any], module: Module, hyperparams: dict[str, Any] | None) -> None:
+def log_hyperparams_and_graph(loggers: Iterable[Any], module: nn.Module, hyperparams: dict[str, Any] | None) -> None:
     """Give each logger the hyper-parameters and the module's graph, and let it write them."""
     for logger in loggers:
         if hyperparams is not None:

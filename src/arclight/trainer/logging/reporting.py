@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.callback import Callback
     from arclight.trainer.loop.run_state import RunState
-    from arclight.trainer.module import Module
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -47,20 +45,21 @@ class Reporter:
     """Write the rows of a run's loggers and the values that its callbacks see.
 
     ``loggers``: asked for when there is something to write, as they may make their folder then; ``zero_based``: number rows by the
-    step that made them, counted from 0, not by steps completed.
+    step that made them, counted from 0, not by steps completed (by batches, where the optimization is not ``automatic``).
     """
 
     def __init__(
         self,
         run: RunState,
         strategy: Strategy,
-        module: Module,
+        module: nn.Module,
         loggers: Callable[[], Sequence[Any]],
         *,
         zero_based: bool,
+        automatic: bool,
     ) -> None:
         self.run, self.strategy, self.module = run, strategy, module
-        self._loggers, self._zero_based = loggers, zero_based
+        self._loggers, self._zero_based, self._automatic = loggers, zero_based, automatic
 
     def log_step(self) -> None:
         """Send the newest step values to the loggers, in one transfer from the device."""
@@ -101,7 +100,7 @@ class Reporter:
         progress = self.run.progress
         if not self._zero_based:
             return progress.global_step
-        steps = progress.global_step if self.module.automatic_optimization else progress.batches
+        steps = progress.global_step if self._automatic else progress.batches
         return max(0, steps - 1) if self.run.state.fn == TrainerFn.FITTING else steps
 
     # -- the end of an epoch -------------------------------------------------------------------------------------------
@@ -156,30 +155,11 @@ class Reporter:
         return [{name: read[name] for name in {**results, **last}} for results in loaders]
 
 
-# -- callbacks that log ----------------------------------------------------------------------------------------------------
-
-
-def attach_log(callbacks: Iterable[Callback], module: Module) -> None:
-    """For the time of a run, make ``self.log`` and ``self.log_dict`` of each callback the module's."""
-    for callback in callbacks:
-        for name in ("log", "log_dict"):
-            if not hasattr(callback, name):
-                setattr(callback, name, getattr(module, name))
-
-
-def detach_log(callbacks: Iterable[Callback]) -> None:
-    """Undo :func:`attach_log`."""
-    for callback in callbacks:
-        for name in ("log", "log_dict"):
-            if isinstance(getattr(vars(callback).get(name), "__self__", None), nn.Module):
-                delattr(callback, name)
-
-
 # -- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
 def load_logged_state(
-    values: ResultCollection, ranks: list[dict[str, Any]], strategy: Strategy, module: Module
+    values: ResultCollection, ranks: list[dict[str, Any]], strategy: Strategy, module: nn.Module
 ) -> None:
     """Take up each rank's part; if there are more or fewer ranks now, rank 0 takes all of them.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.hparams import known_fields
 from arclight.trainer.logging import rules
 from arclight.trainer.logging.rules import LogSettings
-
-if TYPE_CHECKING:
-    from arclight.trainer.module import Module
 
 
 class BatchInfo:
@@ -86,7 +83,7 @@ def metric_state(metric: Any) -> dict[str, Any] | None:
     return None
 
 
-def restore_metric(module: Module, path: str, state: dict[str, Any] | None) -> Any:
+def restore_metric(module: nn.Module, path: str, state: dict[str, Any] | None) -> Any:
     """The metric that ``module`` holds at ``path``, with ``state`` put back; None where there is none any more."""
     try:
         metric = _part(module, path)
@@ -108,7 +105,7 @@ def restore_metric(module: Module, path: str, state: dict[str, Any] | None) -> A
     return metric
 
 
-def held_metric(module: Module, path: str, name: str) -> Any:
+def held_metric(module: nn.Module, path: str, name: str) -> Any:
     """Return the metric that ``module`` holds at ``path``, to take part in what others logged as ``name``.
 
     Raises MisconfigurationError where it holds none.
@@ -354,7 +351,7 @@ class ResultMetric:
         }  # fmt: skip
         return state if self.metric is None else {**state, "metric": metric_state(self.metric)}
 
-    def load_state_dict(self, state: dict[str, Any], module: Module) -> None:
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module) -> None:
         self.total, self.weight, self.last, self.weights = (
             state["total"],
             state["weight"],
@@ -424,7 +421,7 @@ class ResultCollection:
             yield from table.values()
 
     def entry(
-        self, table: dict[str, ResultMetric], module: Module, name: str, value: Any, given: tuple[Any, ...]
+        self, table: dict[str, ResultMetric], module: nn.Module, name: str, value: Any, given: tuple[Any, ...]
     ) -> ResultMetric:
         """The entry in ``table`` for a call of ``log`` with the arguments ``given``, new or known.
 
@@ -439,7 +436,7 @@ class ResultCollection:
         known = table.get(name)
         if known is None:
             known = table[name] = ResultMetric(self.hook, name, settings, self.batch, self.loader)
-            self._check_new(known, module, value, given[1])
+            self._check_new(known, value)
         elif not known.given:  # from a checkpoint: the code of today says how it is shown
             known.adopt(settings)
         elif known.settings != settings:
@@ -448,7 +445,7 @@ class ResultCollection:
         return known
 
     def _settings(
-        self, module: Module, name: str, value: Any, prog_bar: bool, logger: bool | None, on_step: bool | None, on_epoch: bool | None,
+        self, module: nn.Module, name: str, value: Any, prog_bar: bool, logger: bool | None, on_step: bool | None, on_epoch: bool | None,
         reduce_fx: Any, enable_graph: bool, sync_dist: bool, sync_dist_group: Any, add_dataloader_idx: bool,
         metric_attribute: str | None, rank_zero_only: bool,
     ) -> LogSettings:  # fmt: skip
@@ -463,7 +460,7 @@ class ResultCollection:
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
 
-    def _check_new(self, entry: ResultMetric, module: Module, value: Any, logger: bool | None) -> None:
+    def _check_new(self, entry: ResultMetric, value: Any) -> None:
         if not entry.settings.add_dataloader_idx and any(
             other.hook == entry.hook and other.name == entry.name and other is not entry for other in self.entries()
         ):
@@ -475,13 +472,8 @@ class ResultCollection:
                 f"reduced. Converting it to {_wide(torch.get_default_dtype())}; log `{entry.name}.float()` to say so yourself",
                 stacklevel=5,
             )
-        if logger and module.trainer.logger is None:
-            rank_zero_warn(
-                f"You called `self.log({entry.name!r}, ..., logger=True)` but have no logger configured: Trainer(logger=...) takes one",
-                stacklevel=5,
-            )
 
-    def adopt(self, hook: str, name: str, loader: int, description: dict[str, Any], module: Module) -> ResultMetric:
+    def adopt(self, hook: str, name: str, loader: int, description: dict[str, Any], module: nn.Module) -> ResultMetric:
         """Make the entry of that key for what other processes have logged; ``loader`` is -1 where there is only one.
 
         Raises MisconfigurationError for a metric that this process does not have.
@@ -517,7 +509,7 @@ class ResultCollection:
             if table
         }
 
-    def load_state_dict(self, state: dict[str, Any], module: Module) -> None:
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module) -> None:
         for hook, table in state.items():
             for name, saved in table.items():
                 settings = LogSettings(**known_fields(LogSettings, saved["settings"], f"logged value {name!r}"))

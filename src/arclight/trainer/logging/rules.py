@@ -5,14 +5,12 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
-
-if TYPE_CHECKING:
-    from arclight.trainer.module import Module
 
 # In a hook of a batch, each value may be shown on its own and may be part of the epoch's. Training shows each by default.
 _TRAINING_BATCH = (
@@ -194,7 +192,7 @@ def metric_items(collection: Any) -> Iterator[tuple[str, Any]]:
     yield from collection.items(**options)
 
 
-def metric_attribute(module: Module, name: str, metric: Any) -> str:
+def metric_attribute(module: nn.Module, name: str, metric: Any) -> str:
     """Under which attribute ``module`` holds ``metric``, so that a checkpoint can save and restore it by that name.
 
     Raises MisconfigurationError if it holds it nowhere.

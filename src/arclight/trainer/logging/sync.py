@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from arclight.trainer.logging.metrics import read_scalars
 from arclight.trainer.logging.results import ResultCollection, ResultMetric
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.module import Module
 
 Key = tuple[str, str, int]
 """Hook, name and loader (-1 where there is only one)."""
@@ -22,7 +22,7 @@ class LoggedNamesDifferError(RuntimeError):
     """Processes logged one name in ways that cannot be put together."""
 
 
-def reduce_epoch(values: ResultCollection, strategy: Strategy, module: Module) -> list[ResultMetric]:
+def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module) -> list[ResultMetric]:
     """The ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
 
     A process that did not log a name adds nothing to it, cannot block the others, and knows the result as they do. A metric
@@ -83,7 +83,7 @@ def _missing_entries(
     everyone: list[dict[str, Any]],
     strategy: Strategy,
     own: list[ResultMetric],
-    module: Module,
+    module: nn.Module,
 ) -> list[ResultMetric]:
     """Entries for what other processes have logged and this one has not: it may have had no batch.
 

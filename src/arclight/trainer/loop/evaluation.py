@@ -155,7 +155,8 @@ class EvaluationLoop:
 
     def _collect(self, data: StageData, keep: bool) -> Predictions:
         writers = [c.interval for c in self.trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        return Predictions.begin(data.loaders, keep, writers)
+        at_end = any(interval.on_epoch for interval in writers)
+        return Predictions.begin(data.loaders, keep, writes=bool(writers), at_epoch_end=at_end)
 
     def _begin(self, hook: str) -> None:
         self.trainer.call(f"on_{hook}_start", monitors=hook == "predict")
@@ -174,7 +175,7 @@ class EvaluationLoop:
         wrapped = trainer.precision_plugin.wrap(self.strategy.wrap_evaluation_step(module, step))
         return Calls(
             hook=hook,
-            step=profile_strategy(trainer, f"{hook}_step", wrapped),
+            step=profile_strategy(trainer.profiler, self.strategy, f"{hook}_step", wrapped),
             takes_index=takes(step, "batch_idx", least=2),
             takes_iterator=takes_iterator(step),
             several=loaders > 1,
@@ -184,74 +185,72 @@ class EvaluationLoop:
         )
 
     def _outputs(self, data: StageData, counts: list[Count], number: int, calls: Calls) -> Iterator[Any]:
-        """Run the batches of one loader, with all hooks around them."""
-        if calls.takes_iterator:
-            yield from self._iterator_outputs(data, counts, calls)
-            return
+        """Run the batches of one loader, with all hooks around them; of all loaders for a step that takes an iterator."""
         run, enter, hook = self.run_state, self.trainer.enter, calls.hook
-        move = profile_transfer(self.trainer, self.trainer.data.transfer(self.module, number))
+        iterator = self._iterator(data, counts) if calls.takes_iterator else None
+        turns = self._batches(data, counts, number) if iterator is None else iterator.turns()
+        move = (
+            None
+            if iterator is not None
+            else profile_transfer(self.trainer.profiler, self.strategy, self.trainer.data.transfer(self.module, number))
+        )
         values, reporter, show_at = run.logged, self.trainer.reporter, 0.0
         which = (number,) if calls.several else ()
+
+        def place() -> tuple[Any, ...]:
+            if iterator is None:
+                return batch, index, *which
+            return iterator.batch, iterator.batch_idx, *((iterator.dataloader_idx,) if calls.several else ())
+
         values.in_batches = True
-        for index, batch in enumerate(self._batches(data, counts, number)):
-            if move is not None:
-                batch = move(batch)
-            values.batch.set(batch)
-            if hook == "predict":
-                run.predictions.next_batch(number)
+        for index, batch in enumerate(turns):
+            if iterator is None:
+                if move is not None:
+                    batch = move(batch)
+                values.batch.set(batch)
+                if hook == "predict":
+                    run.predictions.next_batch(number)
             if calls.start:
                 enter(f"on_{hook}_batch_start")
                 for function in calls.start:
-                    function(batch, index, *which)
+                    function(*place())
             enter(f"{hook}_step")
-            output = calls.step(batch, *((index, *which) if calls.takes_index else which))
-            run.eval_batch += 1
+            if iterator is None:
+                output = calls.step(batch, *((index, *which) if calls.takes_index else which))
+                run.eval_batch += 1
+            else:
+                try:
+                    output = calls.step(iterator)
+                except StopIteration:  # the step asked for more than there was
+                    return
+                run.eval_batch = iterator.fetched
             if run.received_sigterm and run.state.fn != TrainerFn.FITTING:
                 raise SIGTERMException  # there is nothing to save
             if calls.end:
                 enter(f"on_{hook}_batch_end")
                 for function in calls.end:
-                    function(output, batch, index, *which)
+                    function(output, *place())
             if values.has_steps:
                 reporter.evaluation_step(values)
-            show_at = _show_progress(calls, show_at)
+            if calls.on_progress and (now := time.monotonic()) >= show_at:
+                show_at = now + PROGRESS_INTERVAL
+                for function in calls.on_progress:
+                    function()
             yield output
 
-    def _iterator_outputs(self, data: StageData, counts: list[Count], calls: Calls) -> Iterator[Any]:
-        """As `_outputs`, for a step that takes its batches from an iterator over all loaders."""
-        run, enter, hook = self.run_state, self.trainer.enter, calls.hook
+    def _iterator(self, data: StageData, counts: list[Count]) -> BatchIterator:
+        """Iterate over the batches of all loaders, for a step that takes them by itself."""
         batches = (
             (batch, index, number)
             for number in range(len(data.loaders))
             for index, batch in enumerate(self._batches(data, counts, number))
         )
-        iterator, values, show_at = BatchIterator(batches, sum(counts)), run.logged, 0.0
-        values.in_batches = True
-        for _ in iterator.turns():
-            if calls.start:
-                enter(f"on_{hook}_batch_start")
-                for function in calls.start:
-                    function(iterator.batch, iterator.batch_idx, *((iterator.dataloader_idx,) if calls.several else ()))
-            enter(f"{hook}_step")
-            try:
-                output = calls.step(iterator)
-            except StopIteration:
-                return
-            run.eval_batch = iterator.fetched
-            if calls.end:
-                enter(f"on_{hook}_batch_end")
-                which = (iterator.dataloader_idx,) if calls.several else ()
-                for function in calls.end:
-                    function(output, iterator.batch, iterator.batch_idx, *which)
-            if values.has_steps:
-                self.trainer.reporter.evaluation_step(values)
-            show_at = _show_progress(calls, show_at)
-            yield output
+        return BatchIterator(batches, sum(counts))
 
     def _batches(self, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
         """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
         batches: Iterator[Any] = data.loaders[number].batches(self.trainer.current_epoch, seed_epoch=0)
-        limit, batches = counts[number], profile_items(self.trainer, _FETCHING[data.stage], batches)
+        limit, batches = counts[number], profile_items(self.trainer.profiler, _FETCHING[data.stage], batches)
         return islice(batches, None if limit == float("inf") else int(limit))
 
 
@@ -287,11 +286,3 @@ def _check_arguments(module: Module, hook: str, loaders: int, stage: str) -> Non
 def _turns(data: StageData, calls: Calls) -> range:
     """The loaders that are run one after another; an iterator goes through all of them by itself."""
     return range(1 if calls.takes_iterator else len(data.loaders))
-
-
-def _show_progress(calls: Calls, show_at: float) -> float:
-    if calls.on_progress and (now := time.monotonic()) >= show_at:
-        show_at = now + PROGRESS_INTERVAL
-        for function in calls.on_progress:
-            function()
-    return show_at

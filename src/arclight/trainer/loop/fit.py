@@ -59,8 +59,8 @@ class FitPlan:
             key=_plan_key(trainer, module),
             trained=_trained(module),
             forward=forward,
-            step=profile_action(trainer, "run_training_batch", builder.step(forward)),
-            move=profile_transfer(trainer, trainer.data.transfer(module)),
+            step=profile_action(trainer.profiler, "run_training_batch", builder.step(forward)),
+            move=profile_transfer(trainer.profiler, trainer.strategy, trainer.data.transfer(module)),
             batch_start=trainer.resolve("on_train_batch_start"),
             batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
             + module_hooks(module, "on_train_batch_end"),
@@ -119,7 +119,7 @@ class FitLoop:
                 PossibleUserWarning,
             )
         while not trainer.fit_is_over:
-            complete = profile_action(trainer, "run_training_epoch", self.train_epoch)(plan)
+            complete = profile_action(trainer.profiler, "run_training_epoch", self.train_epoch)(plan)
             self.agree_on_stop()
             if not complete:
                 run.left_within_epoch = True

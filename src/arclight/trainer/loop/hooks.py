@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.callbacks.pause import Pause
@@ -56,6 +58,22 @@ def logging_as(module: Module, name: str, hook: Hook) -> Hook:
     return run
 
 
+def attach_log(callbacks: Iterable[Callback], module: nn.Module) -> None:
+    """For the time of a run, make ``self.log`` and ``self.log_dict`` of each callback the module's."""
+    for callback in callbacks:
+        for name in ("log", "log_dict"):
+            if not hasattr(callback, name):
+                setattr(callback, name, getattr(module, name))
+
+
+def detach_log(callbacks: Iterable[Callback]) -> None:
+    """Undo :func:`attach_log`."""
+    for callback in callbacks:
+        for name in ("log", "log_dict"):
+            if isinstance(getattr(vars(callback).get(name), "__self__", None), nn.Module):
+                delattr(callback, name)
+
+
 def unused_hooks(callback: Callback) -> frozenset[str]:
     found = callback.unused_hooks
     return found if isinstance(found, frozenset) else frozenset()
@@ -64,7 +82,7 @@ def unused_hooks(callback: Callback) -> frozenset[str]:
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
     """The callbacks' own versions of hook ``name``, with trainer and module bound."""
     return tuple(
-        profile_callback(trainer, callback, name, partial(getattr(callback, name), trainer, module))
+        profile_callback(trainer.profiler, callback, name, partial(getattr(callback, name), trainer, module))
         for callback in callbacks
         if overridden(callback, name, Callback) and name not in unused_hooks(callback)
     )
@@ -74,7 +92,8 @@ def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
     """The module's own version of hook ``name``, if it has one."""
     if not overridden(module, name, Module):
         return ()
-    return (profile_module_hook(module._trainer, module, name, getattr(module, name)),)
+    profiler = None if module._trainer is None else module._trainer.profiler
+    return (profile_module_hook(profiler, module, name, getattr(module, name)),)
 
 
 def within_a_step(module: Module, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from arclight.data import ResumableCombination, ResumableLoader
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.rank_zero import rank_zero_warn
-
-if TYPE_CHECKING:
-    from arclight.trainer.callbacks.prediction_writer import WriteInterval
 
 
 @dataclass
@@ -34,16 +31,17 @@ class Predictions:
 
     @classmethod
     def begin(
-        cls, loaders: Sequence[ResumableLoader | ResumableCombination], keep: bool, writers: Sequence[WriteInterval]
+        cls, loaders: Sequence[ResumableLoader | ResumableCombination], keep: bool, *, writes: bool, at_epoch_end: bool
     ) -> Predictions:
-        """Start a prediction; ``writers``: when each of the callbacks that write predictions does so."""
-        epochs = any(interval.on_epoch for interval in writers)
+        """Start a prediction; ``writes``: a callback writes what it gives, ``at_epoch_end``: one does so at the end."""
         known = [isinstance(loader, ResumableLoader) and loader.track_indices() for loader in loaders]
-        if writers and not all(known):
+        if writes and not all(known):
             unknown = loaders[known.index(False)]
             kind = type(unknown.loader if isinstance(unknown, ResumableLoader) else unknown).__name__
             rank_zero_warn(f"Couldn't infer the batch indices fetched from your dataloader: `{kind}`")
-        return cls(loaders, keep, keep or epochs, [[] for _ in loaders], None, [[] for _ in loaders], epochs)
+        return cls(
+            loaders, keep, keep or at_epoch_end, [[] for _ in loaders], None, [[] for _ in loaders], at_epoch_end
+        )
 
     @property
     def predictions(self) -> list[Any]:

@@ -13,16 +13,15 @@ import torch
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
 from arclight.fabric.warnings import PossibleUserWarning
 from arclight.trainer.callback import Callback
-from arclight.trainer.callbacks import Timer
+from arclight.trainer.callbacks.timer import Timer
 from arclight.trainer.checkpoint.launch_results import collect_launch_results, restore_module, restore_state
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.data.stage_data import StageData, resolve_dataloaders
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
 from arclight.trainer.loggers.logger import log_hyperparams_and_graph, open_experiments
-from arclight.trainer.logging.reporting import attach_log, detach_log
 from arclight.trainer.loop.evaluation import EvaluationLoop
 from arclight.trainer.loop.fit import FitLoop
-from arclight.trainer.loop.hooks import check_state_keys, checkpoints_last, overridden
+from arclight.trainer.loop.hooks import attach_log, check_state_keys, checkpoints_last, detach_log, overridden
 from arclight.trainer.loop.optimizers import configured
 from arclight.trainer.loop.progress import StopRun, TrainerFn, TrainerStatus
 from arclight.trainer.loop.signals import SignalConnector
@@ -103,7 +102,7 @@ class Session:
         trainer.strategy.on_exception(error)
         for logger in trainer.paths.made_loggers:
             logger.finalize("failed")
-        profiling.teardown_profiler(trainer)
+        profiling.teardown_profiler(trainer.profiler, None if self._run.state.fn is None else self._run.state.fn.value)
 
     @contextmanager
     def _torch_flags(self) -> Iterator[None]:
@@ -139,7 +138,7 @@ class Session:
         open_experiments(trainer.paths.own_loggers())
         trainer.selector.resolve_run_folder(ckpt_path)
         self._add_callbacks(module)
-        profiling.reset_profiler(trainer)
+        profiling.reset_profiler(trainer.profiler)
         attach_log(trainer.callbacks, module)
         check_module(module, stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
         self._set_up_data(module, name)
@@ -156,10 +155,14 @@ class Session:
         for owner in (data, module):
             rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
             if rank == 0 and hasattr(owner, "prepare_data"):
-                (profiling.profile_data_hook(trainer, owner, "prepare_data") if owner is data else owner.prepare_data)()
+                (
+                    profiling.profile_data_hook(trainer.profiler, owner, "prepare_data")
+                    if owner is data
+                    else owner.prepare_data
+                )()
         trainer.strategy.barrier("data prepared")
         if data is not None and hasattr(data, "setup"):
-            profiling.profile_data_hook(trainer, data, "setup")(stage=name)
+            profiling.profile_data_hook(trainer.profiler, data, "setup")(stage=name)
 
     def _add_callbacks(self, module: Module) -> None:
         """Take the module's own callbacks in place of those of the same type."""
@@ -187,6 +190,11 @@ class Session:
         strategy.example = partial(self._trainer.data.sample_batch, module, stage)
         strategy.place(precision.convert_module(module), module.automatic_optimization)
 
+    def _set_up_profiler(self, module: Module, stage: str) -> None:
+        trainer = self._trainer
+        local_rank = trainer.local_rank if trainer.world_size > 1 else None
+        profiling.setup_profiler(trainer.profiler, module, stage, local_rank, lambda: trainer.log_dir)
+
     def _finish(self, module: Module, stage: str) -> None:
         trainer = self._trainer
         trainer.checkpoint_io.teardown()
@@ -200,9 +208,9 @@ class Session:
         trainer, function = self._trainer, self._run.state.fn
         trainer.call_all("teardown", stage=function)
         if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-            profiling.profile_data_hook(trainer, trainer.datamodule, "teardown")(stage=function)
+            profiling.profile_data_hook(trainer.profiler, trainer.datamodule, "teardown")(stage=function)
         module.teardown(stage=function)  # type: ignore[arg-type]
-        profiling.describe_profile(trainer)
+        profiling.describe_profile(trainer.profiler)
 
     # -- fit -----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +282,7 @@ class Session:
                 f"nothing is left to train: {run.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
                 f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
             )
-        profiling.setup_profiler(trainer, module, "fit")
+        self._set_up_profiler(module, "fit")
         if not resumed:
             self._sanity_check(module)
         trainer.data.load("train")
@@ -360,7 +368,7 @@ class Session:
             weights = {**saved["state_dict"], **saved.get("ema", {})}
             load_weights(module, weights, strict=module.strict_loading)
         module.zero_grad()
-        profiling.setup_profiler(trainer, module, stage)
+        self._set_up_profiler(module, stage)
         return module
 
 

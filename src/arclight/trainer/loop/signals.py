@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from arclight.checkpoint.remote import to_path
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.fabric.errors import SIGTERMException
-from arclight.trainer.callbacks import ModelCheckpoint
 from arclight.trainer.callbacks.checkpoint.file_ops import remove_checkpoint, written_at
+from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy

@@ -64,7 +64,7 @@ class StepBuilder:
         self.schedules = SchedulerSteps(
             self.run,
             module,
-            partial(profile_module_hook, trainer, module, "lr_scheduler_step"),
+            partial(profile_module_hook, trainer.profiler, module, "lr_scheduler_step"),
             count_batches=self.behavior.frequency_counts_batches,
         )
 
@@ -78,7 +78,7 @@ class StepBuilder:
             strategy.copy_from_rank_zero(module.state_dict().values())
         self.run.step_module = step if isinstance(step, torch.nn.Module) else module
         forward = self.precision.wrap(step if takes_index(module.training_step) else (lambda batch, _: step(batch)))
-        return profile_strategy(self.trainer, "training_step", forward)
+        return profile_strategy(self.trainer.profiler, self.strategy, "training_step", forward)
 
     def step(self, forward: Step) -> Step:
         """The one function that the loop calls per batch; a callback may bring its own."""
@@ -120,10 +120,10 @@ class StepBuilder:
         return StepParts(
             zero_first=zero if first else (),
             before_backward=trainer.resolve("on_before_backward"),
-            backward=profile_strategy(trainer, "backward", backward),
+            backward=profile_strategy(trainer.profiler, self.strategy, "backward", backward),
             after_backward=trainer.resolve("on_after_backward"),
             before_step=tuple(before),
-            optimizer_step=profile_module_hook(trainer, module, "optimizer_step", step),
+            optimizer_step=profile_module_hook(trainer.profiler, module, "optimizer_step", step),
             after_step=(() if first else zero) + tuple(self.schedules.of("step", plateau=False)),
         )
 
@@ -139,7 +139,7 @@ class StepBuilder:
             clipping = partial(clip, self.strategy, optimizer, value, algorithm or "norm")
         else:
             return actions
-        return [*actions, profile_module_hook(trainer, module, "configure_gradient_clipping", clipping)]
+        return [*actions, profile_module_hook(trainer.profiler, module, "configure_gradient_clipping", clipping)]
 
     def _zero_actions(self, optimizer: Optimizer) -> list[Callable[[], Any]]:
         module = self.module
@@ -151,7 +151,7 @@ class StepBuilder:
                 named(progress.epoch, progress.batch, optimizer)
         else:
             zero = optimizer.zero_grad
-        return [*actions, profile_module_hook(self.trainer, module, "optimizer_zero_grad", zero)]
+        return [*actions, profile_module_hook(self.trainer.profiler, module, "optimizer_zero_grad", zero)]
 
     def _accumulator(self, optimizer: Optimizer) -> GradientAccumulator:
         trainer, run, spans = self.trainer, self.run, self.behavior.windows_span_epochs
@@ -245,7 +245,7 @@ class StepBuilder:
         stepped: list[ManagedOptimizer] = []
         managed.manage((windows.end, *self._before_step(optimizer)), partial(stepped.append, managed))
         repeats = isinstance(optimizer, torch.optim.LBFGS)
-        optimizer_step = profile_module_hook(self.trainer, module, "optimizer_step", module.optimizer_step)
+        optimizer_step = profile_module_hook(self.trainer.profiler, module, "optimizer_step", module.optimizer_step)
 
         def step(batch: Any, index: int) -> Any:
             output, ran = None, False

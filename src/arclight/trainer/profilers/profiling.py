@@ -1,4 +1,4 @@
-"""Wrap the functions of a run for the trainer's profiler when they are resolved, or not at all.
+"""Wrap the functions of a run for its profiler when they are resolved, or not at all.
 
 The names of actions are the ones that reports of Lightning have.
 """
@@ -6,89 +6,84 @@ The names of actions are the ones that reports of Lightning have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from arclight.trainer.profilers.profiler import PassThroughProfiler, profiled, profiled_items
+from torch import nn
 
-if TYPE_CHECKING:
-    from arclight.trainer.callback import Callback
-    from arclight.trainer.module import Module
-    from arclight.trainer.trainer import Trainer
+from arclight.trainer.profilers.profiler import PassThroughProfiler, Profiler, profiled, profiled_items
 
 Function = Callable[..., Any]
 
 
-def profiling_enabled(trainer: Trainer) -> bool:
-    return type(trainer.profiler) is not PassThroughProfiler and not trainer.profiler.is_over
+def profiling_enabled(profiler: Profiler | None) -> bool:
+    return profiler is not None and type(profiler) is not PassThroughProfiler and not profiler.is_over
 
 
-def profile_action(trainer: Trainer, action: str, function: Function) -> Function:
+def profile_action(profiler: Profiler | None, action: str, function: Function) -> Function:
     """``function`` as an action of the loop itself."""
-    return profiled(trainer.profiler, action, function) if profiling_enabled(trainer) else function
+    return profiled(profiler, action, function) if profiler is not None and profiling_enabled(profiler) else function
 
 
-def profile_items(trainer: Trainer, action: str, items: Iterator[Any]) -> Iterator[Any]:
+def profile_items(profiler: Profiler, action: str, items: Iterator[Any]) -> Iterator[Any]:
     """``items``, with the wait for each as an action."""
-    return profiled_items(trainer.profiler, action, items) if profiling_enabled(trainer) else items
+    return profiled_items(profiler, action, items) if profiling_enabled(profiler) else items
 
 
-def profile_callback(trainer: Trainer, callback: Callback, hook: str, function: Function) -> Function:
+def profile_callback(profiler: Profiler, callback: Any, hook: str, function: Function) -> Function:
     return (
-        profile_action(trainer, f"[Callback]{callback.state_key}.{hook}", function)
-        if profiling_enabled(trainer)
+        profiled(profiler, f"[Callback]{callback.state_key}.{hook}", function)
+        if profiling_enabled(profiler)
         else function
     )
 
 
-def profile_module_hook(trainer: Trainer | None, module: Module, hook: str, function: Function) -> Function:
-    if trainer is None or not profiling_enabled(trainer):
-        return function
-    return profile_action(trainer, f"[LightningModule]{type(module).__name__}.{hook}", function)
+def profile_module_hook(profiler: Profiler | None, module: nn.Module, hook: str, function: Function) -> Function:
+    return profile_action(profiler, f"[LightningModule]{type(module).__name__}.{hook}", function)
 
 
-def profile_data_hook(trainer: Trainer, data: Any, hook: str) -> Function:
+def profile_data_hook(profiler: Profiler, data: Any, hook: str) -> Function:
     """A data module's ``hook``."""
-    return profile_action(trainer, f"[LightningDataModule]{type(data).__name__}.{hook}", getattr(data, hook))
+    return profile_action(profiler, f"[LightningDataModule]{type(data).__name__}.{hook}", getattr(data, hook))
 
 
-def profile_strategy(trainer: Trainer, action: str, function: Function) -> Function:
+def profile_strategy(profiler: Profiler, strategy: object, action: str, function: Function) -> Function:
     """``function`` as something that depends on where the run takes place."""
-    return profile_action(trainer, f"[Strategy]{type(trainer.strategy).__name__}.{action}", function)
+    return profile_action(profiler, f"[Strategy]{type(strategy).__name__}.{action}", function)
 
 
-def profile_transfer(trainer: Trainer, move: Function | None) -> Function | None:
+def profile_transfer(profiler: Profiler, strategy: object, move: Function | None) -> Function | None:
     """Profile the move of a batch to the device, if there is one."""
-    return None if move is None else profile_strategy(trainer, "batch_to_device", move)
+    return None if move is None else profile_strategy(profiler, strategy, "batch_to_device", move)
 
 
-def reset_profiler(trainer: Trainer) -> None:
+def reset_profiler(profiler: Profiler) -> None:
     """A run is being set up."""
-    if trainer.profiler.is_over:
-        trainer.profiler.is_over = False
+    if profiler.is_over:
+        profiler.is_over = False
 
 
-def setup_profiler(trainer: Trainer, module: Module, stage: str) -> None:
+def setup_profiler(
+    profiler: Profiler, module: nn.Module, stage: str, local_rank: int | None, log_dir: Callable[[], str | None]
+) -> None:
     """A run begins; where a report may go to a file, it goes beside the logs."""
-    if not profiling_enabled(trainer):
-        return
-    trainer.profiler._lightning_module = module
-    local_rank = trainer.local_rank if trainer.world_size > 1 else None
-    trainer.profiler.setup(stage=stage, local_rank=local_rank, log_dir=trainer.log_dir)
+    if profiling_enabled(profiler):
+        profiler._lightning_module = module
+        profiler.setup(stage=stage, local_rank=local_rank, log_dir=log_dir())
 
 
-def describe_profile(trainer: Trainer) -> None:
+def describe_profile(profiler: Profiler) -> None:
     """The run is over: report."""
-    if profiling_enabled(trainer):
-        trainer.profiler.describe()
-        _release_profiler(trainer)
+    if profiling_enabled(profiler):
+        profiler.describe()
+        _release_profiler(profiler)
 
 
-def teardown_profiler(trainer: Trainer) -> None:
+def teardown_profiler(profiler: Profiler, stage: str | None) -> None:
     """The run failed: nothing is left open."""
-    if profiling_enabled(trainer):
-        trainer.profiler.teardown(trainer.state.fn.value if trainer.state.fn is not None else None)
-        _release_profiler(trainer)
+    if profiling_enabled(profiler):
+        profiler.teardown(stage)
+        _release_profiler(profiler)
 
 
-def _release_profiler(trainer: Trainer) -> None:
-    trainer.profiler._lightning_module, trainer.profiler.is_over = None, True
+def _release_profiler(profiler: Profiler) -> None:
+    profiler._lightning_module, profiler.is_over = None, True

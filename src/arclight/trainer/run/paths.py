@@ -111,7 +111,7 @@ class RunPaths:
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Log nowhere while it runs."""
-        from arclight.trainer.loggers import DummyLogger
+        from arclight.trainer.loggers.logger import DummyLogger
 
         before = self._loggers, self._agreed
         self._loggers = [] if self._loggers == [] or self._logger_choice is False else [DummyLogger()]
@@ -129,7 +129,8 @@ class RunPaths:
 
     def _made_loggers(self) -> list[Any]:
         """Loggers from the ``logger`` argument; in a development run one that writes nothing."""
-        from arclight.trainer.loggers import CSVLogger, DummyLogger
+        from arclight.trainer.loggers.csv_logger import CSVLogger
+        from arclight.trainer.loggers.logger import DummyLogger
 
         choice = True if self._logger_choice is None else self._logger_choice
         if choice is not True:
@@ -186,7 +187,8 @@ def _versioned_logger(folder: str | Path) -> Any:
     from importlib.util import find_spec
 
     from arclight.fabric.environments import SLURMEnvironment
-    from arclight.trainer.loggers import CSVLogger, TensorBoardLogger
+    from arclight.trainer.loggers.csv_logger import CSVLogger
+    from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger
 
     if find_spec("tensorboard") is None:
         return CSVLogger(folder)

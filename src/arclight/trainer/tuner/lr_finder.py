@@ -1,4 +1,4 @@
-"""Find a learning rate: a short fit whose rate grows at every step, and the callback that runs it before a fit."""
+"""Find a learning rate by a short fit whose rate grows at every step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight._intervals import NonNegativeFloat, PositiveFloat, PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
-from arclight.trainer.callback import Callback
 from arclight.trainer.hparams import has_setting, set_setting
 from arclight.trainer.loop.gradients import loss_of
-from arclight.trainer.loop.progress import StopRun
 from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import TrialCallback, trials
 
@@ -215,57 +212,3 @@ class _Ramp(TrialCallback):
         self._counted += 1
         self._mean = _MEMORY * self._mean + (1 - _MEMORY) * newest
         return self._mean / (1 - _MEMORY**self._counted)
-
-
-class LearningRateFinder(Callback):
-    """Train a few steps at growing rates, then begin the fit with the rate at which the loss fell most steeply.
-
-    * ``min_lr``, ``max_lr``, ``num_training_steps``, ``mode``: the rates tried, from the first to the last, evenly spaced by
-      their logarithm (``exponential``) or by themselves (``linear``).
-    * ``early_stop_threshold``: end the search when the smoothed loss is this many times its best; None to go on to the end.
-    * ``update_attr``: set the module's ``lr`` or ``learning_rate`` (or ``attr_name``) and its optimizer's rate, its schedules' too.
-
-    ``optimal_lr`` is an :class:`arclight.trainer.tuner.LRFinder`. To search at other moments override ``on_fit_start`` and call
-    :meth:`lr_find`. The search leaves no trace but the rate; the module's hooks run in it, those of callbacks do not.
-    Raises ValueError for another mode, MisconfigurationError for several optimizers, AttributeError where there is no
-    attribute to set. ``weights_only`` is taken for the sake of code that has it: nothing is read from a file.
-    """
-
-    SUPPORTED_MODES = ("linear", "exponential")
-
-    def __init__(
-        self,
-        min_lr: float = 1e-8,
-        max_lr: float = 1,
-        num_training_steps: int = 100,
-        mode: str = "exponential",
-        early_stop_threshold: float | None = 4.0,
-        update_attr: bool = True,
-        attr_name: str = "",
-        weights_only: bool | None = None,
-    ) -> None:
-        if mode.lower() not in self.SUPPORTED_MODES:
-            raise ValueError(f"`mode` should be either of {self.SUPPORTED_MODES}, got {mode!r}")
-        check("min_lr", min_lr, PositiveFloat if mode.lower() == "exponential" else NonNegativeFloat)
-        check("max_lr", max_lr, PositiveFloat)
-        check("num_training_steps", num_training_steps, PositiveInt)
-        check("early_stop_threshold", early_stop_threshold, PositiveFloat | None)
-        if max_lr <= min_lr:
-            raise ValueError(f"max_lr: need a rate above min_lr = {min_lr}, got {max_lr}")
-        self._mode, self._min_lr, self._max_lr = mode.lower(), min_lr, max_lr
-        self._num_training_steps, self._early_stop_threshold = num_training_steps, early_stop_threshold
-        self._update_attr, self._attr_name = update_attr, attr_name
-        self._early_exit = False
-        self.optimal_lr: LRFinder | None = None
-
-    def lr_find(self, trainer: Trainer, pl_module: Module) -> None:
-        """Search now."""
-        finder = LRFinder(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
-        self.optimal_lr = lr_find(
-            trainer, pl_module, finder, self._early_stop_threshold, self._update_attr, self._attr_name
-        )
-        if self._early_exit:
-            raise StopRun
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self.lr_find(trainer, pl_module)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.tuner.batch_size_scaling import BatchSizeFinder
-from arclight.trainer.tuner.lr_finder import LearningRateFinder
+from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder
+from arclight.trainer.callbacks.learning_rate_finder import LearningRateFinder
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module

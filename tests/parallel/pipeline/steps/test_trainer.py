@@ -21,7 +21,7 @@ from arclight.parallel.pipeline.steps.micro_batch import hides_targets, split_sa
 from arclight.parallel.step_protocol import batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching
-from arclight.trainer.strategies import select
+from arclight.trainer.fabric.strategies import select
 from arclight.vision import Detector
 from arclight.vision.tasks.settings import DetectionTask
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError, files, remote
@@ -18,10 +18,8 @@ from arclight.checkpoint.retention import copy
 from arclight.checkpoint.sharded.writer import capture_error
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO
-
-if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+from arclight.fabric.strategies import Strategy
+from arclight.trainer.fabric.checkpoint_io import CheckpointIO, TorchCheckpointIO
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -83,32 +81,31 @@ def written_at(path: str | Path, follow: bool = True) -> int:
         return 0
 
 
-def check_folder(trainer: Trainer, folder: str, save_last: Any, warn: bool) -> None:
+def check_folder(strategy: Strategy, io: CheckpointIO, folder: str, save_last: Any, warn: bool) -> None:
     """Warns of a folder that holds something; every rank calls this.
 
     Raises MisconfigurationError for a folder that cannot hold such checkpoints, and CheckpointError for an address that cannot
     be written to, before any training is done in vain.
     """
     if "://" in folder:
-        _check_address(trainer, folder, save_last)
-    if warn and trainer.is_global_zero and (found := to_path(folder)).is_dir() and any(found.iterdir()):
+        _check_address(strategy, io, folder, save_last)
+    if warn and strategy.is_global_zero and (found := to_path(folder)).is_dir() and any(found.iterdir()):
         rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty: names in use get -v1, -v2, ...")
 
 
-def _check_address(trainer: Trainer, folder: str, save_last: Any) -> None:
+def _check_address(strategy: Strategy, io: CheckpointIO, folder: str, save_last: Any) -> None:
     if save_last == "link":
         raise MisconfigurationError(
             f"`ModelCheckpoint(save_last='link', dirpath={folder!r})` is only supported for local file paths; save_last=True "
             "keeps a copy there"
         )
-    io = trainer.checkpoint_io
     if isinstance(getattr(io, "wrapped", io), TorchCheckpointIO):
         raise MisconfigurationError(
             f"`ModelCheckpoint(dirpath={folder!r})`: one file of torch.save is only supported for local file paths; checkpoint folders, "
             "as FolderCheckpointIO writes them, can lie at an address"
         )
-    problem = capture_error(lambda: remote.check_writable(folder))[1] if trainer.local_rank == 0 else None
-    for rank, told in enumerate(trainer.strategy.all_gather_object(problem)):
+    problem = capture_error(lambda: remote.check_writable(folder))[1] if strategy.local_rank == 0 else None
+    for rank, told in enumerate(strategy.all_gather_object(problem)):
         if told is not None:
             raise CheckpointError(f"no checkpoint could be written to {folder} by rank {rank}: {told}")
 

@@ -21,12 +21,12 @@ from arclight.trainer.callbacks.checkpoint.file_ops import (
     remove_checkpoint,
 )
 from arclight.trainer.callbacks.monitored import check_mode
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO
+    from arclight.trainer.fabric.checkpoint_io import CheckpointIO
     from arclight.trainer.trainer import Trainer
 
 

@@ -30,7 +30,6 @@ from arclight.trainer.callbacks.checkpoint.history import (
 )
 from arclight.trainer.callbacks.monitored import (
     MissingMetricError,
-    validates_once_per_epoch,
     warn_of_no_validation,
 )
 from arclight.trainer.loggers.params import yaml_text
@@ -302,7 +301,8 @@ class ModelCheckpoint(Checkpoint):
         if not trainer.behavior.run_folders:
             self._adopt_folder(trainer)
         if self.dirpath is not None:
-            file_ops.check_folder(trainer, self.dirpath, self.save_last, warn=self.save_top_k != 0)
+            strategy, io = trainer.strategy, trainer.checkpoint_io
+            file_ops.check_folder(strategy, io, self.dirpath, self.save_last, warn=self.save_top_k != 0)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._writer.end(trainer)
@@ -351,7 +351,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _saves_on_train_epoch_end(self, trainer: Trainer) -> bool:
         chosen = self.save_on_train_epoch_end
-        return validates_once_per_epoch(trainer) if chosen is None else chosen
+        return trainer.validation_schedule.once_per_epoch if chosen is None else chosen
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         if not self._fitting:
@@ -362,7 +362,7 @@ class ModelCheckpoint(Checkpoint):
         trained = trainer.global_step > self._started_at
         if self.save_top_k != 0 and not self._validated and trained and trainer.enable_validation:
             by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
-            warn_of_no_validation(trainer, self.monitor, self._values(trainer), by_epoch)
+            warn_of_no_validation(trainer.validation_schedule, self.monitor, self._values(trainer), by_epoch)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         # Saving is a collective, and other ranks may not be here; and a loss that is no number has spoiled the model.

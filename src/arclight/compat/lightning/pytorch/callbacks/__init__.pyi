@@ -2,7 +2,7 @@
 from arclight.trainer.callbacks.weights.finetuning import BackboneFinetuning as BackboneFinetuning
 from arclight.trainer.callbacks.weights.finetuning import BaseFinetuning as BaseFinetuning
 from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
-from arclight.trainer.tuner.batch_size_scaling import BatchSizeFinder as BatchSizeFinder
+from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
 from arclight.trainer.callback import Callback as Callback
 from arclight.trainer.callback import Checkpoint as Checkpoint
 from arclight.trainer.callbacks.monitoring.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
@@ -10,7 +10,7 @@ from arclight.trainer.callbacks.weights.weight_averaging import EMAWeightAveragi
 from arclight.trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler as GradientAccumulationScheduler
 from arclight.trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
-from arclight.trainer.tuner.lr_finder import LearningRateFinder as LearningRateFinder
+from arclight.trainer.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
 from arclight.trainer.callbacks.monitoring.lr_monitor import LearningRateMonitor as LearningRateMonitor
 from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint as ModelCheckpoint
 from arclight.trainer.callbacks.weights.pruning import ModelPruning as ModelPruning

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.tuner.batch_size_scaling import BatchSizeFinder as BatchSizeFinder
+from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
 
 __all__ = [
     "BatchSizeFinder",

@@ -1,13 +1,13 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO
 from arclight.fabric.precision import BitsandbytesPrecision as BitsandbytesPrecision
-from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
+from arclight.trainer.fabric.checkpoint_io import CheckpointIO as CheckpointIO
 from arclight.fabric.precision import DoublePrecision as DoublePrecision
 from arclight.fabric.precision import HalfPrecision as HalfPrecision
 from arclight.fabric.strategies.layer_sync import LayerSync as LayerSync
 from arclight.fabric.precision import MixedPrecision as MixedPrecision
 from arclight.fabric.precision import Precision as Precision
-from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from arclight.fabric.strategies.layer_sync import TorchSyncBatchNorm as TorchSyncBatchNorm
 from arclight.fabric.precision import TransformerEnginePrecision as TransformerEnginePrecision
 from . import environments as environments

@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO
-from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
-from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import CheckpointIO as CheckpointIO
+from arclight.trainer.fabric.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from . import async_plugin as async_plugin
 from arclight._lazy import Refused as _Refused
 

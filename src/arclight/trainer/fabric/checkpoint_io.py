@@ -1,13 +1,22 @@
-"""Write and read a trainer's checkpoints: as folders, as torch files, in the background."""
+"""Write and read checkpoints: folders, torch files, either in the background.
+
+A Trainer writes folders (:class:`FolderCheckpointIO`), for Lightning's users files (:class:`TorchCheckpointIO`); a Fabric what the
+name asks for (:class:`StateIO`). All of them read both.
+"""
 
 from __future__ import annotations
 
+import copy
+import operator
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from arclight import checkpoint as checkpoints
@@ -16,11 +25,10 @@ from arclight.checkpoint.remote import is_remote, to_path
 from arclight.checkpoint.tree import read_stored
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.fabric.state_io import save_file
-from arclight.trainer.settings import LIGHTNING
 
 _RENAMED = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
 _POSITION = ("layout", "progress", "logged", "metrics", "precision", "rng", "window", "data")
+_FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 class CheckpointIO(ABC):
@@ -60,8 +68,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.refuse_nan = refuse_nan
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError("storage_options belong to a CheckpointIO of your own: pass one as Trainer(plugins=...)")
+        _refuse_options(storage_options, "FolderCheckpointIO")
         checkpoints.save(path, to_tree(checkpoint))
 
     def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
@@ -83,7 +90,8 @@ class FolderCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if to_path(path).is_file():
-            return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            found: dict[str, Any] = _read_file(to_path(path), map_location)
+            return found
         return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -96,27 +104,112 @@ class TorchCheckpointIO(CheckpointIO):
     suffix = ".ckpt"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
-                "`TorchCheckpointIO`: implement your own `CheckpointIO` and pass it as Trainer(plugins=...)"
-            )
+        _refuse_options(storage_options, "TorchCheckpointIO")
         save_file(checkpoint, to_path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if to_path(path).is_dir():
-            return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
-        if is_remote(to_path(path)):
-            raise checkpoints.CheckpointError(
-                f"{path}: files of torch.save are read from local paths only; copy it here first"
-            )
-        checkpoint: dict[str, Any] = checkpoints.read_pickled(to_path(path), map_location or "cpu")
-        return checkpoint
+        return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         checkpoints.remove(path)
+
+
+class StateIO(FolderCheckpointIO):
+    """A Fabric's: a folder, or one file of ``torch.save`` where the name ends in .ckpt, .pt, .pth or .bin.
+
+    Its entries have the names that they are given.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint``; what was at ``path`` is there until all of the new one is.
+
+        Raises CheckpointError for what could not be written, or could not be read back without unpickling.
+        """
+        _refuse_options(storage_options, "StateIO")
+        if PurePath(str(path)).suffix in _FILES:
+            save_file(checkpoint, to_path(path))
+        else:
+            checkpoints.save(path, checkpoint)
+
+    def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+        checkpoints.save_shares(path, checkpoint, processes)
+
+    def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
+        """Load as :meth:`load_checkpoint` does, with tensors that are still in their files."""
+        return checkpoints.load_shares(path, processes)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+        if to_path(path).is_file():
+            found: dict[str, Any] = _read_file(to_path(path), map_location)
+            return found
+        return checkpoints.load(path, map_location=map_location or "cpu")
+
+
+def _refuse_options(options: Any, writer: str) -> None:
+    if options is not None:
+        raise TypeError(
+            f"`storage_options` are not supported by `{writer}`: implement a `CheckpointIO` of your own that takes them and pass it as "
+            "Trainer(plugins=...) or Fabric(plugins=...)"
+        )
+
+
+def _read_file(path: Path, map_location: Any) -> Any:
+    """Read one file of ``torch.save`` or safetensors."""
+    if is_remote(path):
+        raise checkpoints.CheckpointError(
+            f"{path}: files of torch.save are read from local paths only; copy it here first"
+        )
+    if path.suffix == ".safetensors":
+        return checkpoints.load_weights(path)
+    return checkpoints.read_pickled(path, map_location or "cpu")
+
+
+def save_file(state: dict[str, Any], path: Path) -> None:
+    """One file of ``torch.save`` that needs no unpickling. Raises CheckpointError, and leaves what was there, where that cannot be."""
+    if is_remote(path):
+        raise checkpoints.CheckpointError(
+            f"{path}: one file of torch.save is written to local paths only; checkpoint folders, whose names have no ending such as "
+            f"{', '.join(_FILES)} for a Fabric, can lie at an address"
+        )
+    if path.is_dir():
+        raise checkpoints.CheckpointError(f"{path} is a folder, which one file cannot replace: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(_without_numpy_numbers(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        checkpoints.read_pickled(temporary)  # maps the file, so that this reads no tensor
+        os.replace(temporary, path)
+    except OSError as error:
+        raise checkpoints.CheckpointError(
+            f"{path} could not be written: {error.strerror}; what was there before is intact"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _without_numpy_numbers(value: Any) -> Any:
+    """Replace NumPy's scalars, which a learning rate or a metric often is, by Python's: the former need unpickling."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        changed = {key: new for key, item in value.items() if (new := _without_numpy_numbers(item)) is not item}
+        if not changed:
+            return value
+        replaced = copy.copy(value)  # with the type and the attributes, which torch keeps a version in
+        replaced.update(changed)
+        return replaced
+    if type(value) in (list, tuple):
+        items = [_without_numpy_numbers(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    return value
 
 
 _OURS = {*_RENAMED.values(), *_POSITION}
@@ -158,16 +251,18 @@ class AsyncCheckpointIO(CheckpointIO):
         self.in_flight: Future[Any] | None = None
         """The newest save; its result comes when the checkpoint is complete."""
         self._saver: AsyncSaver | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"checkpoint_io": self.checkpoint_io, "in_flight": None, "_saver": None, "_thread": None}
+        return {"checkpoint_io": self.checkpoint_io, "in_flight": None, "_saver": None}
 
     @property
     def wrapped(self) -> CheckpointIO:
         """The checkpoint IO that writes."""
-        if self.checkpoint_io is None:
-            self.checkpoint_io = FolderCheckpointIO()
+        return self.wrap(FolderCheckpointIO)
+
+    def wrap(self, usual: Callable[[], CheckpointIO]) -> CheckpointIO:
+        """Write by the checkpoint IO that was given, or else by a ``usual`` one from here on."""
+        self.checkpoint_io = self.checkpoint_io or usual()
         return self.checkpoint_io
 
     @property
@@ -181,16 +276,13 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Copy ``checkpoint`` and write it in the background. Raises the error of the save before, if it failed."""
-        self.wait()
-        if self.checkpoint_io is None and LIGHTNING.version[0] in checkpoint:
-            self.checkpoint_io = TorchCheckpointIO()
+        self._saver = self._saver or AsyncSaver()
         if type(self.wrapped) is FolderCheckpointIO and storage_options is None:
-            self._saver = self._saver or AsyncSaver()
             self.in_flight = self._saver.save(path, to_tree(checkpoint))
             return
-        self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         options = {} if storage_options is None else {"storage_options": storage_options}
-        self.in_flight = self._thread.submit(self.wrapped.save_checkpoint, copied(checkpoint), path, **options)
+        self._saver.wait()  # before memory is taken for another copy
+        self.in_flight = self._saver.submit(partial(self.wrapped.save_checkpoint, copied(checkpoint), path, **options))
 
     @property
     def save_shares(self) -> Callable[[dict[str, Any], str | Path, Strategy], None] | None:
@@ -225,11 +317,9 @@ class AsyncCheckpointIO(CheckpointIO):
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises the error of the last save, once."""
-        future, self.in_flight = self.in_flight, None
+        self.in_flight = None
         if self._saver is not None:
             self._saver.wait()
-        if future is not None:
-            future.result()
 
     def teardown(self) -> None:
         """Wait, and free thread and buffers."""
@@ -238,9 +328,7 @@ class AsyncCheckpointIO(CheckpointIO):
         finally:
             if self._saver is not None:
                 self._saver.close()
-            if self._thread is not None:
-                self._thread.shutdown()
-            self._saver = self._thread = None
+            self._saver = None
             if self.checkpoint_io is not None:
                 self.checkpoint_io.teardown()
 
