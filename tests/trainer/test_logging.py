@@ -177,6 +177,26 @@ def test_rows_of_a_fit() -> None:
     assert seen.rows == expected
 
 
+@pytest.mark.parametrize(("every", "steps"), [(50, [1, 2, 3]), (2, [2]), (3, [3]), (0, [])])
+def test_a_fit_that_would_end_before_its_first_row_writes_more(every: int, steps: list[int]) -> None:
+    from arclight.compat.lightning.pytorch import Trainer
+
+    seen, lightnings = Rows(), Rows()
+    runner = trainer(logger=seen, log_every_n_steps=every)
+    runner.fit(Lines(training_step=log("x")), batches(3))
+    assert [step for _, step in seen.rows] == steps
+    assert runner.log_every_n_steps == every
+    usual = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+    Trainer(logger=lightnings, log_every_n_steps=every, **usual).fit(Lines(training_step=log("x")), batches(3))
+    assert [step + 1 for _, step in lightnings.rows] == [step for step in steps if every and step % every == 0]
+
+
+def test_a_short_fit_of_many_steps_writes_ten_rows() -> None:
+    seen = Rows()
+    trainer(logger=seen, max_epochs=2).fit(Lines(training_step=log("x")), batches(20))
+    assert [step for _, step in seen.rows] == list(range(4, 41, 4))
+
+
 def test_rows_are_numbered_as_the_conventions_say() -> None:
     from arclight.compat.lightning.pytorch import Trainer
 

@@ -22,7 +22,7 @@ from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.checkpoint.resume import CheckpointSelector
 from arclight.trainer.checkpoint.state import CheckpointConnector
-from arclight.trainer.data.limits import ValidationSchedule, estimated_steps
+from arclight.trainer.data.limits import ValidationSchedule, estimated_steps, log_interval
 from arclight.trainer.data.stage_data import DataConnector
 from arclight.trainer.diagnosis import diagnose
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
@@ -646,13 +646,24 @@ class Trainer:
         """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
         if "train" in self.data.stages:
             self.data.load("train")
+        return self._steps_of_fit(self.num_training_batches)
+
+    def _steps_of_fit(self, batches: Count) -> Count:
         return estimated_steps(
-            self.num_training_batches,
+            batches,
             self.max_epochs,
             self.max_steps,
             self.accumulate_grad_batches,
             windows_span_epochs=self.behavior.windows_span_epochs,
         )
+
+    def log_interval(self, batches: Count) -> int:
+        """Steps between two rows of a fit with so many ``batches`` in an epoch: a report of even the shortest has curves."""
+        every = self.log_every_n_steps
+        shorter = log_interval(every, self._steps_of_fit(batches))
+        if shorter == every or not self.behavior.run_folders or self.fast_dev_run or not self.loggers:
+            return every
+        return shorter
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

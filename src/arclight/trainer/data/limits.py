@@ -178,3 +178,8 @@ def estimated_steps(
         math.ceil(batches * max_epochs / window) if windows_span_epochs else math.ceil(batches / window) * max_epochs
     )
     return steps if max_steps == -1 else min(steps, max_steps)
+
+
+def log_interval(every: int, steps: Count) -> int:
+    """Steps between two rows of a fit of so many ``steps``: ``every``, or a tenth of a fit that would end before its first row."""
+    return every if steps >= every else max(1, int(steps) // 10)

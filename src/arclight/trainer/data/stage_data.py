@@ -269,7 +269,7 @@ class DataConnector:
         )
         if data.stage != "train":
             return
-        few = 0 < total < trainer.log_every_n_steps < math.inf
+        few = 0 < total < trainer.log_interval(total) < math.inf
         checks.check_training(
             data, trainer.log_every_n_steps if few and trainer.loggers and not trainer.fast_dev_run else 0
         )

@@ -287,7 +287,16 @@ class Session:
             self._sanity_check(module)
         trainer.data.load("train")
         if run.num_training_batches:
-            loop.run()
+            every = trainer.log_interval(run.num_training_batches)
+            if every == trainer.log_every_n_steps:
+                loop.run()
+            else:
+                trainer.say(
+                    f"The fit ends before its first row at log_every_n_steps={trainer.log_every_n_steps}: it writes one every "
+                    f"{every} step{'s' * (every > 1)}"
+                )
+                with trainer.temporarily(log_every_n_steps=every):
+                    loop.run()
         else:
             trainer.notice("`Trainer.fit` stopped: No training batches.")
 
