@@ -69,8 +69,7 @@ class MicroBatching(Callback):
                 free_memory()
             if output is None:
                 return None
-            for action in (*parts.before_step, parts.optimizer_step, *parts.after_step):
-                action()
+            parts.update()
             progress.global_step += 1
             return output
 
@@ -121,11 +120,7 @@ def _backward_in_parts(
         if loss is None:
             continue
         share = samples / size
-        for hook in parts.before_backward:
-            hook(loss)
-        parts.backward(loss if share == 1 else loss * share)
-        for hook in parts.after_backward:
-            hook()
+        parts.run_backward(loss, loss if share == 1 else loss * share)
         weighed = loss.detach() * share
         output, total = newest, weighed if total is None else total + weighed
     if total is None:

@@ -54,6 +54,19 @@ class StepParts:
     optimizer_step: Callable[[], Any]
     after_step: tuple[Callable[[], Any], ...]
 
+    def run_backward(self, loss: torch.Tensor, weighted: torch.Tensor) -> None:
+        """Run the backward pass of ``weighted``, with the hooks around that of ``loss``."""
+        for hook in self.before_backward:
+            hook(loss)
+        self.backward(weighted)
+        for hook in self.after_backward:
+            hook()
+
+    def update(self) -> None:
+        """Step the optimizer, with all that comes before and after it."""
+        for action in (*self.before_step, self.optimizer_step, *self.after_step):
+            action()
+
 
 class StepBuilder:
     """Build the function that the loop calls for a batch, of only the parts that this run uses."""
@@ -207,11 +220,7 @@ class StepBuilder:
         def update() -> None:
             if not windows.end() and windows.weigh:
                 return
-            for action in parts.before_step:
-                action()
-            parts.optimizer_step()
-            for action in parts.after_step:
-                action()
+            parts.update()
             progress.global_step += 1
 
         def step(batch: Any, index: int) -> Any:
@@ -224,11 +233,7 @@ class StepBuilder:
                         action()
                 if loss is not None:
                     window.total += windows.size
-                    for hook in parts.before_backward:
-                        hook(loss)
-                    parts.backward(loss * share)
-                    for hook in parts.after_backward:
-                        hook()
+                    parts.run_backward(loss, loss * share)
                     run.last_loss = loss
             if last:
                 update()
@@ -271,11 +276,7 @@ class StepBuilder:
                     skip()
                     return None
                 run.window.total = windows.size + (0 if first else total)
-                for hook in parts.before_backward:
-                    hook(loss)
-                parts.backward(loss if share == 1 else loss * share)
-                for hook in parts.after_backward:
-                    hook()
+                parts.run_backward(loss, loss if share == 1 else loss * share)
                 run.last_loss = loss
                 return loss
 
