@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedules and parameter groups.
 
 In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say.
-``groups`` assigns parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``muon``), ``schedules`` are curves of the
+They assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``muon``), ``schedules`` are curves of the
 learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.optim.groups import decay_groups as decay_groups
     from arclight.optim.optimizer import MixedOptimizer as MixedOptimizer
     from arclight.optim.optimizer import restore_optimizer as restore_optimizer
     from arclight.optim.schedule_settings import WSD as WSD
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from arclight.optim.settings import Mixed as Mixed
     from arclight.optim.settings import Muon as Muon
     from arclight.optim.settings import NorMuon as NorMuon
+    from arclight.optim.settings import decay_groups as decay_groups
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -36,7 +36,7 @@ __getattr__, __dir__, __all__ = lazy(
     | dict.fromkeys(("WSD", "Constant", "Cosine", "InverseSqrt", "Linear"), "arclight.optim.schedule_settings")
     | dict.fromkeys(("constant", "cosine", "wsd", "lambda_schedule"), "arclight.optim.schedules")
     | {
-        "decay_groups": "arclight.optim.groups",
+        "decay_groups": "arclight.optim.settings",
         "MixedOptimizer": "arclight.optim.optimizer",
         "restore_optimizer": "arclight.optim.optimizer",
     },
