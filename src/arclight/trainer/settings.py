@@ -142,14 +142,6 @@ class TrainerBehavior:
 
 _FIELDS = {f.name: f.default for f in dataclasses.fields(TrainerSettings)}
 
-ATTRIBUTES = (
-    "fast_dev_run", "max_epochs", "min_epochs", "max_steps", "min_steps", "limit_train_batches", "limit_val_batches",
-    "limit_test_batches", "limit_predict_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch",
-    "num_sanity_val_steps", "log_every_n_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
-    "inference_mode", "use_distributed_sampler", "detect_anomaly", "barebones", "reload_dataloaders_every_n_epochs",
-)  # fmt: skip
-"""Settings that are plain attributes of a trainer, which callbacks may change."""
-
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _BAREBONES = {
     "enable_checkpointing": "Checkpointing", "logger": "Logging", "enable_progress_bar": "The progress bar",

@@ -48,7 +48,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiler import resolve_profiler
 from arclight.trainer.run.folder import RunFolder
 from arclight.trainer.run.paths import RunPaths, local_root
-from arclight.trainer.settings import ATTRIBUTES, TrainerBehavior, TrainerSettings, check_arguments
+from arclight.trainer.settings import TrainerBehavior, TrainerSettings, check_arguments
 
 if TYPE_CHECKING:
     from arclight.fabric.accelerators import Accelerator
@@ -83,7 +83,7 @@ class Trainer:
     behavior: TrainerBehavior = TrainerBehavior()
     callbacks: list[Callback]
 
-    # settings that callbacks and modules may change while a run lasts
+    # settings that are plain attributes, which callbacks and modules may change while a run lasts
     fast_dev_run: int | bool
     max_epochs: int  # None until the first fit where the user did not say
     min_epochs: int | None
@@ -126,8 +126,9 @@ class Trainer:
     ) -> None:  # fmt: skip
         given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
         self.settings = check_arguments(given, unknown, self.behavior)
-        for name in ATTRIBUTES:
-            setattr(self, name, getattr(self.settings, name))
+        for field in dataclasses.fields(TrainerSettings):
+            if field.name in Trainer.__annotations__:
+                setattr(self, field.name, getattr(self.settings, field.name))
         self.given = given
         self.strategy = select(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
