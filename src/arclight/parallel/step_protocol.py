@@ -44,6 +44,11 @@ class Runnable(Protocol):
     # module that adds losses of its own in backward is told here, before each batch.
 
 
+def lacking(module: Any) -> str | None:
+    """Name the first attribute of a `Runnable` that ``module`` does not have; None for one."""
+    return next((name for name in ("model", "runner", "split_batch", "loss") if not hasattr(module, name)), None)
+
+
 def own_batch_weight(module: Any) -> Callable[[Any], Any] | None:
     """Return the ``batch_weight`` of a module that has one of its own, else None."""
     found: Callable[[Any], Any] | None = getattr(module, "batch_weight", None)

@@ -36,11 +36,11 @@ from arclight.parallel.pipeline.splitting.layer_pruning import is_prunable
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineRequest
 from arclight.parallel.pipeline.steps.parallelize_steps import (
     check_steps,
-    is_runnable,
     parallelize_steps,
 )
 from arclight.parallel.pipeline.steps.pipelined_steps import PipelinedSteps
 from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.step_protocol import lacking
 
 
 class PlanStrategy(ShardedStrategy):
@@ -189,7 +189,7 @@ class PlanStrategy(ShardedStrategy):
         """Return True where the module's steps are cut, and not its model by deletion: for modules that are not written for runners, and
         for models that deletion cannot cut (tied embeddings).
         """
-        return not (is_runnable(module) and is_prunable(module.get_submodule("model")))
+        return not (lacking(module) is None and is_prunable(module.get_submodule("model")))
 
     def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """The module's own steps cut into stages: it keeps what this process's have."""

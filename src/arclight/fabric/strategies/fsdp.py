@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
-from arclight.fabric.strategies.root_module import StepRoot, outermost_submodules, reshard_without_backward
+from arclight.fabric.strategies.root_module import StepRoot, outermost_submodules, reshard_without_backward, sum_on_gloo
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
@@ -191,7 +191,7 @@ class FSDPStrategy(ShardedStrategy):
         root = outermost[0] if whole else StepRoot(module, shared=whole)
         assert isinstance(root, StepRoot)
         sharding.materialize(module, self.device)
-        self.sum_on_gloo(root)
+        sum_on_gloo(root)
         sharding.accept_full_weights(module)
         self._roots[module] = root
         return root

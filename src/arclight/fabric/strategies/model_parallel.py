@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from arclight._intervals import PositiveInt, check
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
+from arclight.fabric.strategies.root_module import sum_on_gloo
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 
@@ -162,7 +163,7 @@ class ModelParallelStrategy(ShardedStrategy):
             if not hasattr(tensor, "to_local") and tensor.device != self.device:
                 tensor.data = tensor.data.to(self.device)
         if torch.distributed.is_initialized():
-            self.sum_on_gloo(module)
+            sum_on_gloo(module)
             replicas = self.device_mesh["data_parallel"].size()
             if replicas > 1 and not any(isinstance(part, FSDPModule) for part in module.modules()):
                 rank_zero_warn(

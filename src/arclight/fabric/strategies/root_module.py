@@ -34,10 +34,24 @@ def outermost_submodules(module: nn.Module) -> list[nn.Module]:
 
 def reshard_without_backward(module: nn.Module, *_: Any) -> None:
     """After a forward that no backward follows: else the whole weights would stay, and be used after the next update."""
-    if torch.is_grad_enabled():
-        return
+    if not torch.is_grad_enabled():
+        reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of whole weights that FSDP has gathered for ``module`` and all below it."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def sum_on_gloo(module: nn.Module) -> None:
+    """Let FSDP sum and divide where gloo is the back end, which has no averaging reductions."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if torch.distributed.get_backend() == "gloo":
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)

@@ -129,15 +129,6 @@ class ShardedStrategy(ParallelStrategy):
         elsewhere = {name for names in self.all_gather_object(own) for name in names} - set(own)
         return {name: value for name, value in weights.items() if name not in elsewhere}
 
-    def sum_on_gloo(self, module: nn.Module) -> None:
-        """Gloo has no averaging reductions: let FSDP sum and divide there."""
-        from torch.distributed.fsdp import FSDPModule
-
-        if torch.distributed.get_backend() == "gloo":
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_force_sum_reduction_for_comms(True)
-
 
 @contextmanager
 def _without_sync(module: nn.Module) -> Iterator[None]:

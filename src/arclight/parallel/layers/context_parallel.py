@@ -24,7 +24,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from arclight.parallel.plan import PlanError
-from arclight.parallel.step_protocol import Split, with_positions
+from arclight.parallel.step_protocol import Split, lacking, with_positions
 
 Method = Literal["gather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -297,10 +297,9 @@ def _prepared(masks: Callable[[Any], dict[str, Any]], context: ContextParallel, 
 
 def install_context_runner(module: Any, mesh: DeviceMesh) -> None:
     """Let ``module``, a `Runnable`, compute its losses on its parts of the sequences. Raises PlanError for one that is none."""
-    missing = [name for name in ("model", "runner", "split_batch", "loss") if not hasattr(module, name)]
-    if missing:
+    if (missing := lacking(module)) is not None:
         raise PlanError(
-            f"{type(module).__name__} has no {missing[0]}, so nothing can cut its sequences: write its steps as "
+            f"{type(module).__name__} has no {missing}, so nothing can cut its sequences: write its steps as "
             "arclight.parallel.step_protocol says, or use cp = 1"
         )
     module.runner = ContextRunner(mesh)

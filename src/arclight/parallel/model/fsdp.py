@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from arclight.fabric.strategies.root_module import sum_on_gloo
 from arclight.parallel.blocks import embeddings, repeated_blocks
 from arclight.parallel.layers.expert_parallel import fsdp_placement
 from arclight.parallel.mesh import Mesh
@@ -45,10 +45,7 @@ def shard_parameters(
     fully_shard(root, **(options | {"reshard_after_forward": False}))
     if mesh.device_type == "cuda":
         _prefetch(units)
-    if dist.get_backend() == "gloo":  # which has no averaging reductions
-        for part in root.modules():
-            if isinstance(part, FSDPModule):
-                part.set_force_sum_reduction_for_comms(True)
+    sum_on_gloo(root)
 
 
 def check_tied(model: nn.Module) -> None:

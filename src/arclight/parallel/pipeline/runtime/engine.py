@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.strategies.root_module import reshard
 from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
 from arclight.parallel.pipeline.runtime.boundary import Boundary, TensorSpec
 from arclight.parallel.pipeline.runtime.consistency_check import (
@@ -124,7 +125,7 @@ class Engine:
             except BaseException as error:
                 raise self._fail(error, *self._place(schedule)) from error.__cause__
         if not backward:
-            self._let_go()
+            self._reshard()
         if self._device is not None:
             self._device.add()
 
@@ -165,6 +166,11 @@ class Engine:
         if not 0 <= source < self.line.stages:
             return f"{who} waited before {action}", True
         return f"{who} waited for {action} from stage {source} on process {self.line.place(source)}", True
+
+    def _reshard(self) -> None:
+        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
+        for part in self.parts.values():
+            reshard(part)
 
     # -- schedules and what crosses the cuts -----------------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class Engine:
                     self._send(number + 1, crossing[number], output)
         if backward:
             self._cross_back(passed, crossing)
-        self._let_go()
+        self._reshard()
         return crossing
 
     def _cross_back(self, passed: _Passed, crossing: dict[int, Boundary]) -> None:
@@ -304,13 +310,6 @@ class Engine:
         for tensor in tensors:
             dist.recv(tensor, self.line.owner(stage), group=self.line.group)
         return boundary, tensors
-
-    def _let_go(self) -> None:
-        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
-        for part in self.parts.values():
-            for unit in part.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
 
 
 def _returning(boundary: Boundary, flags: list[bool]) -> Boundary:

@@ -15,6 +15,7 @@ from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.table import check_pipeline, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers, prune, pruned_view
 from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.step_protocol import lacking
 
 if TYPE_CHECKING:
     from arclight.parallel.mesh import Mesh
@@ -37,12 +38,11 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     """
     plan = mesh.plan
     check_pipeline(plan)
-    for name in ("model", "runner", "split_batch", "loss"):
-        if not hasattr(module, name):
-            raise PlanError(
-                f"{type(module).__name__} has no {name}, so its steps cannot be run by a pipeline: write them as "
-                "arclight.parallel.step_protocol says, or use pp = 1"
-            )
+    if (missing := lacking(module)) is not None:
+        raise PlanError(
+            f"{type(module).__name__} has no {missing}, so its steps cannot be run by a pipeline: write them as "
+            "arclight.parallel.step_protocol says, or use pp = 1"
+        )
     outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
     if outside:
         raise PlanError(

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.strategies.root_module import sum_on_gloo
 from arclight.parallel.deterministic_init import declarations, materialize
 from arclight.parallel.model.activation_checkpoint import checkpoint_block
 from arclight.parallel.model.compile import compile_each
@@ -34,11 +34,6 @@ from arclight.parallel.step_protocol import own_batch_weight
 
 if TYPE_CHECKING:
     from arclight.parallel.mesh import Mesh
-
-
-def is_runnable(module: nn.Module) -> bool:
-    """Return True for modules written for runners (`Runnable`), whose steps need not be cut."""
-    return all(hasattr(module, name) for name in ("model", "runner", "split_batch", "loss"))
 
 
 def only_stages(plan: Plan) -> bool:
@@ -165,10 +160,7 @@ def _shard(
     for part in found.values():
         others = {p for p in steps.module.parameters() if p not in set(part.parameters())}
         fully_shard(part, **(options | {"reshard_after_forward": False}), ignored_params=others)
-        if dist.get_backend() == "gloo":  # which has no averaging reductions
-            for inner in part.modules():
-                if isinstance(inner, FSDPModule):
-                    inner.set_force_sum_reduction_for_comms(True)
+        sum_on_gloo(part)
 
 
 class _Named(nn.Module):

@@ -289,7 +289,6 @@ pointing at one shows where its micro-batch goes.</p>
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1200, 84, 16, 58, 34
 TALL, LOW, GAP = 26, 14, 12
 """Heights of a lane, of the one of a prediction above it, and between processes."""
-_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _STYLE = """
 svg { background: #fff; font: 600 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 text { fill: #1a1c1f; } .muted { fill: #63686f; font-weight: 400; } .title { font-size: 17px; font-weight: 650; }
@@ -383,7 +382,7 @@ def _boxes(step: Trace, spans: list[Span], scale: float, y: int, tall: int) -> I
 def _key(trace: Trace, height: int) -> str:
     parts, x = [], LEFT
     kinds = {span.action.kind for span in trace.spans}
-    for kind, name in _NAMES.items():
+    for kind, name in KIND_NAMES.items():
         if kind not in kinds:
             continue
         parts.append(f'<rect class="{kind}" x="{x}" y="{height - 22}" width="20" height="14" rx="3"/>')
