@@ -23,12 +23,12 @@ from tests import warm
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
-from arclight.cli.federate.federated_run import JOURNAL, is_unfinished
+from arclight.cli.federate.federated_run import is_unfinished
 from arclight.cli.federate.progress import Progress
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.federate.run_report import federated_report
 from arclight.federated.coordination import events, records
-from arclight.federated.coordination.journal import Journal
+from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
 from arclight.federated.protocol import Beat, Doing
 from arclight.federated.rounds.history import read_history
@@ -855,11 +855,11 @@ def test_who_was_put_out_is_not_counted() -> None:
 def test_a_run_that_has_ended_is_finished_however_its_journal_says_so(
     tmp_path: Path, last: tuple[records.Record, ...], unfinished: bool
 ) -> None:
-    with Journal.open(tmp_path / JOURNAL) as journal:
+    with RunDatabase.open(tmp_path) as journal:
         journal.append([records.RunOpened(run="r", settings="s")])
         for record in last:
             if isinstance(record, StateSaved):
-                journal.begin_with(record)
+                journal.write_history(0, [], record)
             else:
                 journal.append([record])
     assert is_unfinished(RunFolder.open(tmp_path)) == unfinished

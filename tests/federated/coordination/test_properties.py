@@ -15,7 +15,6 @@ from tests.federated.coordination.worlds import NodeHere, World, as_read, update
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
-from arclight.federated.coordination.journal import _encode
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -26,6 +25,7 @@ from arclight.federated.coordination.records import (
     UpdateAccepted,
     UpdatesLost,
 )
+from arclight.federated.coordination.run_database import encode
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Close, Evaluated, Failed, Leave, Receipt
@@ -170,7 +170,7 @@ class Anything(RuleBasedStateMachine):
     def the_journal_is_the_state(self) -> None:
         while self.read < len(self.world.journal):
             record = self.world.journal[self.read]
-            self.shadow.replay([as_read(self.read, record)])
+            self.shadow.replay([as_read(record)])
             self.read += 1
         for event in (ev.Tick(), ev.StopRequested(why="x")):  # deciding changes nothing
             first = self.world.coordinator.decide(event, self.world.now)
@@ -390,5 +390,5 @@ def test_what_a_journal_begins_with_does_not_grow_with_the_rounds(which: str) ->
         for agent in agents:
             agent.step()
         assert world.now < 5000, world.coordinator.status(world.now)
-        sizes[world.coordinator.state.committed] = len(_encode(0, world.coordinator.saved()))
+        sizes[world.coordinator.state.committed] = len(encode(world.coordinator.saved()))
     assert max(sizes.values()) < 1.05 * max(size for round, size in sizes.items() if round < 220)

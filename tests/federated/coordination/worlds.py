@@ -11,8 +11,8 @@ from typing import Any, Literal
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator, run_to_quiescence
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
-from arclight.federated.coordination.journal import _decode, _encode
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
+from arclight.federated.coordination.run_database import decode, encode
 from arclight.federated.errors import Reason
 from arclight.federated.protocol import (
     Ask,
@@ -107,7 +107,7 @@ class World:
 
     def shorten(self) -> None:
         """The journal begins with the state from here on."""
-        self.saved, self.shortened = [as_read(len(self.journal), self.coordinator.saved())], len(self.journal)
+        self.saved, self.shortened = [as_read(self.coordinator.saved())], len(self.journal)
 
     def ask(self, message: NodeSends, session: str) -> str:
         return self._request(ev.NodeMessage, message=message, session=session)
@@ -266,10 +266,9 @@ def update_of(session: str, client: str, round: int, *, size_bytes: int = 1, **f
     return Update(node="", session=session, client=client, round=round, manifest=manifest, **said)
 
 
-def as_read(number: int, record: Record) -> Record:
+def as_read(record: Record) -> Record:
     """A record as the journal gives it back."""
-    line = _encode(number, record)
-    return _decode(Path(), number, line[9:-1].partition(b" ")[2])
+    return decode(encode(record), Path())
 
 
 def kind_of(plan: FitPlan | EvaluatePlan) -> Literal["fit", "evaluate"]:

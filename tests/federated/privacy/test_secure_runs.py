@@ -20,8 +20,8 @@ from arclight.federated.clients import Outcome
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
 from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
+from arclight.federated.coordination.run_database import read_journal
 from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError, RefusedError
@@ -258,7 +258,7 @@ def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_p
     some = settings(secure=SecureSum(patience=3.0), rounds=2)
     server = Server(some, START, folder=tmp_path / "run")
     trained(server, [sites], silent=lambda told: told.round == 2)
-    *_, last = read(tmp_path / "run" / "journal.jsonl")
+    *_, last = read_journal(tmp_path / "run")
     why = last.why if isinstance(last, RunEnded) else last.state.ended if isinstance(last, StateSaved) else None
     assert why is not None
     assert re.search(r"to open round 2's sum.*it was tried 2 times \(waiting.retries\)", why)

@@ -1,12 +1,11 @@
-"""What becomes of rounds is told in files that grow by a round at a time, whatever happens to the process that writes them."""
+"""What becomes of rounds is told in the run's database, whatever happens to the process that writes it."""
 
 from __future__ import annotations
 
 import csv
-import errno
 import gc
-import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination import records as r
-from arclight.federated.coordination.journal import Journal, read
+from arclight.federated.coordination.run_database import NAME, RunDatabase, UnavailableError, read_journal
+from arclight.federated.coordination.run_state import RunState, StateSaved
 from arclight.federated.protocol import Fit, Message
 from arclight.federated.rounds import tools
-from arclight.federated.rounds.history import NAME, GrowingFile, History, HistoryFile, Round, read_history
+from arclight.federated.rounds.history import History, Round, export_metrics, read_history, read_rounds
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -71,7 +71,8 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
     def told(what: object) -> None:
         if isinstance(what, r.RoundCommitted) and what.round in (10, 60):
             checkpoint = sum(path.stat().st_size for path in Rounds(folder).path(what.round).iterdir())
-            sizes[what.round] = [checkpoint, (folder / NAME).stat().st_size // what.round]
+            entries = sum(len(str(entry)) for entry in read_history(folder))
+            sizes[what.round] = [checkpoint, entries // what.round]
             gc.collect()
             kept[what.round] = sum(type(one) is Round for one in gc.get_objects()) - len(others)
 
@@ -82,55 +83,80 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
         assert run.runtime.wait(60)
     for early, late in zip(sizes[10], sizes[60], strict=True):
         assert late < 1.1 * early + 50, sizes
-    assert sum(1 for _ in read(folder / "journal.jsonl")) < 60, "the journal is as long as the run"
+    assert len(read_journal(folder)) < 60, "the journal is as long as the run"
     assert kept[60] <= kept[10] <= 4, "rounds that are over are kept in memory"
     assert [here.round for here in server.history] == list(range(61))
 
 
-def test_a_round_that_was_open_when_it_was_last_told_is_told_again(tmp_path: Path) -> None:
-    """The process was killed after the round was committed, and before its line was written anew."""
-    HistoryFile(tmp_path).write([{"round": 0, "base": "a"}], [{"round": 1, "base": ""}])
-    again = HistoryFile(tmp_path)
-    settled, later = again.take_up(2, [0, 1])
-    assert settled == {0}
-    assert [told["round"] for told in later] == [1]
-    again.write([{"round": 1, "base": "b"}], [])
-    assert [told["base"] for told in read_history(tmp_path)] == ["a", "b"]
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[RunDatabase]:
+    with RunDatabase.open(tmp_path) as opened:
+        yield opened
 
 
-def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history, write = History(tmp_path), HistoryFile.write
+def test_a_round_that_was_open_when_it_was_last_told_is_told_again(database: RunDatabase, tmp_path: Path) -> None:
+    """The process was killed after the round was committed, and before its row was written again."""
+    database.write_history(0, [(False, {"round": 0, "base": "a"}), (True, {"round": 1, "base": ""})])
+    history = History(database)
+    history.load(2, 1)
+    for number in (0, 1):
+        history.note(r.RoundCommitted(round=number, base=f"b{number}", checkpoint="x", norm=1.0))
+    history.write(2)
+    assert [told["base"] for told in read_history(tmp_path)] == ["a", "b1"]
+
+
+def test_no_row_says_more_than_the_journal(database: RunDatabase, tmp_path: Path) -> None:
+    """An older copy of the journal was put back."""
+    database.write_history(0, [(False, {"round": number, "base": "a"}) for number in range(5)])
+    history = History(database)
+    history.load(2, 3)
+    assert [here.round for here in history.rounds] == [0, 1, 2, 3]
+    history.write(2)
+    assert [told["round"] for told in read_history(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_state_and_the_rounds_that_it_leaves_out_are_one_commit(tmp_path: Path) -> None:
+    state, points = StateSaved(state=RunState(run="a", committed=1)), list[str]()
+    with RunDatabase.open(tmp_path / "run", inject=lambda point, number: points.append(point)) as database:
+        history = History(database)
+        history.at(0), history.at(1)
+        history.write(1, state)
+        assert [here.round for here in history.rounds] == [0, 1]
+        assert (database.records(), database.last_settled()) == ([state], 0)
+    assert points[3:] == ["before save", "in save", "after save"]
+
+
+def test_a_full_disk_tells_no_round_twice(database: RunDatabase, tmp_path: Path) -> None:
+    history = History(database)
     history.at(0), history.at(1)
     history.write(0)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(HistoryFile, "write", full)
-    with pytest.raises(OSError, match="No space"):
+    history.at(0).base = "a" * 100_000
+    database._connection.execute("PRAGMA max_page_count = 4")
+    with pytest.raises(UnavailableError, match="full"):
         history.write(1)
-    monkeypatch.setattr(HistoryFile, "write", write)
+    assert [here.round for here in history.rounds] == [0, 1]
+    database._connection.execute("PRAGMA max_page_count = 10000")
     history.write(1)
     history.write(1)
-    with (tmp_path / "metrics.csv").open(newline="") as rows:
-        assert [row["round"] for row in csv.DictReader(rows)] == ["0", "1"]
+    assert [(here.round, len(here.base)) for here in read_rounds(tmp_path)] == [(0, 100_000), (1, 0)]
 
 
-def test_no_metric_takes_the_place_of_a_column_of_the_run(tmp_path: Path) -> None:
-    history = History(tmp_path)
+def test_no_metric_takes_the_place_of_a_column_of_the_run(database: RunDatabase, tmp_path: Path) -> None:
+    history = History(database)
     history.note(r.RoundOpened(round=1, base="b", clients=("a",), wanted=1, clock=0, steps=5))
     named = dict.fromkeys(("round", "step", "norm", "epsilon", "val/loss"), 7.5)
     history.note(r.RoundEvaluated(round=1, client=None, samples=1, metrics=named))
     history.write(2)
+    export_metrics(tmp_path)
     (row,) = csv.DictReader((tmp_path / "metrics.csv").open(encoding="utf-8"))
     assert (row["round"], row["step"], row["val/loss"]) == ("1", "5", "7.5")
     assert {row[f"metrics/{name}"] for name in ("round", "step", "norm", "epsilon")} == {"7.5"}
     assert read_metrics(tmp_path / "metrics.csv")["metrics/norm"] == [(5, 7.5)]
 
 
-def test_what_a_client_said_that_was_put_out_does_not_count(tmp_path: Path) -> None:
+def test_what_a_client_said_that_was_put_out_does_not_count(database: RunDatabase) -> None:
     """It was put out since it said that it weighs far more than the others: no mean is to go by that."""
-    history = History(tmp_path)
+    history = History(database)
     history.note(r.RoundOpened(round=1, base="b", clients=("a", "b"), wanted=2, clock=0, steps=5))
     for client, samples, loss in (("a", 10, 1.0), ("b", 1 << 40, 9.0)):
         update = r.UpdateAccepted(
@@ -146,9 +172,9 @@ def test_what_a_client_said_that_was_put_out_does_not_count(tmp_path: Path) -> N
     assert history.at(1).bytes_up == {"a": 1, "b": 1}, "it was sent"
 
 
-def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(tmp_path: Path) -> None:
+def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(database: RunDatabase, tmp_path: Path) -> None:
     """The order was given before the round was committed, and is counted after that."""
-    history = History(tmp_path)
+    history = History(database)
     history.at(0), history.at(1)
     history.write(1)
     history.sent(0, "a", 10)
@@ -159,36 +185,49 @@ def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(tmp_path: 
 
 
 class Disk:
-    """What of a run's history is on the disk: a power failure takes the rest."""
+    """Copies what of a run's database is on the disk, as often as that is waited for: a power failure takes the rest."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.content, write = b"", GrowingFile.write
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.copy, self.saves = folder, folder.with_name("disk"), 0
+        commit = RunDatabase._commit
 
-        def noted(file: GrowingFile, settled: str, later: str, *, durable: bool = False) -> None:
-            write(file, settled, later, durable=durable)
-            if durable:
-                self.content = file.path.read_bytes()
+        def noted(database: RunDatabase, what: str, statements: object, *, durable: bool = True) -> None:
+            commit(database, what, statements, durable=durable)  # type: ignore[arg-type]
+            self.saves += what == "save"
+            if durable and folder.exists():
+                shutil.rmtree(self.copy, ignore_errors=True)
+                self.copy.mkdir()
+                for name in (NAME, f"{NAME}-wal"):
+                    shutil.copy(folder / name, self.copy / name)
 
-        monkeypatch.setattr(GrowingFile, "write", noted)
-        monkeypatch.setattr(Journal, "is_long", property(lambda one: len(one) > 15 and not one._state))  # once, early
+        monkeypatch.setattr(RunDatabase, "_commit", noted)
+        monkeypatch.setattr(
+            RunDatabase, "is_long", property(lambda one: len(one) > 15 and not one._state)
+        )  # once, early
+
+    def fails(self) -> None:
+        """Put back what was on the disk; what came after it may be there in part."""
+        for path in self.copy.iterdir():
+            shutil.copy(path, self.folder / path.name)
+        with (self.folder / f"{NAME}-wal").open("ab") as log:
+            log.write(bytes(range(256)) * 20)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "the last line", "what was not on the disk"])
+@pytest.mark.parametrize("lost", ["nothing", "what was not on the disk"])
 def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = served(tmp_path / "whole", 10, evaluate_every=1)
     folder = tmp_path / "run"
-    disk = Disk(monkeypatch)
+    disk = Disk(folder, monkeypatch)
     served(folder, 10, at(9), evaluate_every=1)
-    file = folder / NAME
-    if lost == "the last line":
-        file.write_bytes(file.read_bytes()[:-20])
-    elif lost == "what was not on the disk":
-        assert b'"round": 0' in disk.content
-        assert disk.content.count(b"\n") < file.read_bytes().count(b"\n")
-        file.write_bytes(disk.content[:-30] + bytes(200) + b"}\n")
+    assert disk.saves == 1
+    told = read_history(folder)
+    if lost == "what was not on the disk":
+        disk.fails()
+        assert len(read_history(folder)) > 2
+        assert read_history(folder) != told, "all of it was on the disk"
         (folder / "metrics.csv").unlink()
     went_on = served(folder, 10, evaluate_every=1)
-    seen_here = {"bytes_down": 0} | ({"noise_scale": None} if lost == "what was not on the disk" else {})
+    seen_here = {"bytes_down": 0}
     assert [of_a_round(asdict(here)) | seen_here for here in went_on.history] == [
         of_a_round(asdict(here)) | seen_here for here in whole.history
     ]
@@ -197,7 +236,7 @@ def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, m
         table = list(csv.DictReader(rows))
     assert [int(row["round"]) for row in table] == list(range(11))
     assert [float(row["loss"]) for row in table] == [here.metrics["loss"] for here in went_on.history]
-    if lost != "what was not on the disk":
+    if lost == "nothing":
         assert [here.bytes_down for here in went_on.history[1:4]] == [here.bytes_down for here in whole.history[1:4]]
 
 

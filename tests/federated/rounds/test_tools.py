@@ -11,8 +11,8 @@ from tests.federated.fakes import Quadratic
 
 from arclight import checkpoint
 from arclight.federated.clients.client import Client
-from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RoundCommitted
+from arclight.federated.coordination.run_database import read_journal
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds import tools
 from arclight.federated.rounds.initial_weights import moments_of
@@ -204,7 +204,7 @@ def test_a_fork_begins_where_the_round_was(finished: Path, tmp_path: Path) -> No
     for name in ("looked at", "run"):
         tools.fork(finished, tmp_path / name, 2)
     with Server(settings(), folder=tmp_path / "looked at").opened():
-        records = list(read(tmp_path / "looked at" / "journal.jsonl"))
+        records = list(read_journal(tmp_path / "looked at"))
     assert [(one.round, one.clock) for one in records if isinstance(one, RoundCommitted)] == [(2, 6)]
     rounds = Server(settings(), folder=tmp_path / "run").run(clients())
     assert [(here.round, here.clock) for here in rounds[-2:]] == [(2, 6), (3, 9)]

@@ -30,19 +30,23 @@ def learners() -> dict[str, Quadratic]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped in its third round, with one update of it here."""
-    folder = tmp_path_factory.mktemp("stopped") / "run"
+    """A run that was killed in its third round, with one update of it here."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
     with Server(SETTINGS, START, folder=folder).opened() as run:
         script = ScriptedNode(InProcessLink(run.service), learners())
         order = script.work(until=lambda message: isinstance(message, Fit) and message.round == 3)
         assert isinstance(order, Fit)
         assert script.send(script.trained(order)).accepted
-    return folder
+        shutil.copytree(folder, folder.with_name("killed"), ignore=shutil.ignore_patterns("*-shm"))
+    shutil.copy(folder / "metrics.csv", folder.with_name("killed"))
+    return folder.with_name("killed")
 
 
 def damaged(data: bytes) -> Iterator[bytes | None]:
     """What may be left of a file: nothing, parts of it, or as much of something else."""
     lines = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")][:-1]
+    if data.startswith(b"SQLite format 3"):
+        lines = list(range(4096, len(data), 4096))
     places = sorted({0, 1, len(data) // 2, len(data) - 1, *lines[:3], *lines[-3:]} - {len(data)})
     yield None
     for place in places:
@@ -53,7 +57,7 @@ def damaged(data: bytes) -> Iterator[bytes | None]:
 
 def test_each_file_of_a_run_may_be_cut_at_any_boundary(stopped: Path, tmp_path: Path) -> None:
     files = sorted(path.relative_to(stopped) for path in stopped.rglob("*") if path.is_file())
-    assert {"journal.jsonl", "identity", "history.jsonl", "metrics.csv"} <= {str(name) for name in files}
+    assert {"run.db", "run.db-wal", "identity", "metrics.csv"} <= {str(name) for name in files}
     tried, went_on, wrong = 0, 0, list[str]()
     for name in files:
         whole = (stopped / name).read_bytes()

@@ -15,8 +15,8 @@ from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.learner import Outcome
-from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RoundDiscarded, RunEnded
+from arclight.federated.coordination.run_database import read_journal
 from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import FederatedError, RefusedError
@@ -116,7 +116,7 @@ def test_a_round_that_can_never_be_folded_ends_the_run_which_goes_on_when_it_can
     expected = undisturbed(tmp_path)
     Failing(monkeypatch, 2, FederatedError("the step would make w infinite"))
     server = trained(Server(settings(), START, folder=tmp_path / "run"))
-    *_, discarded, last = read(tmp_path / "run" / "journal.jsonl")
+    *_, discarded, last = read_journal(tmp_path / "run")
     if isinstance(last, StateSaved):
         assert last.state.ended is not None
         why = last.state.ended

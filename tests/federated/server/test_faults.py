@@ -54,7 +54,7 @@ class FullDisk:
         self.good, self.left = write, times
 
     def __call__(self, point: str, line: int) -> None:
-        if point != "torn":
+        if point != "in append":
             return
         self.good -= 1
         if self.good < 0 and self.left:
@@ -73,8 +73,8 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
         ScriptedNode(InProcessLink(run.service), learners).work()
         assert run.runtime.wait(60)
     assert disk.left == 0
-    assert "continues when there is space" in caplog.text
-    assert "there is space again" in caplog.text
+    assert "the run pauses until its journal can be written" in caplog.text
+    assert "the journal can be written again" in caplog.text
     assert [here.base for here in server.history] == undisturbed(tmp_path)
     assert [learner.steps for learner in learners.values()] == [6, 6]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.federated.fakes import Quadratic, ScriptedNode
 
 from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.journal import read as read_journal
+from arclight.federated.coordination.run_database import read_journal
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.privacy.settings import SecureSum
@@ -127,7 +127,7 @@ def target(folder: Path, **given: Any) -> Iterator[Target]:
             assert isinstance(aim.script.join(), Welcome)
             assert isinstance(aim.script.ask(0.0), Message)
     shadow = Coordinator(federation, federation.clients, 0, run.name)
-    shadow.replay(read_journal(folder / "journal.jsonl"))
+    shadow.replay(read_journal(folder))
     assert repr(shadow.state) == repr(run.coordinator.state)
 
 

@@ -15,7 +15,6 @@ from tests.federated.fakes import Quadratic
 from tests.federated.server.serving import LIMIT, Nodes, Servers, outcome
 
 from arclight.federated.clients import Outcome
-from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Fit
 from arclight.federated.settings import Federation
@@ -41,7 +40,7 @@ def learners() -> dict[str, dict[str, Quadratic]]:
 def through(
     folder: Path, rounds: int, skip: int, streaming: Streaming | None = None
 ) -> tuple[int, dict[str, object], list[float], int]:
-    """A run whose server is killed at every ``skip + 1``-th point of its journal's writes, and at each where that begins anew.
+    """A run whose server is killed at every ``skip + 1``-th point of its commits of records, and at each where a state is saved.
 
     Kills, outcome, seconds to be back, and kills of the latter kind.
     """
@@ -50,16 +49,10 @@ def through(
     kills = anew = 0
     with Nodes(folder / "nodes", servers.port, trained) as nodes:
         while (at := servers.through(used)) is not None:
-            kills, anew = kills + 1, anew + (at[1] in ("saving", "half saved", "saved", "replaced"))
+            kills, anew = kills + 1, anew + at[1].endswith(" save")
             assert used is not None
             used.append(at)
             used.extend(_next(at, skip))
-            with Journal.open(folder / "run" / "journal.jsonl") as journal:
-                lines = len(journal)
-            if (
-                at[1] == "torn" and lines > at[0]
-            ):  # of several records some are whole: their write comes again from here
-                used.append((lines, "torn"))
     assert nodes.errors == []
     steps = {client: learner.steps for mine in trained.values() for client, learner in mine.items()}
     assert steps == {"0": 3 * rounds, "1": 3 * rounds}, "a step was done again, or left out"
@@ -67,12 +60,14 @@ def through(
 
 
 def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
-    """The points after one, of records that are written one at a time."""
-    points = ["before", "torn", "written", "synced"]
-    if at[1] not in points:  # of one that begins anew
+    """The points after one, of commits of one record; those of the history come less often."""
+    when, what = at[1].split()
+    if what not in ("append", "history"):
         return []
-    first = at[0] * 4 + points.index(at[1])
-    return [((first + step) // 4, points[(first + step) % 4]) for step in range(1, count + 1)]
+    order = ("before", "in", "after")
+    first = at[0] * 3 + order.index(when)
+    steps = range(1, 1 + count * (7 if what == "history" else 1))
+    return [((first + step) // 3, f"{order[(first + step) % 3]} {what}") for step in steps]
 
 
 @pytest.mark.parametrize("streaming", [None, Streaming(fragments=2, overlap=1)])
@@ -80,7 +75,7 @@ def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path, stre
     _, undisturbed, *_ = through(tmp_path / "a", 3, -1, streaming)
     kills, disturbed, _, anew = through(tmp_path / "b", 3, 4, streaming)
     assert kills >= 15
-    assert anew >= 4, "no kill while the journal began anew"
+    assert anew >= 3, "no kill while a state was saved"
     assert disturbed == undisturbed
 
 

@@ -32,8 +32,6 @@ VERBS = {
     "flower": "arclight.cli.federate.flower",
     "report": "arclight.cli.federate.run_report",
 }
-JOURNAL = "journal.jsonl"
-"""A run that has begun has one."""
 ENDING = 30.0
 """Seconds that nodes have to leave between the end of a run and the server's own."""
 ABOUT = """
@@ -135,9 +133,10 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
     """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring, client_names
+    from arclight.federated.coordination.run_database import has_begun
     from arclight.federated.server.server import Server
 
-    begun = (folder.path / JOURNAL).exists()
+    begun = has_begun(folder.path)
     kept = options.resume is not None
     with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
@@ -174,11 +173,12 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
 @contextmanager
 def remove_unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
     """Remove a new run's folder, unless ``kept``, if an error comes before the run has begun."""
+    from arclight.federated.coordination.run_database import has_begun
+
     try:
         yield
     except BaseException:
-        journal = folder.path / JOURNAL
-        if not kept and not (journal.exists() and journal.stat().st_size):
+        if not kept and not has_begun(folder.path):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -246,12 +246,13 @@ def describe_node_folder(node: Path) -> str:
 def report_failure(folder: RunFolder, options: Namespace, why: str) -> None:
     """Report how the run ended; a failure to write the report does not hide why."""
     from arclight.cli.federate.run_report import federated_report
-    from arclight.federated.rounds.history import has_history
+    from arclight.federated.coordination.run_database import RunDatabaseError
+    from arclight.federated.rounds.history import read_rounds
 
     try:
-        if has_history(folder.path):
+        if read_rounds(folder.path):
             federated_report(folder.path, beside=options.beside, failure=why)
-    except OSError as error:
+    except (OSError, RunDatabaseError) as error:
         logging.getLogger("arclight").warning("the report could not be written: %s", error)
 
 
@@ -274,10 +275,11 @@ def centralised(recipe: FederatedRecipe) -> Path:
 
 def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
     """Return a new run folder, or the one to resume in."""
+    from arclight.federated.coordination.run_database import RUN_FILES
     from arclight.trainer import RunFolder
 
     if options.resume is None:
-        last = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
+        last = RunFolder.newest(recipe.root, recipe.name, having=RUN_FILES)
         if last is not None and is_unfinished(last):
             print(f"{last.path} is not finished: --resume last would resume it. This is a new run")
         return RunFolder(recipe.root, recipe.name)
@@ -288,7 +290,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
                 f"{options.resume} FOLDER` makes one of its newest round"
             )
         return RunFolder.open(options.resume)
-    found = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
+    found = RunFolder.newest(recipe.root, recipe.name, having=RUN_FILES)
     if found is None:
         raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to resume")
     return found
@@ -296,18 +298,18 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 def is_unfinished(folder: RunFolder) -> bool:
     """Return True if a run was begun and has not ended: killed, interrupted, or under way."""
-    from arclight.federated.coordination.journal import JournalError, read
     from arclight.federated.coordination.records import RunEnded, RunOpened
+    from arclight.federated.coordination.run_database import RunDatabaseError, read_journal
     from arclight.federated.coordination.run_state import StateSaved
 
     ended = False
     try:
-        for record in read(folder.path / JOURNAL):
+        for record in read_journal(folder.path):
             if isinstance(record, StateSaved):
                 ended = record.state.ended is not None
             elif isinstance(record, RunEnded | RunOpened):
                 ended = isinstance(record, RunEnded)
-    except JournalError:  # nothing goes on with it
+    except RunDatabaseError:  # nothing goes on with it
         return False
     return not ended
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError
-from arclight.federated.rounds.history import has_history, read_history
+from arclight.federated.rounds.history import export_metrics, read_history, read_rounds
 from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, last_finite, number_text
@@ -32,7 +32,7 @@ from arclight.trainer.run.svg import (
 )
 
 Round = Mapping[str, Any]
-"""A round as history.jsonl has it."""
+"""A round as the history in the run's database has it."""
 MOST_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
 PHASES = {"waiting": "client training", "fold": "aggregation", "evaluate": "evaluation"}
@@ -41,15 +41,18 @@ _BEST = "val/loss"
 
 
 def report(arguments: list[str]) -> None:
-    """Write the report of a run again, or of one under way: ``arclight federate report``."""
-    parser = Parser(prog="arclight federate report", description="Write the report of a federated run again.")
+    """Write the report and ``metrics.csv`` of a run again, or of one under way: ``arclight federate report``."""
+    parser = Parser(
+        prog="arclight federate report", description="Write the report and metrics.csv of a federated run again."
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument(
         "--beside", type=with_curves, metavar="RUN", help="centralised run to compare with in the report"
     )
     options = parser.parse_args(arguments)
-    if not has_history(options.run):
-        raise UsageError(f"{options.run} has no history.jsonl: give the folder of a federated run")
+    if not read_rounds(options.run):
+        raise UsageError(f"{options.run} has no history of rounds: give the folder of a federated run")
+    export_metrics(options.run)
     print(f"The report is {federated_report(options.run, beside=options.beside)}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
 
 from arclight.federated.coordination import answers, message_rules, round_rules
 from arclight.federated.coordination.cluster import Assignment, ClusterState, Node
@@ -131,9 +130,9 @@ class Coordinator:
         """Return the records to journal before `RunResumed` if accepted updates of these clients are lost."""
         return message_rules.lost(self._situation, round, clients)
 
-    def saved(self, told: Iterable[dict[str, Any]] = ()) -> StateSaved:
+    def saved(self) -> StateSaved:
         """Return the record that stands for all so far. It holds the state itself: write it before anything else happens."""
-        return StateSaved(state=self.state, told=tuple(told))
+        return StateSaved(state=self.state)
 
     # -- apply -------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -110,8 +109,6 @@ class StateSaved(Record):
     """The state that all earlier records lead to: a journal may begin with it."""
 
     state: RunState
-    told: tuple[dict[str, Any], ...] = ()
-    """The history of rounds to which more may happen; that of older ones is in its file."""
 
 
 _REMEMBERED = 16

@@ -1,7 +1,4 @@
-"""Keep the history of a run: ``history.jsonl``, a line each round, oldest first, and ``metrics.csv``.
-
-Its beginning stays as it is; the lines of rounds of which more may be told are written anew at its end.
-"""
+"""Build the history of a run, a round at a time, and keep it in the run's database; ``metrics.csv`` is made of it."""
 
 from __future__ import annotations
 
@@ -10,176 +7,53 @@ import io
 import json
 import logging
 import math
-import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from arclight.checkpoint.remote import to_path
-from arclight.fabric import atomic_replace
-from arclight.fabric.atomic_replace import sync_folder
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.coordination import records as r
+from arclight.federated.coordination import run_database
+from arclight.federated.coordination.run_database import HISTORY_LINES, RunDatabase
 from arclight.federated.coordination.run_state import StateSaved
 
-NAME = "history.jsonl"
-_NUMBER = re.compile(rb'\{"round": (\d+),')
-_OPEN = b'"open": true}\n'
-"""How the line of a round ends of which more may be told: whoever wrote it may have been killed before the rest."""
+log = logging.getLogger(__name__)
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
-    """Read the history of the run in a folder. Raises FileNotFoundError if it has none."""
-    return [_told(line) for _, line in _lines(to_path(run) / NAME)]
+    """Read the history of the run in a folder, also while it is served. Raises FileNotFoundError if it has none."""
+    return run_database.read_history(to_path(run))
 
 
-def has_history(run: str | Path) -> bool:
-    return bool((to_path(run) / NAME).exists())
+def read_rounds(run: str | Path) -> list[Round]:
+    """Read the history of the run in a folder; empty if it has none."""
+    try:
+        return [_round(entry) for entry in read_history(run)]
+    except FileNotFoundError:
+        return []
 
 
 def copy_history(source: str | Path, target: str | Path, until: int) -> None:
-    """Copy the history of rounds up to ``until`` to another run; nothing if the source has none."""
-    file, copy = to_path(source) / NAME, to_path(target) / NAME
-    if file.exists():
+    """Copy the history of rounds up to ``until`` to a new run, as JSON lines; nothing if the source has none."""
+    lines = [json.dumps(asdict(here)) + "\n" for here in read_rounds(source) if here.round <= until]
+    copy = to_path(target) / HISTORY_LINES
+    if lines:
         if isinstance(copy, Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(b"".join(line for number, line in _lines(file) if number <= until))
+        copy.write_bytes("".join(lines).encode())
 
 
-def _told(line: bytes) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(line).items() if name != "open"}
-
-
-def _sound(line: bytes) -> dict[str, Any] | None:
-    try:
-        return _told(line)
-    except ValueError:
-        return None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Iterate over number and text of each round, without a last line that is incomplete."""
-    with path.open("rb") as file:
-        for line in file:
-            match = _NUMBER.match(line)
-            if match is None or not line.endswith(b"\n"):
-                return
-            yield int(match[1]), line
-
-
-class GrowingFile:
-    """A text file whose first ``stays`` bytes no longer change."""
-
-    def __init__(self, path: Path, stays: int = 0) -> None:
-        self.path, self.stays = path, stays
-
-    def write(self, settled: str, later: str, *, durable: bool = False) -> None:
-        """Write text after what stays; ``settled`` stays from now on, ``later`` until the next call. durable: sync it."""
-        staying = settled.encode()
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            file.seek(self.stays)
-            file.write(staying + later.encode())
-            file.truncate()
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        if durable:
-            sync_folder(self.path.parent)
-        self.stays += len(staying)
-
-
-class HistoryFile:
-    """The history file of a run that is being served."""
-
-    def __init__(self, run: Path) -> None:
-        self._file = GrowingFile(run / NAME)
-
-    def take_up(self, settled: int, needed: Sequence[int]) -> tuple[set[int], list[dict[str, Any]]]:
-        """Continue an earlier process's file: return its rounds below ``settled``, and the content of later ones.
-
-        needed: rounds that it must tell of; from the first of them that it does not, nothing stays.
-        """
-        numbers, later, end = set[int](), list[dict[str, Any]](), 0
-        due = sorted({number for number in needed if number < settled}, reverse=True)
-        first = due[-1] if due else settled
-        for number, line in _lines(self._file.path) if self._file.path.exists() else ():
-            told = None if number < first else _sound(line)
-            if number >= first and told is None:
-                break  # of a power failure, which takes what was written last
-            if number >= settled or later or line.endswith(_OPEN) or (due and number > due[-1]):
-                later.append(_told(line) if told is None else told)
-                continue
-            numbers.add(number)
-            end += len(line)
-            if due and number == due[-1]:
-                due.pop()
-        self._file.stays = end
-        return numbers, later
-
-    def settled(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the rounds that no longer change."""
-        left = self._file.stays
-        for _, line in _lines(self._file.path) if left else ():
-            left -= len(line)
-            if left < 0:
-                return
-            yield json.loads(line)
-
-    def write(
-        self, settled: Sequence[dict[str, Any]], later: Sequence[dict[str, Any]], *, durable: bool = False
-    ) -> None:
-        """Append rounds that no longer change, and rewrite those that may."""
-        self._file.write(_text(settled), _text([{**one, "open": True} for one in later]), durable=durable)
-
-
-def _text(rounds: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(one, allow_nan=False) + "\n" for one in rounds)
-
-
-Row = dict[str, Any]
-
-
-class MetricsCsv:
-    """Append rows to ``metrics.csv``; a new column rewrites the file. before: returns the rows added so far."""
-
-    def __init__(self, path: Path, before: Callable[[], Iterable[Row]]) -> None:
-        self._file, self._before = GrowingFile(path), before
-        self._columns: list[str] = []
-
-    def write(self, settled: Sequence[Row], later: Sequence[Row]) -> None:
-        """Append rows that no longer change, and rewrite those that may."""
-        if {name for row in (*settled, *later) for name in row} <= set(self._columns):
-            self._file.write(self._text(settled), self._text(later))
-            return
-        columns = dict.fromkeys(name for rows in (self._before(), settled, later) for row in rows for name in row)
-        self._columns = list(columns)
-        temporary = atomic_replace.temporary_path(self._file.path)
-        try:
-            with temporary.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, self._columns, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(self._before())
-                writer.writerows(settled)
-                stays = file.tell()
-                writer.writerows(later)
-            temporary.replace(self._file.path)
-            self._file.stays = stays
-        finally:
-            atomic_replace.discard(temporary)
-
-    def forget(self) -> None:
-        """Rewrite the whole file at the next call."""
-        self._columns = []
-
-    def _text(self, rows: Sequence[Row]) -> str:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
-        return text.getvalue()
-
-
-log = logging.getLogger(__name__)
+def export_metrics(run: str | Path) -> None:
+    """Write ``metrics.csv`` in the run's folder: a row for each round, and a column for each value that any of them has."""
+    rows = [_row(here) for here in read_rounds(run)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_text(Path(run) / "metrics.csv", text.getvalue(), durable=False)
 
 
 @dataclass(kw_only=True)
@@ -259,24 +133,22 @@ _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 class History:
     """Build the history from records, noted in the journal's order. Thread-safe.
 
-    Those of which more may be told are in memory, others in the files of the run's ``folder`` alone.
+    Rounds of which more may be told are in memory, others in the run's database alone.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, database: RunDatabase) -> None:
         self._lock = threading.RLock()
+        self._database = database
         self._rounds: dict[int, Round] = {}
-        self._settled: frozenset[int] | set[int] = frozenset()
-        """Rounds that an earlier process has told to the end, while the journal is gone through."""
         self._over = 0
         """Rounds below this have been told to their end."""
-        self._file = HistoryFile(folder)
-        self._table = MetricsCsv(folder / "metrics.csv", lambda: (_row(_round(told)) for told in self._file.settled()))
 
     @property
     def rounds(self) -> list[Round]:
-        """Return all rounds, read from the file."""
+        """Return all rounds, read from the database."""
         with self._lock:
-            return [*map(_round, self._file.settled()), *self._in_memory()]
+            stored = (_round(entry) for entry in self._database.history())
+            return [*(here for here in stored if here.round < self._over), *self._in_memory()]
 
     def at(self, number: int) -> Round:
         """Return a round, to be added to. A round that no longer changes is not kept."""
@@ -306,7 +178,7 @@ class History:
     def note(self, record: r.Record) -> None:
         """Note a record, once or again."""
         with self._lock:
-            if getattr(record, "round", None) not in self._settled:
+            if getattr(record, "round", self._over) >= self._over:
                 self._note(record)
 
     def _note(self, record: r.Record) -> None:
@@ -343,10 +215,6 @@ class History:
             case r.RoundOpened():
                 here = self.at(record.round)
                 here.clock, here.skipped = record.clock + record.steps, ""
-            case StateSaved():
-                for here in map(_round, record.told):
-                    if here.round not in self._settled:
-                        self._rounds.setdefault(here.round, here)
             case r.RoundEvaluated(client=None):
                 self.at(record.round).metrics = dict(record.metrics)
             case r.RoundEvaluated():
@@ -362,56 +230,39 @@ class History:
         }
         return Round(**kept)
 
-    def take_up(self, settled: int, newest: int, needed: Sequence[int] = ()) -> None:
-        """Continue an earlier process's files, before the journal is replayed.
+    def load(self, settled: int, newest: int) -> None:
+        """Continue an earlier process's history, before its records are noted again.
 
-        settled: of rounds below this nothing more will be told. newest: files may not say more than the journal. needed: rounds below
-        ``settled`` that the journal tells of, in case the files do not.
+        settled: of rounds below this nothing more is told. newest: no row may say more than the journal.
         """
         with self._lock:
-            self._settled, later = self._file.take_up(settled, needed)
-            if not self._settled and not later and min(needed, default=0) > 0:
-                log.warning("the history is gone: nothing tells of rounds before %d any more", min(needed))
-            self._rounds = {one["round"]: _round(one) for one in later if one["round"] <= newest}
+            last = self._database.last_settled()
+            self._over = min(settled, last + 1)
+            if last < 0 < settled <= newest:
+                log.warning("the history is gone: nothing tells of rounds before %d any more", settled)
+            stored = map(_round, self._database.history(self._over))
+            self._rounds = {here.round: here for here in stored if here.round <= newest}
 
-    def begin_with(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint keeps: rounds that nothing else tells of, else what the journal lacks.
-
-        The journal has been gone through.
-        """
+    def add_missing(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Add what a checkpoint keeps of rounds: all of those that nothing else tells of, else what records lack."""
         with self._lock:
             for entry in told:
-                number = entry["round"]
-                here = self._rounds.get(number)
-                if here is None and number not in self._settled:
-                    self._rounds[number] = _round(entry)
+                here = self._rounds.get(entry["round"])
+                if here is None and entry["round"] >= self._over:
+                    self._rounds[entry["round"]] = _round(entry)
                 for name in _SEEN_HERE if here is not None else ():
                     setattr(here, name, getattr(here, name) or entry.get(name) or getattr(here, name))
-            self._settled = frozenset()
 
-    def kept(self, settled: int) -> list[dict[str, Any]]:
-        """Write durably, and return the rounds that may still change."""
-        with self._lock:
-            self.write(settled, durable=True)
-            return [asdict(here) for here in self._in_memory()]
+    def write(self, settled: int, state: StateSaved | None = None) -> None:
+        """Write all rounds; those below ``settled`` leave memory. state: it replaces the journal's records in the same commit.
 
-    def write(self, settled: int, *, durable: bool = False) -> None:
-        """Keep the history of a run: ``history.jsonl``, a line each round, oldest first, and ``metrics.csv``.
-
-        durable: whether a power failure may not undo what ``history.jsonl`` says then.
+        Raises RunDatabaseError, and nothing is changed.
         """
         with self._lock:
-            done = [here for here in self._in_memory() if here.round < settled]
-            later = [here for here in self._in_memory() if here.round >= settled]
-            self._table.write([_row(here) for here in done], [_row(here) for here in later])
-            try:
-                self._file.write([asdict(here) for here in done], [asdict(here) for here in later], durable=durable)
-            except OSError:
-                self._table.forget()  # it has rows of rounds that the file does not have
-                raise
-            for here in done:
-                del self._rounds[here.round]
+            rows = [(here.round >= settled, asdict(here)) for here in self._in_memory()]
+            self._database.write_history(self._over, rows, state)
             self._over = max(self._over, settled)
+            self._rounds = {number: here for number, here in self._rounds.items() if number >= self._over}
 
     def _in_memory(self) -> list[Round]:
         return [self._rounds[number] for number in sorted(self._rounds)]

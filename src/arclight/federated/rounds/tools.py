@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 from arclight import checkpoint
 from arclight.checkpoint import remote
 from arclight.checkpoint.manifest import Manifest as Described
-from arclight.checkpoint.remote import to_path
 from arclight.checkpoint.tree import read_stored
+from arclight.federated.coordination.run_database import has_journal, locked
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.history import copy_history
+from arclight.federated.rounds.history import copy_history, loss_of
 from arclight.federated.rounds.store import FOLDER, Rounds, layout_of
 from arclight.federated.rounds.writer import TENSOR_ENTRIES
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
     counts (fork the round first), for an unknown client, and for numbers that cannot be.
     """
     rounds = Rounds(run)
-    if (rounds.run / JOURNAL).exists():
+    if has_journal(rounds.run):
         raise FederatedError(
             f"{rounds.run} has a journal, which says what its rounds are: fork round {number} into a new run, and edit that one"
         )
@@ -204,7 +203,7 @@ def fork(
     """
     source, new = Rounds(run), Rounds(target)
     number = _chosen(source, number)
-    if (new.run / JOURNAL).exists() or new.numbers():
+    if has_journal(new.run) or new.numbers():
         raise FederatedError(f"{new.run} holds a run already: give the fork a folder of its own")
     trees = source.trees(number)
     trees["round"] = {**trees["round"], "run": name or new.run.name, "forked_from": f"{source.run}, round {number}"}
@@ -231,9 +230,9 @@ def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
         )
     doomed = [number for number in numbers if number not in stay]
     if doomed and not dry_run:
-        _not_in_use(rounds)
-        for number in doomed:
-            rounds.remove(number)
+        with nullcontext() if remote.is_remote(rounds.run) else locked(rounds.run):
+            for number in doomed:
+                rounds.remove(number)
     return doomed
 
 
@@ -254,7 +253,7 @@ def _listed(rounds: Rounds, number: int) -> Listed:
         problems=(),
         clock=trees["round"]["clock"],
         contributors=len(record.get("contributors", [])),
-        loss=_loss(record),
+        loss=loss_of(record),
         bytes=sum(file.bytes for file in described.files.values()),
         created=described.created,
     )
@@ -262,12 +261,6 @@ def _listed(rounds: Rounds, number: int) -> Listed:
 
 def _record(trees: Mapping[str, Any], number: int) -> dict[str, Any]:
     return next((dict(entry) for entry in trees["history"] if entry["round"] == number), {})
-
-
-def _loss(record: Mapping[str, Any]) -> float | None:
-    from arclight.federated.rounds.history import loss_of
-
-    return loss_of(record)
 
 
 def _chosen(rounds: Rounds, number: int | None) -> int:
@@ -343,14 +336,6 @@ def _counted(what: str, value: int) -> int:
     if value < 0:
         raise FederatedError(f"{what} cannot be {value}")
     return value
-
-
-def _not_in_use(rounds: Rounds) -> None:
-    from arclight.federated.coordination.journal import Journal
-
-    journal = rounds.run / JOURNAL
-    if not remote.is_remote(journal) and journal.exists():
-        Journal.open(to_path(journal)).close()
 
 
 def _number(value: float | None) -> str:

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 from arclight.federated.coordination import events
 from arclight.federated.coordination.coordinator import BrokenError, Coordinator, run_to_quiescence
-from arclight.federated.coordination.journal import Journal, JournalError
 from arclight.federated.coordination.records import Record
+from arclight.federated.coordination.run_database import RunDatabase, RunDatabaseError, UnavailableError
+from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.errors import FederatedError, LinkError, Reason
 from arclight.federated.protocol import Update
 
@@ -48,13 +49,13 @@ class Runtime:
     """Drive ``coordinator``; ``execute`` does its aggregations and evaluations and returns what they report.
 
     after: called once the report of a task is journaled. on_record, on_command: called with every record that was journaled and
-    every command, under the lock: they must be quick. disk_full_timeout_s: how long a full disk is waited for before the run ends.
+    every command, under the lock: they must be quick. disk_full_timeout_s: how long a full disk or locked database is waited for before the run ends.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
-        journal: Journal,
+        database: RunDatabase,
         execute: Callable[[ServerTask], events.Event],
         *,
         after: Callable[[ServerTask], None],
@@ -62,7 +63,7 @@ class Runtime:
         on_command: Callable[[events.Command], None],
         disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
     ) -> None:
-        self.coordinator, self._journal, self._execute, self._after = coordinator, journal, execute, after
+        self.coordinator, self._database, self._execute, self._after = coordinator, database, execute, after
         self._on_record, self._on_command = on_record, on_command
         self._lock = threading.Condition()
         self._names = itertools.count()
@@ -161,15 +162,14 @@ class Runtime:
         with self._lock:
             return tuple(self.coordinator.state.recent)
 
-    def save(self, told: Callable[[], Sequence[dict[str, Any]]]) -> None:
+    def save(self, write: Callable[[StateSaved], None]) -> None:
         """If the journal has become long, replace it by the state that it leads to.
 
-        told: writes the history that the journal told, and returns that of rounds to which more may happen. Raises OSError if
-        the disk is full, and nothing has changed.
+        write: writes the state, and the history that the journal told. Raises RunDatabaseError, and nothing has changed.
         """
         with self._lock:
-            if self._journal.is_long and self.error is None:
-                self._journal.begin_with(self.coordinator.saved(told()))
+            if self._database.is_long and self.error is None:
+                write(self.coordinator.saved())
 
     def handle(self, event: events.Event) -> None:
         """Handle one event: decide, journal, apply, execute; repeat until the coordinator has nothing more to do."""
@@ -236,26 +236,24 @@ class Runtime:
             self._compensated_until = due + waiting.heartbeat_interval_s  # only once until then, so that time goes on
 
     def _journal_records(self, records: Sequence[Record]) -> None:
-        """Journal records; while the disk is full, wait: nothing of the step has happened, and time stands still."""
+        """Journal records; while that cannot be, wait: nothing of the step has happened, and time stands still."""
         began, until = time.monotonic(), time.monotonic() + self._disk_full_timeout_s
         while True:
             try:
-                self._journal.append(records)
+                self._database.append(records)
                 break
-            except JournalError as error:
-                cause = error.__cause__
-                full = isinstance(cause, OSError) and cause.errno in DISK_FULL
-                if not full or time.monotonic() > until:
+            except RunDatabaseError as error:
+                if not isinstance(error, UnavailableError) or time.monotonic() > until:
                     self._fail(error)
                     raise
                 if not self._paused:
-                    log.error("the run pauses, and continues when there is space: %s", error)
-                self._paused = f"the server waits for room on its disk: {error}"
+                    log.error("the run pauses until its journal can be written: %s", error)
+                self._paused = f"the server waits: {error}"
                 self._lock.wait(DISK_RETRY_INTERVAL_S)
         if self._paused:
             self._paused_for += time.monotonic() - began
             self._paused = ""
-            log.warning("there is space again: the run continues after %.0f s", time.monotonic() - began)
+            log.warning("the journal can be written again: the run continues after %.0f s", time.monotonic() - began)
 
     def _carry_out(self, command: events.Command) -> None:
         if isinstance(command, events.Answer):

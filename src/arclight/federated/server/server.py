@@ -14,9 +14,9 @@ import torch
 from arclight import checkpoint
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.coordination.journal import Injection
+from arclight.federated.coordination.run_database import Injection
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.history import History, Round
+from arclight.federated.rounds.history import Round, read_rounds
 from arclight.federated.rounds.initial_weights import entries_in, entries_of, moments_of, statistics, steps_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server_run import InitialState, Measurement, ServerRun
@@ -72,12 +72,11 @@ class Server:
         self._clients = clients
         self._evaluate, self._told = evaluate, told or (lambda what: None)
         self._run: ServerRun | None = None
-        self._history: History | None = None
 
     @property
     def history(self) -> list[Round]:
         """Return the history of each round so far; round 0 holds the initial weights."""
-        return [] if self._history is None else self._history.rounds
+        return read_rounds(self.folder) if self._run is None else self._run.history.rounds
 
     @property
     def rounds(self) -> Rounds:
@@ -111,7 +110,7 @@ class Server:
             told=self._told,
             inject=self._inject,
         ) as run:
-            self._run, self._history = run, run.service.history
+            self._run = run
             try:
                 yield run
             finally:

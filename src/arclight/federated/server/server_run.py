@@ -1,6 +1,6 @@
 """Run a federation in a folder: start or resume it, aggregate rounds, evaluate and commit them, delete what no round references.
 
-The folder holds ``journal.jsonl``, ``rounds/<number>/``, ``blobs/``, and for people ``history.jsonl`` and ``metrics.csv``.
+The folder holds ``run.db`` (journal and history), ``rounds/<number>/``, ``blobs/``, and once the run is closed ``metrics.csv``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from arclight.federated.blobs.object_store import MirroredStore
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.coordination.run_state import StateSaved
+from arclight.federated.coordination.run_database import Injection, RunDatabase, UnavailableError
 from arclight.federated.errors import BlobError, FederatedError, RefusedError
 from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.secure_aggregation import Unmasking
-from arclight.federated.rounds.history import History, add_contributions
+from arclight.federated.rounds.history import History, add_contributions, export_metrics
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writer import MODULE_ENTRIES
 from arclight.federated.server.published_weights import ORPHAN_S, PublishedWeights, Weights, manifest_of
@@ -101,7 +100,7 @@ class ServerRun:
             if at
             else FolderStore(folder / "blobs", durable="all" if federation.secure else "made")
         )
-        self.weights, self.history = PublishedWeights(folder, self.rounds, self.blobs, federation), History(folder)
+        self.weights = PublishedWeights(folder, self.rounds, self.blobs, federation)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._masks = ServerMasks(federation, seed, self.coordinator.roster.index)
         self._quota = UploadQuota(self.blobs)
@@ -156,12 +155,12 @@ class ServerRun:
     def __enter__(self) -> ServerRun:
         if self._budget is not None and not self.rounds.numbers():  # refused before anything is written
             self._budget.check(self.federation.rounds)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
+        self._database = RunDatabase.open(self.folder, inject=self._inject)
+        self.history = History(self._database)
         try:
             identity = self._patiently(self._identity)
             self.runtime = Runtime(
-                self.coordinator, self._journal, self._execute,
+                self.coordinator, self._database, self._execute,
                 on_record=self._on_record, on_command=self._on_command, after=self._clean_up,
             )  # fmt: skip
             self._relay = None
@@ -179,7 +178,7 @@ class ServerRun:
             self.runtime.start(first)
             self._began = time.monotonic()
         except BaseException:
-            self._journal.close()
+            self._database.close()
             raise
         return self
 
@@ -204,9 +203,11 @@ class ServerRun:
             if self._relay is not None:
                 self._relay.close()
             self.runtime.close()
-            self._write_history()
+            if not self._database.closed:
+                self._write_history()
+                export_metrics(self.folder)
         finally:
-            self._journal.close()
+            self._database.close()
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until the run is over, or for some time. Raises its error, FederatedError if it could not go on."""
@@ -248,7 +249,7 @@ class ServerRun:
     def _first(self) -> events.Event:
         """Restore the run from its journal, or write the weights that it starts from."""
         state = self.coordinator.state
-        if not recover(self._journal, self.coordinator, self.history, partial(has_blobs, self.blobs)):
+        if not recover(self._database, self.coordinator, self.history, partial(has_blobs, self.blobs)):
             return self._patiently(self._begin)
         committed = state.committed
         for number, base in state.bases.items():
@@ -283,14 +284,14 @@ class ServerRun:
             )
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
-        self.history.take_up(number, number - 1)
+        self.history.load(number, number - 1)
         self._take_up(trees, number)
         base = self._check_masks(self.weights.publish(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.RunStarted(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
 
     def _take_up(self, trees: Mapping[str, Any], number: int) -> None:
-        self.history.begin_with(trees["history"])
+        self.history.add_missing(trees["history"])
         self._progress = trees["clients"]
         self._carry(trees, number)
 
@@ -437,10 +438,10 @@ class ServerRun:
                 self._prune(task)
             self._write_history()
             self._shorten()
-        except OSError as error:
-            if error.errno not in DISK_FULL:
+        except (OSError, UnavailableError) as error:
+            if isinstance(error, OSError) and error.errno not in DISK_FULL:
                 raise
-            log.warning("history.jsonl and metrics.csv are not up to date, or the journal stays long: %s", error)
+            log.warning("the history is not up to date, or the journal stays long: %s", error)
 
     def _prune(self, fold: events.Aggregate) -> None:
         done = [update.digest for update in fold.updates]
@@ -451,7 +452,7 @@ class ServerRun:
 
     def _shorten(self) -> None:
         """Shorten a long journal; only the history still tells of what is removed."""
-        self.runtime.save(lambda: self.history.kept(self.coordinator.state.oldest))
+        self.runtime.save(lambda state: self.history.write(state.state.oldest, state))
 
     def _write_history(self) -> None:
         self.history.write(self.runtime.oldest())
@@ -488,21 +489,21 @@ class ServerRun:
 
 
 def recover(
-    journal: Journal, coordinator: Coordinator, history: History, is_here: Callable[[r.UpdateAccepted], bool]
+    database: RunDatabase, coordinator: Coordinator, history: History, is_here: Callable[[r.UpdateAccepted], bool]
 ) -> bool:
     """Restore the durable state and the history of its rounds from a journal; False if nothing has been committed yet.
 
     is_here: tells if an accepted update is on disk. It was not synced: a power failure loses it, and it is asked for again.
     """
-    said = list(journal.records())
+    said = database.records()
     coordinator.replay(said)
     state = coordinator.state
     if state.committed < 0:
         return False
     lost = _lost(coordinator, is_here)
-    journal.append(lost)
+    database.append(lost)
     coordinator.replay(lost)
-    history.take_up(state.oldest, state.opened, [number for record in said for number in _told(record)])
+    history.load(state.oldest, state.opened)
     for record in (*said, *lost):
         history.note(record)
     return True
@@ -551,10 +552,3 @@ def _lost(coordinator: Coordinator, is_here: Callable[[r.UpdateAccepted], bool])
             log.warning("updates of round %d are gone, and asked for again: %s", open.round, ", ".join(gone))
             found += coordinator.lost(open.round, gone)
     return found
-
-
-def _told(record: r.Record) -> list[int]:
-    """Return the rounds of which a record holds all that is known at that time."""
-    if isinstance(record, StateSaved):
-        return [told["round"] for told in record.told]
-    return [record.round] if isinstance(record, r.RoundCommitted) else []

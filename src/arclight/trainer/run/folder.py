@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,13 @@ class RunFolder:
         return run
 
     @classmethod
-    def newest(cls, root: str | Path = "runs", name: str = "run", *, having: str = "") -> RunFolder | None:
-        """The run of that name with the highest number, of those in whose folder there is a file ``having``; None without any."""
+    def newest(
+        cls, root: str | Path = "runs", name: str = "run", *, having: str | Sequence[str] = ""
+    ) -> RunFolder | None:
+        """The run of that name with the highest number, of those whose folder has a file ``having``, or one of several; None without any."""
         parent = Path(root) / name
-        numbers = [number for number in run_numbers(parent) if (parent / str(number) / having).exists()]
+        files = [having] if isinstance(having, str) else having
+        numbers = [n for n in run_numbers(parent) if any((parent / str(n) / file).exists() for file in files)]
         return cls.open(parent / str(max(numbers))) if numbers else None
 
     @property
