@@ -37,7 +37,7 @@ def run(command: list[str], folder: Path) -> str:
 
 def test_python(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python"))
-    folder = tmp_path / run([sys.executable, "example.py"], tmp_path).strip().splitlines()[-1]
+    folder = tmp_path / warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.strip().splitlines()[-1]
     assert (folder / "metrics.csv").exists()
     assert any((folder / "checkpoints").iterdir())
 
@@ -138,7 +138,7 @@ def test_pipelines(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the guide cuts a model of transformers")
     example = block("python", "docs/pipelines.md")
     (tmp_path / "example.py").write_text(example + "print(len(tokens), len(micro_batch['input_ids']))\n")
-    *rest, sizes = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    *rest, sizes = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.strip().splitlines()
     samples, of_one = map(int, sizes.split())
     assert f"micro_batches={samples // of_one}, loss" in example  # the example is of the size that is run
     cuts, names = rest
@@ -180,7 +180,7 @@ def test_federated_across_processes(by: str, tmp_path: Path) -> None:
 
 def test_federated_in_python(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/federated.md"))
-    weights, *simulated = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    weights, *simulated = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.strip().splitlines()
     found = ast.literal_eval(weights)
     assert abs(found["layer.weight"] - 2) < 0.3
     assert abs(found["layer.bias"] - 1) < 0.3
