@@ -161,6 +161,10 @@ def test_moments_are_averaged_and_not_stepped() -> None:
     assert after["exp_avg_sq/w"].value.tolist() == [5.0] * 3, "the server had none: the values themselves"
     assert not after["exp_avg/w"].state
     assert after["model/w"].state
+    assert {one.count for one in after.values()} == {1}
+    counts = {"exp_avg_sq/w": 3, "model/w": 2}
+    again = {one.key: one.count for one in StrategyStep(DiLoCo(), anchor, given, counts=counts)}
+    assert again == {"model/w": 3, "exp_avg/w": 1, "exp_avg_sq/w": 4}
 
 
 def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp_path: Path) -> None:

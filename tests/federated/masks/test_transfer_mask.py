@@ -5,6 +5,7 @@ import json
 import math
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from arclight.federated.coordination.settings import Streaming
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.settings import Experts, Masks, half_life, period_of
-from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask, expected_entry, expert_count
+from arclight.federated.protocol import Entry, Manifest
 from arclight.federated.settings import Federation
 from arclight.recipe import read
 
@@ -209,3 +211,77 @@ def test_stacks_are_the_tensors_named_by_the_settings() -> None:
     some = travel(experts=Experts(tensors=("blocks.*.attn.weight",)))
     assert some.is_stack("model/blocks.0.attn.weight")
     assert not some.is_stack("model/embed.weight")
+
+
+def weights(**shapes: tuple[int, ...]) -> Manifest:
+    tensors = {
+        f"model/{name.replace('__', '.')}": Entry(blob="0" * 64, dtype="F32", shape=shape)
+        for name, shape in shapes.items()
+    }
+    return Manifest(kind="weights", tensors=tensors, blobs={"0" * 64: 0})
+
+
+STACKED = weights(blocks__0__experts__w=(4, 2, 3), blocks__1__experts__w=(4, 5), head__weight=(2,), scale=())
+
+
+def mixture(**experts) -> TransferMask:
+    names = [key.removeprefix("model/") for key in STACKED.tensors]
+    return TransferMask(masks=Masks(experts=Experts(**experts)), moments=MOMENTS, names=tuple(names))
+
+
+def test_a_server_gives_each_client_its_experts() -> None:
+    masks = Masks(experts=Experts(per_client=2))
+    server = ServerMasks(Federation(clients=2, masks=masks), 0, {"a": 0, "b": 1}.get)
+    assert server.of("a", 1, STACKED).experts == (0, 1)
+    assert server.of("b", 1, STACKED).experts == (2, 3)
+    with pytest.raises(FederatedError, match="'c' is no client of this run"):
+        server.of("c", 1, STACKED)
+    plain = ServerMasks(Federation(clients=2), 0, {"a": 0}.get)
+    assert plain.of("a", 1, STACKED) is plain.of("nobody", 1, STACKED) is plain.whole(STACKED)
+
+
+def test_a_servers_masks_follow_the_names_of_the_weights() -> None:
+    server = ServerMasks(Federation(clients=2), 0, {}.get)
+    first = server.whole(STACKED)
+    assert server.whole(STACKED) is first
+    other = weights(another=(2,))
+    assert server.whole(other).names == ("another",)
+    wrong = ServerMasks(Federation(clients=2, masks=Masks(send=("nothing.",))), 0, {}.get)
+    with pytest.raises(FederatedError, match="nothing"):
+        wrong.whole(STACKED)
+
+
+def test_stacks_of_unlike_sizes_have_no_count() -> None:
+    assert expert_count(mixture(), STACKED) == 4
+    for unlike in ((3, 5), (0, 5), ()):
+        with pytest.raises(FederatedError, match="must hold as many experts each"):
+            expert_count(mixture(), weights(blocks__0__experts__w=(4, 2), blocks__1__experts__w=unlike))
+    for empty in ((0, 5), ()):
+        with pytest.raises(FederatedError, match="w has 0"):
+            expert_count(mixture(), weights(blocks__0__experts__w=empty))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("model/head.weight", (2,)),
+        ("model/blocks.0.experts.w[0]", (2, 3)),
+        ("model/blocks.1.experts.w[3]", (5,)),
+        ("exp_avg/blocks.0.experts.w[3]", (2, 3)),
+        ("exp_avg/head.weight", (2,)),
+        ("model/blocks.0.experts.w[4]", None),
+        ("model/blocks.0.experts.w[1]", None),
+        ("model/blocks.0.experts.w", None),
+        ("model/head.weight[0]", None),
+        ("model/unknown", None),
+        ("momentum/head.weight", None),
+    ],
+)
+def test_a_client_sends_what_is_expected_of_it_alone(key: str, shape: tuple[int, ...] | None) -> None:
+    found = expected_entry(key, replace(mixture(), experts=(0, 3, 4)), 1, STACKED)
+    assert (None if found is None else found.shape) == shape
+
+
+def test_an_expert_of_a_stack_without_dimensions_is_not_expected() -> None:
+    travel = TransferMask(masks=Masks(experts=Experts(tensors=("scale",))), names=("scale",), experts=(0,))
+    assert expected_entry("model/scale[0]", travel, 1, weights(scale=())) is None

@@ -239,6 +239,21 @@ def test_older_checkpoints_count_each_round_with_the_least_noise_it_can_have_had
     assert dict(spent_before({"privacy": said}, 9).releases) == {Release(multiplier=1.5, clients=8, drawn=2): 4}
 
 
+def test_a_variance_that_noise_would_take_below_zero_stays_as_it_was() -> None:
+    change = {"model/bn.running_var": torch.full((64,), 0.01), "model/bn.weight": torch.full((64,), 0.01)}
+    given = [Contribution(client=name, weight=1, tensors=change) for name in "ab"]
+    settings = Noise(clip=1e6, multiplier=1e-6)
+    plain = dict(noisy_fold(settings, SECRET)(given))
+    former = {key: torch.full((64,), 0.5) for key in change}
+    clamped = dict(noisy_fold(settings, SECRET, former.__getitem__)(given))
+    beyond = plain["model/bn.running_var"] > 0.5
+    assert 0 < int(beyond.sum()) < 64
+    assert torch.equal(clamped["model/bn.running_var"], plain["model/bn.running_var"].masked_fill(beyond, 0.0))
+    assert torch.equal(clamped["model/bn.weight"], plain["model/bn.weight"])
+    exact = dict(noisy_fold(Noise(clip=1e6, multiplier=1e-6, by="clients"), SECRET, former.__getitem__)(given))
+    assert torch.allclose(exact["model/bn.running_var"], change["model/bn.running_var"])
+
+
 def test_counters_get_no_noise_however_much_there_is() -> None:
     given = clients(2)
     mean = dict(noisy_fold(Noise(clip=1.0, multiplier=1e6), SECRET)(given))
