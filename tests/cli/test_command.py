@@ -103,6 +103,10 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
             "arclight: --epochs is not a field of Recipe; did you mean --trainer.max_epochs?\n",
         ),
         (
+            "train detect-qris --trainer.epochs 3",
+            "arclight: --trainer.epochs is not a field of Recipe; did you mean --trainer.max_epochs?\n",
+        ),
+        (
             "train detect-qris --device cpu",
             "arclight: --device is not a field of Recipe; did you mean --trainer.accelerator?\n",
         ),

@@ -63,6 +63,17 @@ def test_a_best_checkpoint_that_was_removed_is_missed(ranked: Path) -> None:
         best_checkpoint(ranked)
 
 
+def test_a_run_that_saved_nothing_says_so(typed: Typed, folder: Path) -> None:
+    run = folder / "runs" / "tiny" / "1"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text('name = "tiny"\n')
+    for verb in ("export", "quantize"):
+        status, _, err = typed(f"{verb} {run} --out a.onnx")
+        assert (status, err) == (
+            2, f"arclight: {run} has no checkpoint: it failed, or was stopped, before it saved one\n",
+        )  # fmt: skip
+
+
 def test_a_run_without_validation_names_its_newest_checkpoint(typed: Typed, tiny: Path) -> None:
     with pytest.warns(UserWarning, match=r"Train for longer or validate more often: check_val_every_n_epoch=5 and"):
         _, out, _ = typed(f"{RANKED} 1 --trainer.check_val_every_n_epoch 5")
@@ -149,6 +160,15 @@ def test_a_run_folder_stands_for_its_recipe_and_its_newest_checkpoint(
     assert (status, err) == (0, "")
     assert "checkpoint runs/tiny/1/checkpoints/" in out
     assert ", the newest\n" in out
+
+
+def test_a_run_folder_stands_for_its_best_checkpoint_where_one_is_looked_into(ranked: Path, typed: Typed) -> None:
+    best = best_checkpoint(ranked).name
+    status, out, _ = typed("checkpoint verify runs/tiny/1")
+    assert (status, f"{best} is sound" in out) == (0, True)
+    assert json.loads(typed("checkpoint inspect runs/tiny/1 --json")[1])["step"] == 4
+    assert typed("checkpoint convert runs/tiny/1 best.safetensors")[0] == 0
+    assert Path("best.safetensors").is_file()
 
 
 def test_a_run_folder_stands_for_its_best_checkpoint(ranked: Path, typed: Typed) -> None:

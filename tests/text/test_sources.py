@@ -104,7 +104,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"ab\xffc", r"a\.txt: byte 2 \(0xff\) is not UTF-8"),
+        ("a.txt", b"ab\xffc", r"a\.txt: byte 2 \(0xff\) is not UTF-8 text; convert it, as with iconv"),
         ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2 is no JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', r"a\.jsonl, line 2 has no field 'text'; it has 'txt'"),
         ("a.jsonl", b'{"text": null}', r"line 1: 'text' is no text but NoneType"),

@@ -139,6 +139,7 @@ def test_nothing_usable_is_an_error_that_says_why(
     tmp_path: Path, spoil_all: Callable[[Path, Path], Any], message: str, write_dataset: Write
 ) -> None:
     spec = read_data_yaml(write_dataset(tmp_path, 3))
+    assert read_data_yaml(spec.file.parent) == spec
     for image in spec.images("train"):
         spoil_all(image, label_path(image))
     with pytest.raises(DatasetError, match=message):

@@ -67,9 +67,15 @@ def check_short_flags(words: Sequence[str], schema: type) -> None:
                 f"--{name}: a recipe has no loggers to choose; its run writes metrics.csv and report.html. Others are given in "
                 "Python: Trainer(logger=...)"
             )
-        if not word.startswith("--") or "." in name or name in known:
+        if not word.startswith("--") or name in known:
             continue
-        leaf = name.replace("-", "_")
+        table, dot, leaf = name.replace("-", "_").rpartition(".")
+        if dot:
+            if leaf in USUAL_NAMES:
+                paths, meant = {setting.path for setting in explain(schema)}, f"{table}.{USUAL_NAMES[leaf]}"
+                if name not in paths and meant in paths:
+                    raise UsageError(f"--{name} is not a field of {schema.__name__}; did you mean --{meant}?")
+            continue
         leaf = USUAL_NAMES.get(leaf, leaf)
         fields = dict.fromkeys(setting.path for setting in explain(schema) if setting.path.rpartition(".")[2] == leaf)
         near = sorted((path for path in fields if "[]" not in path), key=lambda path: path.count("."))[:2]

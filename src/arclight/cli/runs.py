@@ -19,7 +19,7 @@ def run_folder(place: Path) -> Path | None:
 
 def checkpoint_of(place: Path) -> Path:
     """Return the checkpoint ``place``, or the best one of the run in the folder ``place``."""
-    return best_checkpoint(place) if (place / "checkpoints").is_dir() else place
+    return best_checkpoint(place) if (place / "checkpoints").is_dir() or (place / RECIPE).is_file() else place
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -28,7 +28,7 @@ def newest_checkpoint(run: Path) -> Path:
 
     found = find_last(run / "checkpoints")
     if found is None:
-        raise UsageError(f"{run} has no checkpoint")
+        raise UsageError(f"{run} has no checkpoint: it failed, or was stopped, before it saved one")
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from arclight.cli.arguments import Parser
 from arclight.cli.federate import rounds
+from arclight.cli.runs import checkpoint_of
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -48,7 +49,7 @@ def inspect(options: Namespace) -> int:
 
     from arclight.checkpoint import inspect as summary_of
 
-    found = summary_of(options.path)
+    found = summary_of(_checkpoint(options.path))
     if options.json:
         print(found.to_json())
     else:
@@ -56,16 +57,22 @@ def inspect(options: Namespace) -> int:
     return 0
 
 
+def _checkpoint(place: str) -> str:
+    """Return the checkpoint or address ``place``, or the best checkpoint of the run in the folder ``place``."""
+    return place if "://" in place else str(checkpoint_of(Path(place)))
+
+
 def verify(options: Namespace) -> int:
     from arclight.checkpoint import verify as problems_of
 
-    problems = problems_of(options.path)
-    print("\n".join(problems) or f"{options.path} is sound: every file is what was written")
+    path = _checkpoint(options.path)
+    problems = problems_of(path)
+    print("\n".join(problems) or f"{path} is sound: every file is what was written")
     return 1 if problems else 0
 
 
 def convert(options: Namespace) -> int:
     from arclight.checkpoint import convert as convert_checkpoint
 
-    print(f"wrote {convert_checkpoint(options.source, options.target)}")
+    print(f"wrote {convert_checkpoint(checkpoint_of(options.source), options.target)}")
     return 0

@@ -133,7 +133,9 @@ def _decode(data: bytes, place: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SourceError(f"{place}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8 text") from error
+        raise SourceError(
+            f"{place}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8 text; convert it, as with iconv -f ENCODING -t UTF-8"
+        ) from error
 
 
 def _plain(path: Path, field: str) -> Iterator[tuple[str, str]]:

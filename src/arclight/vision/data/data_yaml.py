@@ -34,13 +34,15 @@ class DataSpec:
 
 
 def read_data_yaml(path: str | Path) -> DataSpec:
-    """Read a data.yaml: ``names``, ``train``, ``val``, ``test`` and an optional ``path``.
+    """Read a data.yaml, or that of a folder: ``names``, ``train``, ``val``, ``test`` and an optional ``path``.
 
     Relative places are relative to ``path``, and that to the folder of the file. A split is a folder, an image, a
     ``.txt`` list of images (relative to the list), or several of those. Other keys are ignored. Raises DatasetError.
     """
     yaml = require("yaml", extra="vision")
     file = Path(path)
+    if file.is_dir():
+        file /= "data.yaml"
     try:
         # All scalars as text: a class called `no` stays "no", and nothing but text, lists and mappings can come out.
         content = yaml.load(file.read_text("utf-8-sig"), Loader=yaml.BaseLoader)
