@@ -1,4 +1,4 @@
-"""Anchors: those published for COCO, the fit of given ones to a data set, and better ones by clustering."""
+"""Anchors: the fit of given ones to a data set, and better ones by clustering."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from torch import Tensor
 
 ANCHOR_T = 4.0
 """An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
-
-ANCHORS_PX: tuple[tuple[tuple[int, int], ...], ...] = (
-    ((10, 13), (16, 30), (33, 23)),
-    ((30, 61), (62, 45), (59, 119)),
-    ((116, 90), (156, 198), (373, 326)),
-)
-"""(width, height) in pixels of the three anchors at each stride, as published for COCO at 640 pixels."""
 
 
 def _fit(box_sizes: Tensor, anchors: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The YOLOv5 training loss as pure functions: assignment of predictions to objects, and their errors.
 
-Shapes: N images, M objects, C classes; level l of the head has 3 anchors on a grid of H_l x W_l cells.
+Shapes: N images, M objects, C classes; level l of the head has k anchors on a grid of H_l x W_l cells.
 Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
 """
 
@@ -16,8 +16,13 @@ from torch import Tensor
 from arclight.vision.boxes import complete_iou
 from arclight.vision.models.anchors import ANCHOR_T
 
-LEVEL_BALANCE = (4.0, 1.0, 0.4)
-"""Weights of the objectness loss at strides 8, 16 and 32: fine levels have more cells and learn more slowly."""
+THREE_LEVELS = (4.0, 1.0, 0.4)
+OTHER_LEVELS = (4.0, 1.0, 0.25, 0.06, 0.02)
+
+
+def level_balance(levels: int) -> tuple[float, ...]:
+    """Return the weights of the objectness loss per level, finest first: fine levels have more cells and learn more slowly."""
+    return THREE_LEVELS if levels == len(THREE_LEVELS) else OTHER_LEVELS[:levels]
 
 
 class Gains(NamedTuple):
@@ -29,7 +34,7 @@ class Gains(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Predictions of one level that answer for objects: K = 9 M candidates, those in ``mask`` count."""
+    """Predictions of one level that answer for objects: K = 3 k M candidates, those in ``mask`` count."""
 
     image: Tensor
     anchor: Tensor
@@ -62,19 +67,19 @@ def yolo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
 
-    raw: per level (N, 3, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
-    centre y, width, height as shares of the image. anchors: (levels, 3, 2) in cells, ``Yolo.anchors``.
+    raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
+    centre y, width, height as shares of the image. anchors: (levels, k, 2) in cells, ``Yolo.anchors``.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
     class. Levels are summed. The total is N times the sum of the parts (YOLOv5), so it grows with the batch; the parts
     do not. Computed in float32 also under autocast. No objects at all is a valid batch.
     """
-    assert len(raw) == len(anchors) == len(LEVEL_BALANCE)
+    assert len(raw) == len(anchors)
     device = raw[0].device
     box = obj = cls = torch.zeros((), device=device)
     with torch.autocast(device.type, enabled=False):
-        for logits, level_anchors, balance in zip(raw, anchors, LEVEL_BALANCE):
+        for logits, level_anchors, balance in zip(raw, anchors, level_balance(len(raw)), strict=True):
             logits = logits if logits.dtype == torch.float64 else logits.float()
             level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, anchor_t)
             box, obj, cls = box + level_box, obj + balance * level_obj, cls + level_cls
@@ -102,7 +107,7 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
     reachable = ((cell >= 0) & (cell < size)).all(-1)
     reachable[:, 1:] &= inside != 0.5  # from the very middle neither neighbour is reached
 
-    ratio = wh[:, None] / anchors.to(wh.dtype)  # (M, 3, 2)
+    ratio = wh[:, None] / anchors.to(wh.dtype)  # (M, k, 2)
     fits = torch.maximum(ratio, 1 / ratio).amax(-1) < anchor_t
 
     m, a = len(targets), len(anchors)

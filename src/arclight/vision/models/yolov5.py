@@ -1,95 +1,35 @@
-"""The YOLOv5 family in one file: its blocks, the network with its decoding, and the table of its members.
+"""Anchor-based YOLO detectors: the network that runs a table of `architectures`, its head, and the decoding to boxes.
 
-Attribute names (``conv``, ``bn``, ``cv1``, ``m``) are those of published YOLOv5 checkpoints: weights keep their names.
-Shapes: N images of H x W pixels, A anchor positions, C classes; 3 anchors at each of the strides 8, 16 and 32.
+Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from arclight import checkpoint as checkpoints
-from arclight.vision.models.anchors import ANCHORS_PX
-
-BN_EPS, BN_MOMENTUM = 1e-3, 0.03  # part of the architecture: weights trained with other values give other outputs
-
-
-class ConvBNAct(nn.Module):
-    """Convolution without bias, batch normalisation, SiLU; the output is the input's size over ``stride``."""
-
-    def __init__(self, c_in: int, c_out: int, kernel: int = 1, stride: int = 1) -> None:
-        super().__init__()
-        padding = (kernel - 1) // 2  # the 6x6 stem, too, then halves the image exactly
-        self.conv = nn.Conv2d(c_in, c_out, kernel, stride, padding, bias=False)
-        self.bn: nn.Module = nn.BatchNorm2d(c_out, eps=BN_EPS, momentum=BN_MOMENTUM)
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.bn(self.conv(x)))  # type: ignore[no-any-return]
-
-
-class Bottleneck(nn.Module):
-    """1x1 then 3x3 convolution at the same width, with a residual connection if ``shortcut``."""
-
-    def __init__(self, channels: int, shortcut: bool = True) -> None:
-        super().__init__()
-        self.cv1 = ConvBNAct(channels, channels)
-        self.cv2 = ConvBNAct(channels, channels, 3)
-        self.shortcut = shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.cv2(self.cv1(x))
-        return x + y if self.shortcut else y
-
-
-class C3(nn.Module):
-    """Cross-stage partial block (Wang et al. 2019): half the channels pass bottlenecks, half go past them."""
-
-    def __init__(self, c_in: int, c_out: int, repeats: int = 1, shortcut: bool = True) -> None:
-        super().__init__()
-        hidden = c_out // 2
-        self.cv1 = ConvBNAct(c_in, hidden)
-        self.cv2 = ConvBNAct(c_in, hidden)
-        self.cv3 = ConvBNAct(2 * hidden, c_out)
-        self.m = nn.Sequential(*(Bottleneck(hidden, shortcut) for _ in range(repeats)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), dim=1))  # type: ignore[no-any-return]
-
-
-class SPPF(nn.Module):
-    """Spatial pyramid pooling: three 5x5 max pools in a row equal pools of 5, 9 and 13 side by side."""
-
-    def __init__(self, c_in: int, c_out: int, kernel: int = 5) -> None:
-        super().__init__()
-        hidden = c_in // 2
-        self.cv1 = ConvBNAct(c_in, hidden)
-        self.cv2 = ConvBNAct(4 * hidden, c_out)
-        self.m = nn.MaxPool2d(kernel, stride=1, padding=kernel // 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        levels = [self.cv1(x)]
-        for _ in range(3):
-            levels.append(self.m(levels[-1]))
-        return self.cv2(torch.cat(levels, dim=1))  # type: ignore[no-any-return]
-
-
-class Concat(nn.Module):
-    """Join feature maps of the same size along channels."""
-
-    def forward(self, maps: list[Tensor]) -> Tensor:
-        return torch.cat(maps, dim=1)
-
+from arclight.vision.models.architectures import Architecture, Layer, find_architecture
+from arclight.vision.models.blocks import (
+    C3,
+    SPP,
+    SPPF,
+    Activation,
+    Bottleneck,
+    C3Ghost,
+    C3Transformer,
+    Concat,
+    ConvBNAct,
+    GhostConv,
+)
 
 OBJECTS_PER_IMAGE, IMAGE_SIDE = 8, 640  # the prior that the head starts from
 
@@ -132,7 +72,7 @@ class DetectHead(nn.Module):
 
 
 class Yolo(nn.Module):
-    """A detector: images (N, 3, H, W) float in [0, 1], sides multiples of 32.
+    """A detector: images (N, 3, H, W) float in [0, 1], sides multiples of the largest stride.
 
     In training mode the output is ``raw(images)``, in evaluation mode ``decode(raw(images))``.
     """
@@ -157,7 +97,7 @@ class Yolo(nn.Module):
 
     @property
     def anchors(self) -> Tensor:
-        """(3, 3, 2) width and height of each anchor in units of its level's cells."""
+        """(L, k, 2) width and height of each anchor in units of its level's cells."""
         return self.head.anchors
 
     def forward(self, images: Tensor) -> Tensor | list[Tensor]:
@@ -165,7 +105,7 @@ class Yolo(nn.Module):
         return raw if self.training else self.decode(raw)
 
     def raw(self, images: Tensor) -> list[Tensor]:
-        """Logits per level, each (N, 3, H / stride, W / stride, 5 + C); ValueError for sides not multiples of 32."""
+        """Logits per level, each (N, k, H / stride, W / stride, 5 + C); ValueError for sides not multiples of the largest stride."""
         height, width, largest = images.shape[-2], images.shape[-1], self.stride[-1]
         if height % largest or width % largest:
             raise ValueError(f"image sides must be multiples of {largest}, they are {height} x {width}: letterbox them")
@@ -212,124 +152,98 @@ def fuse(model: Yolo) -> Yolo:
     return fused
 
 
-class Layer(NamedTuple):
-    """One row of an architecture, before scaling; its place is its number in state-dict names."""
-
-    block: Literal["conv", "c3", "sppf", "upsample", "concat", "detect"]
-    channels: int = 0
-    kernel: int = 1
-    stride: int = 1
-    repeats: int = 1
-    shortcut: bool = True
-    source: tuple[int, ...] = (-1,)
-    """Rows whose outputs come in; -1 is the row before."""
-
-
-class Scale(NamedTuple):
-    """Factors of repeats and of channels by which a member of the family scales the table."""
-
-    depth: float
-    width: float
-
-
-YOLOV5: tuple[Layer, ...] = (
-    # backbone: stride 2, 4, 8, 16, 32
-    Layer("conv", 64, kernel=6, stride=2),
-    Layer("conv", 128, kernel=3, stride=2),
-    Layer("c3", 128, repeats=3),
-    Layer("conv", 256, kernel=3, stride=2),
-    Layer("c3", 256, repeats=6),
-    Layer("conv", 512, kernel=3, stride=2),
-    Layer("c3", 512, repeats=9),
-    Layer("conv", 1024, kernel=3, stride=2),
-    Layer("c3", 1024, repeats=3),
-    Layer("sppf", 1024),
-    # top-down path: back up to stride 8
-    Layer("conv", 512),
-    Layer("upsample"),
-    Layer("concat", source=(-1, 6)),
-    Layer("c3", 512, repeats=3, shortcut=False),
-    Layer("conv", 256),
-    Layer("upsample"),
-    Layer("concat", source=(-1, 4)),
-    Layer("c3", 256, repeats=3, shortcut=False),
-    # bottom-up path: down to stride 32 again
-    Layer("conv", 256, kernel=3, stride=2),
-    Layer("concat", source=(-1, 14)),
-    Layer("c3", 512, repeats=3, shortcut=False),
-    Layer("conv", 512, kernel=3, stride=2),
-    Layer("concat", source=(-1, 10)),
-    Layer("c3", 1024, repeats=3, shortcut=False),
-    Layer("detect", source=(17, 20, 23)),
-)
-
-SCALES: dict[str, Scale] = {
-    "yolov5n": Scale(depth=0.33, width=0.25),
-    "yolov5s": Scale(depth=0.33, width=0.50),
-    "yolov5m": Scale(depth=0.67, width=0.75),
-    "yolov5l": Scale(depth=1.00, width=1.00),
-    "yolov5x": Scale(depth=1.33, width=1.25),
-}
-
-STRIDES = (8, 16, 32)
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": nn.SiLU, "leaky_relu": partial(nn.LeakyReLU, 0.1), "relu": nn.ReLU, "hardswish": nn.Hardswish, "mish": nn.Mish,
+}  # fmt: skip
 
 
 def build_model(
-    name: str, num_classes: int = 80, *, names: Sequence[str] | None = None, anchors_px: Tensor | None = None
+    name: str,
+    num_classes: int = 80,
+    *,
+    names: Sequence[str] | None = None,
+    anchors_px: Tensor | None = None,
+    table: str | None = None,
 ) -> Yolo:
-    """Build a freshly initialised detector of the YOLOv5 family.
+    """Build a freshly initialised detector.
 
-    name: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x. names: one per class; numbers where not given.
-    anchors_px: (9, 2) or (3, 3, 2) widths and heights in pixels, small to large (``anchors.fit_anchors``), COCO's where
-    not given. Raises ValueError for a name outside the family, for fewer than one class, for names that do not match
-    ``num_classes`` and for anchors of another shape.
+    name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants), or a .yaml file of
+    YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths and heights in pixels, small to large
+    (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the published ones where not given.
+    table: the text of that .yaml file, where it is known; the file is read where not. Raises
+    ValueError for an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors
+    that do not divide by levels.
     """
-    if name not in SCALES:
-        near = difflib.get_close_matches(str(name), SCALES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name!r} is not a known detector: choose one of {', '.join(SCALES)}{hint}")
+    architecture = find_architecture(name, table)
     if num_classes < 1:
         raise ValueError(f"a detector needs at least one class, num_classes is {num_classes}")
     names = [str(i) for i in range(num_classes)] if names is None else list(names)
     if len(names) != num_classes:
         raise ValueError(f"num_classes is {num_classes}, but {len(names)} names are given: {names}")
-    anchors = torch.tensor(ANCHORS_PX, dtype=torch.float32) if anchors_px is None else anchors_px.float()
-    if anchors.numel() != 18:
-        raise ValueError(f"anchors_px must be (9, 2) or (3, 3, 2), its shape is {tuple(anchors.shape)}")
-    layers, sources = _build_layers(YOLOV5, SCALES[name], num_classes, anchors.reshape(3, 3, 2))
+    anchors = torch.tensor(architecture.anchors_px, dtype=torch.float32) if anchors_px is None else anchors_px.float()
+    levels = architecture.levels
+    if anchors.ndim not in (2, 3) or anchors.shape[-1] != 2 or not anchors.numel() or anchors.numel() % (2 * levels):
+        raise ValueError(
+            f"anchors_px must be (K, 2), K a multiple of {levels}, or ({levels}, k, 2), its shape is {tuple(anchors.shape)}"
+        )
+    layers, sources = _build_layers(architecture, num_classes, anchors.reshape(levels, -1, 2))
     return Yolo(layers, sources, names=names)
 
 
 def _build_layers(
-    rows: Sequence[Layer], scale: Scale, num_classes: int, anchors_px: Tensor
+    architecture: Architecture, num_classes: int, anchors_px: Tensor
 ) -> tuple[list[nn.Module], list[tuple[int, ...]]]:
-    """Build the modules of ``rows`` at ``scale``, and list the numbers of the rows that each reads."""
+    """Build the modules of an architecture's rows, and list the numbers of the rows that each reads."""
     layers: list[nn.Module] = []
     sources: list[tuple[int, ...]] = []
     channels: list[int] = []
-    for i, row in enumerate(rows):
+    scale, act = architecture.scale, _ACTIVATIONS[architecture.activation]
+    for i, row in enumerate(architecture.rows):
         source = tuple(i + s if s < 0 else s for s in row.source)
         c_in = [channels[s] if s >= 0 else 3 for s in source]
-        c_out = 8 * math.ceil(row.channels * scale.width / 8)  # a multiple of 8 suits vector units
-        repeats = max(round(row.repeats * scale.depth), 1)
-        module: nn.Module
-        match row.block:
-            case "conv":
-                module = ConvBNAct(c_in[0], c_out, row.kernel, row.stride)
-            case "c3":
-                module = C3(c_in[0], c_out, repeats, row.shortcut)
-            case "sppf":
-                module = SPPF(c_in[0], c_out)
-            case "upsample":
-                module, c_out = nn.Upsample(scale_factor=2, mode="nearest"), c_in[0]
-            case "concat":
-                module, c_out = Concat(), sum(c_in)
-            case "detect":
-                module = DetectHead(c_in, num_classes, anchors_px, STRIDES)
+        if row.block == "detect":
+            module: nn.Module = DetectHead(c_in, num_classes, anchors_px, architecture.strides)
+            c_out = 0
+        else:
+            c_out = 8 * math.ceil(row.channels * scale.width / 8)  # a multiple of 8 suits vector units
+            module, c_out = _build(row, c_in, c_out, max(round(row.repeats * scale.depth), 1), act)
         layers.append(module)
         sources.append(source)
         channels.append(c_out)
     return layers, sources
+
+
+def _build(row: Layer, c_in: list[int], c_out: int, repeats: int, act: Activation) -> tuple[nn.Module, int]:
+    """Build the module of one row, and tell the channels that it gives."""
+    match row.block:
+        case "c3":
+            return C3(c_in[0], c_out, repeats, row.shortcut, act), c_out
+        case "c3_ghost":
+            return C3Ghost(c_in[0], c_out, repeats, row.shortcut, act), c_out
+        case "c3_transformer":
+            return C3Transformer(c_in[0], c_out, repeats, row.shortcut, act), c_out
+        case "concat":
+            return Concat(), sum(c_in)
+        case "upsample":
+            return nn.Upsample(scale_factor=2, mode="nearest"), c_in[0]
+        case "max_pool":
+            return nn.MaxPool2d(row.kernel, row.stride), c_in[0]
+        case "pad":
+            return nn.ZeroPad2d(row.padding), c_in[0]
+    modules: list[nn.Module] = []
+    for channels in (c_in[0], *[c_out] * (repeats - 1)):  # these know no repeats: several come in a row
+        match row.block:
+            case "conv":
+                modules.append(ConvBNAct(channels, c_out, row.kernel, row.stride, act=act))
+            case "ghost_conv":
+                modules.append(GhostConv(channels, c_out, row.kernel, row.stride, act))
+            case "bottleneck":
+                modules.append(Bottleneck(channels, c_out, row.shortcut, act=act))
+            case "spp":
+                modules.append(SPP(channels, c_out, row.kernels, act))
+            case "sppf":
+                modules.append(SPPF(channels, c_out, row.kernel if row.kernel > 1 else 5, act))
+    return (modules[0] if len(modules) == 1 else nn.Sequential(*modules)), c_out
 
 
 _LOG = logging.getLogger("arclight")

@@ -22,6 +22,7 @@ from arclight.vision.boxes import nms
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import fit_anchors
+from arclight.vision.models.architectures import is_table, read_table
 from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
 from arclight.vision.results.detections import Detections
@@ -46,17 +47,23 @@ class Detector(Module):
     >>> detections = detector.detect([photo])[0]            # photo: RGB uint8 (H, W, 3)
     """
 
-    def __init__(self, settings: DetectionTask, names: Sequence[str]) -> None:
+    def __init__(self, settings: DetectionTask, names: Sequence[str], table: str | None = None) -> None:
+        """``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
         super().__init__()
-        if settings.image_size % 32:
-            raise ValueError(f"image_size must be a multiple of 32, got {settings.image_size}")
-        # A checkpoint holds the weights themselves: what it says must not tie it to the file that they started from.
-        self.save_hyperparameters({"settings": dataclasses.replace(settings, weights=None), "names": list(names)})
+        if table is None and is_table(settings.model):
+            table = read_table(settings.model)
+        # A checkpoint holds weights and table themselves: it must not be tied to the files that they came from.
+        kept = {"settings": dataclasses.replace(settings, weights=None), "names": list(names)}
+        self.save_hyperparameters(kept if table is None else {**kept, "table": table})
         self.settings, self.names = settings, list(names)
-        self.model = build_model(settings.model, num_classes=len(self.names))
+        self.model = build_model(settings.model, num_classes=len(self.names), table=table)
+        if settings.image_size % (coarsest := self.model.stride[-1]):
+            raise ValueError(
+                f"image_size must be a multiple of {coarsest} for {settings.model}, got {settings.image_size}"
+            )
         self.model.names = self.names
         gains = Gains(box=settings.box_gain, obj=settings.obj_gain, cls=settings.cls_gain)
-        self.gains = scaled_gains(gains, len(self.names), settings.image_size)
+        self.gains = scaled_gains(gains, len(self.names), settings.image_size, len(self.model.stride))
         self.metrics = DetectionMetrics(num_classes=len(self.names))
         self.results: Any = None
         """Metrics of the newest validation; see DetectionMetrics.compute."""
@@ -132,7 +139,9 @@ class Detector(Module):
                 torch.from_numpy(np.concatenate([labels[:, 3:5] for labels in data.train.labels]))
                 * self.settings.image_size
             )
-            anchors = fit_anchors(sizes, self.settings.image_size).view_as(self.model.anchors)
+            anchors = fit_anchors(sizes, self.settings.image_size, self.model.anchors.shape[:2].numel()).view_as(
+                self.model.anchors
+            )
             strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
             self.model.head.anchors.copy_(anchors / strides)
 

@@ -36,11 +36,11 @@ class DetectionTask(Checked):
     share: SiteShare | None = None
     """One site's share of the images, as arclight federate partitions them; none for all."""
     model: str = "yolov5n"
-    """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
+    """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, or your .yaml of YOLOv5's form."""
     anchors: Literal["coco", "fitted"] = "coco"
     """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
     image_size: Annotated[int, Interval(ge=32)] = 640
-    """Side of the square input, pixels; a multiple of 32."""
+    """Side of the square input, pixels; a multiple of the largest stride: 32, or 64 for yolov5n6 to yolov5x6."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory layout of images and weights; auto measures which is faster on this machine."""
     batch_size: PositiveInt = 16

@@ -1,0 +1,183 @@
+"""Every architecture by name, and tables of a user's own: published sizes, every level trains, and nothing in a table is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from arclight.trainer import Trainer
+from arclight.vision import build_model, fuse
+from arclight.vision.models.architectures import ARCHITECTURES, parse_architecture
+from arclight.vision.models.loss import Gains, yolo_loss
+from arclight.vision.tasks.detection import Detector
+from arclight.vision.tasks.settings import DetectionTask
+
+# 80 classes: parameters, and GFLOPs at 640 pixels (which also count what follows the convolutions)
+PUBLISHED = {
+    "yolov5n": (1_872_157, 4.6), "yolov5s": (7_235_389, 16.6), "yolov5m": (21_190_557, 49.2), "yolov5l": (46_563_709, 109.6),
+    "yolov5x": (86_749_405, 206.3), "yolov5n6": (3_246_940, 4.7), "yolov5s6": (12_626_620, 17.0), "yolov5m6": (35_731_932, 50.3),
+    "yolov5l6": (76_770_172, 111.8), "yolov5x6": (140_794_780, 210.4), "yolov5-bifpn": (46_825_853, 110.4),
+    "yolov5-fpn": (41_117_565, 100.3), "yolov5-panet": (46_563_709, 109.6), "yolov5-p2": (47_493_372, 126.3),
+    "yolov5-p34": (5_331_518, 15.1), "yolov5-p6": (76_770_172, 111.8), "yolov5-p7": (144_281_723, 116.5),
+    "yolov5s-ghost": (3_897_605, 8.9), "yolov5s-transformer": (7_235_645, 16.6), "yolov5s-leakyrelu": (7_235_389, 16.6),
+    "yolov3": (61_949_149, 156.6), "yolov3-spp": (62_998_749, 157.5), "yolov3-tiny": (8_852_366, 13.3),
+}  # fmt: skip
+
+
+def test_all_are_known() -> None:
+    assert PUBLISHED.keys() == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_operations_are_the_published_ones(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name).eval()
+        counter = FlopCounterMode(display=False)
+        with counter:
+            model.raw(torch.rand(1, 3, 640, 640))
+    parameters, gflops = PUBLISHED[name]
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert counter.get_total_flops() / 1e9 == pytest.approx(gflops, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name", ["yolov5n6", "yolov5-p34", "yolov5s-ghost", "yolov5s-transformer", "yolov5s-leakyrelu", "yolov3-tiny"]
+)
+def test_every_level_learns_and_folds(name: str) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, 2).train()
+    side = model.stride[-1] * 2
+    # a box of each level's middle anchor, as large as the image allows
+    sizes = [(anchors[1] * stride / side).clamp(max=0.9) for anchors, stride in zip(model.anchors, model.stride)]
+    targets = torch.stack([torch.tensor([0, n % 2, 0.5, 0.5, *size.tolist()]) for n, size in enumerate(sizes)])
+    raw = model(torch.rand(2, 3, side, side))
+    assert [tuple(level.shape[2:4]) for level in raw] == [(side // s, side // s) for s in model.stride]
+    loss, _ = yolo_loss(raw, targets, model.anchors, Gains(0.05, 1.0, 0.5))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(conv.weight.grad.abs().sum() > 0 for conv in model.head.m)
+    images = torch.rand(1, 3, side, side)
+    with torch.no_grad():
+        torch.testing.assert_close(fuse(model)(images), model.eval()(images), rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------- a user's own table
+
+TABLE = """
+nc: 80
+depth_multiple: 0.33
+width_multiple: 0.50
+anchors:
+  - [10,13, 16,30, 33,23]
+  - [30,61, 62,45, 59,119]
+  - [116,90, 156,198, 373,326]
+backbone:
+  [[-1, 1, Conv, [64, 6, 2]], [-1, 1, Conv, [128, 3, 2]], [-1, 3, C3, [128]], [-1, 1, Conv, [256, 3, 2]],
+   [-1, 6, C3, [256]], [-1, 1, Conv, [512, 3, 2]], [-1, 9, C3, [512]], [-1, 1, Conv, [1024, 3, 2]],
+   [-1, 3, C3, [1024]], [-1, 1, SPPF, [1024, 5]]]
+head:
+  [[-1, 1, Conv, [512, 1, 1]], [-1, 1, nn.Upsample, [None, 2, nearest]], [[-1, 6], 1, Concat, [1]], [-1, 3, C3, [512, False]],
+   [-1, 1, Conv, [256, 1, 1]], [-1, 1, nn.Upsample, [None, 2, nearest]], [[-1, 4], 1, Concat, [1]], [-1, 3, C3, [256, False]],
+   [-1, 1, Conv, [256, 3, 2]], [[-1, 14], 1, Concat, [1]], [-1, 3, C3, [512, False]],
+   [-1, 1, Conv, [512, 3, 2]], [[-1, 10], 1, Concat, [1]], [-1, 3, C3, [1024, False]],
+   [[17, 20, 23], 1, Detect, [nc, anchors]]]
+"""
+TINY = """
+anchors: [[8,8, 20,20], [40,40, 90,90]]
+activation: nn.LeakyReLU(0.1)
+backbone: [[-1, 1, Conv, [16, 3, 2]], [-1, 1, nn.MaxPool2d, [2, 2, 0]], [-1, 2, Bottleneck, [16]], [-1, 1, Conv, [16, 3, 2]]]
+head: [[-1, 1, Conv, [24, 3, 2]], [[3, 4], 1, Detect, [nc, anchors]]]
+"""
+
+
+def test_a_table_of_yolov5s_form_is_yolov5s() -> None:
+    read, own = parse_architecture(TABLE, "yolov5s.yaml"), ARCHITECTURES["yolov5s"]
+    assert read.anchors_px == own.anchors_px
+    torch.manual_seed(0)
+    ours = build_model("yolov5s", 3)
+    torch.manual_seed(0)
+    theirs = build_model("mine.yaml", 3, table=TABLE)
+    for (name, value), (other, same) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(value, same)
+
+
+def test_any_number_of_levels_and_anchors() -> None:
+    model = build_model("tiny.yaml", 2, table=TINY)
+    assert model.stride == (8, 16)
+    assert model.anchors.shape == (2, 2, 2)
+    assert "model.2.1.cv1.conv.weight" in model.state_dict()
+    assert isinstance(model.model[0].act, torch.nn.LeakyReLU)
+    raw = model.train()(torch.rand(2, 3, 32, 32))
+    assert [tuple(level.shape) for level in raw] == [(2, 2, 4, 4, 7), (2, 2, 2, 2, 7)]
+    loss, _ = yolo_loss(raw, torch.tensor([[1, 1, 0.5, 0.5, 0.5, 0.5]]), model.anchors, Gains(0.05, 1.0, 0.5))
+    loss.backward()
+
+
+def test_a_checkpoint_holds_its_table(tmp_path: Path) -> None:
+    table = tmp_path / "tiny.yaml"
+    table.write_text(TINY)
+    detector = Detector(DetectionTask(data=Path("none"), model=str(table), image_size=32), names=["a", "b"])
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_steps=1,
+    )  # fmt: skip
+    batch = {"images": torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "targets": torch.zeros(0, 6), "paths": ["a", "b"]}
+    trainer.fit(detector, [batch])
+    trainer.save_checkpoint(tmp_path / "d.ckpt")
+    table.unlink()
+    opened = Detector.load_from_checkpoint(tmp_path / "d.ckpt")
+    assert all(torch.equal(value, detector.state_dict()[name]) for name, value in opened.state_dict().items())
+    with pytest.raises(ValueError, match=r"tiny\.yaml cannot be read"):
+        Detector(DetectionTask(data=Path("none"), model=str(table), image_size=32), names=["a"])
+
+
+def changed(old: str, new: str) -> str:
+    assert old in TINY
+    return TINY.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "cannot be read as an architecture"),
+        ("- 1", "found list"),
+        ("backbone: 3\nhead: []", "must be lists of rows"),
+        (
+            changed("Conv, [16, 3, 2]], [-1, 1, nn.M", "__import__('os').system, [1]], [-1, 1, nn.M"),
+            "cannot be read|is no block",
+        ),
+        (changed("[-1, 1, Conv, [24, 3, 2]]", "[-1, 1, Convv, [24]]"), "row 4.*did you mean 'Conv'"),
+        (changed("[24, 3, 2]", "['eval(1)', 3, 2]"), "channels = 'eval"),
+        (changed("[24, 3, 2]", "[-24, 3, 2]"), "channels = -24"),
+        (changed("[24, 3, 2]", "[100000, 3, 2]"), "channels = 100000"),
+        (changed("[24, 3, 2]", "[24, 3, 3]"), "stride = 3 must be 1 or 2"),
+        (changed("[24, 3, 2]", "[24, 3, 2, 1, 7]"), "takes channels, kernel, stride"),
+        (changed("[24, 3, 2]", "[]"), "takes channels"),
+        (changed("[16]]", "[16, 1]]"), "shortcut = 1"),
+        (changed("[3, 4], 1, Detect", "[3, 9], 1, Detect"), r"row 5.*from = \[3, 9\]"),
+        (changed("[3, 4], 1, Detect", "[4, 3], 1, Detect"), r"strides \[16, 8\]"),
+        (changed("-1, 2, Bottleneck", "-1, 1000, Bottleneck"), "number = 1000"),
+        (changed("-1, 2, Bottleneck", "[0, 1], 2, Bottleneck"), "takes one map"),
+        (changed("[[3, 4], 1, Detect, [nc, anchors]]", "[-1, 1, Conv, [8]]"), "Detect is the last row"),
+        (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8], [40,40, 90,90]]"), "as many on each level"),
+        (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8]]"), "a list for each of 2 levels"),
+        (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,.nan], [40,40]]"), "sizes in pixels"),
+        (changed("nn.LeakyReLU(0.1)", "os.system('x')"), "activation .* is not known"),
+        ("depth_multiple: .inf\n" + TINY, "depth_multiple = inf"),
+        ("width_multiple: 1e9\n" + TINY, "width_multiple"),
+        (TINY.replace("head: [", "head: [" + "[-1, 1, Conv, [8]], " * 300), "at most 200"),
+    ],
+)
+def test_a_table_that_cannot_be_built_is_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_architecture(text, "tiny.yaml")
+    assert str(caught.value).startswith("tiny.yaml")
+
+
+def test_sides_are_multiples_of_the_coarsest_stride() -> None:
+    with pytest.raises(ValueError, match="multiple of 64 for yolov5n6, got 96"):
+        Detector(DetectionTask(data=Path("none"), model="yolov5n6", image_size=96), names=["a"])
