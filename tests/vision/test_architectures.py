@@ -75,7 +75,7 @@ anchors:
   - [30,61, 62,45, 59,119]
   - [116,90, 156,198, 373,326]
 backbone:
-  [[-1, 1, Conv, [64, 6, 2]], [-1, 1, Conv, [128, 3, 2]], [-1, 3, C3, [128]], [-1, 1, Conv, [256, 3, 2]],
+  [[-1, 1, Conv, [64, 6, 2, 2]], [-1, 1, Conv, [128, 3, 2]], [-1, 3, C3, [128]], [-1, 1, Conv, [256, 3, 2]],
    [-1, 6, C3, [256]], [-1, 1, Conv, [512, 3, 2]], [-1, 9, C3, [512]], [-1, 1, Conv, [1024, 3, 2]],
    [-1, 3, C3, [1024]], [-1, 1, SPPF, [1024, 5]]]
 head:
@@ -157,6 +157,7 @@ def changed(old: str, new: str) -> str:
         (changed("[24, 3, 2]", "[24, 3, 3]"), "stride = 3 must be 1 or 2"),
         (changed("[24, 3, 2]", "[24, 3, 2, 1, 7]"), "takes channels, kernel, stride"),
         (changed("[24, 3, 2]", "[]"), "takes channels"),
+        (changed("[24, 3, 2]", "[24, 3, 2, 3]"), "padding = 3 of a kernel of 3: only 1"),
         (changed("[16]]", "[16, 1]]"), "shortcut = 1"),
         (changed("[3, 4], 1, Detect", "[3, 9], 1, Detect"), r"row 5.*from = \[3, 9\]"),
         (changed("[3, 4], 1, Detect", "[4, 3], 1, Detect"), r"strides \[16, 8\]"),

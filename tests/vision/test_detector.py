@@ -6,18 +6,24 @@ import copy
 import dataclasses
 import math
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from tests import warm
+from tests.vision.test_architectures import TABLE
+from torch import nn
 
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
 from arclight.deploy import Program
 from arclight.trainer import Callback, Trainer
+from arclight.vision import build_model
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
 from arclight.vision.data.images import decode_image
@@ -211,3 +217,45 @@ def test_a_program_finds_what_the_detector_finds(trained: Path, scenes: Path, tm
         np.testing.assert_allclose(ours.boxes.conf, theirs.boxes.conf, rtol=1e-2)
         np.testing.assert_array_equal(ours.boxes.xyxy, direct.boxes.xyxy)
     assert evaluate_program(program, photos).images == len(photos)
+
+
+def test_a_model_file_of_yolov5_opens_without_its_code(tmp_path: Path) -> None:
+    """A whole pickled module in half precision, of classes that do not exist here, in the layout that its training writes."""
+    there = types.ModuleType("yolo_elsewhere")
+
+    class DetectionModel(nn.Module):
+        pass
+
+    DetectionModel.__module__, DetectionModel.__qualname__ = there.__name__, "DetectionModel"
+    there.DetectionModel = DetectionModel  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    network = build_model("yolov5n", 2, anchors_px=torch.arange(18.0).view(9, 2) * 3 + 5)
+    theirs = DetectionModel()
+    theirs.model = copy.deepcopy(network.model).half()
+    theirs.names, theirs.stride = {0: "cat", 1: "dog"}, torch.tensor([8.0, 16.0, 32.0])
+    theirs.yaml = {"nc": 2, "ch": 3, **yaml.safe_load(TABLE.replace("0.50", "0.25").replace("nc: 80", ""))}
+    sys.modules[there.__name__] = there
+    torch.save({"epoch": -1, "model": theirs, "ema": None, "opt": None, "date": "today"}, tmp_path / "yolov5n.pt")
+    del sys.modules[there.__name__]
+    detector = Detector.load(tmp_path / "yolov5n.pt")
+    assert (detector.settings.model, detector.names) == ("yolov5n", ["cat", "dog"])
+    ours = detector.model.state_dict()
+    assert len(ours) == 349
+    for name, value in network.state_dict().items():
+        torch.testing.assert_close(ours[name], value.half().to(value.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(detector.model.anchors, network.anchors, rtol=1e-3, atol=0)
+    theirs.yaml = {
+        **theirs.yaml,
+        "head": theirs.yaml["head"][:-1] + [[[17, 20, 23], 1, "Segment", ["nc", "anchors", 32, 256]]],
+    }
+    sys.modules[there.__name__] = there
+    torch.save({"model": theirs}, tmp_path / "seg.pt")
+    torch.save({"model": theirs.model.state_dict()}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="'Segment' is no block"):
+        Detector.load(tmp_path / "seg.pt")
+    with pytest.raises(CheckpointError, match="does not say which architecture"):
+        Detector.load(tmp_path / "weights.pt")
+
+
+def test_a_checkpoint_is_loaded_by_the_same_name(trained: Path) -> None:
+    assert Detector.load(trained / "end.ckpt").names == ["qr_code"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +16,7 @@ from arclight.checkpoint import files
 from arclight.checkpoint.dcp import DCP_SUFFIX, is_dcp, read_dcp, write_dcp
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import read_manifest
+from arclight.checkpoint.pickled_modules import PickledModule, read_modules
 from arclight.checkpoint.store import load, save
 from arclight.checkpoint.tensorfile import NAMES, write_tensors
 
@@ -27,6 +29,7 @@ def convert(src: str | Path, dst: str | Path) -> Path:
 
     * a ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` file -> a checkpoint folder: read without unpickling any class
       (``weights_only``), the state dict found in the usual layouts becomes the entry `model`, all else keeps its name;
+      of a module that was pickled whole (YOLOv5, ultralytics) the tensors, averaged ones as `ema`, and its plain `attributes`;
     * a ``.safetensors`` file -> a checkpoint folder with the entry `model`;
     * a checkpoint folder, or any of the files above -> a single ``.safetensors`` file of the entry `model`, in which
       tied tensors are written under each of their names;
@@ -84,7 +87,29 @@ def read_foreign(path: Path) -> dict[str, Any]:
         return {"model": _read_safetensors(path)}
     if path.suffix not in _PICKLED:
         raise CheckpointError(f"{path} is none of {', '.join((*_PICKLED, '.safetensors'))}: it cannot be converted")
-    return _with_model(path, read_pickled(path))
+    try:
+        content = read_pickled(path)
+    except CheckpointError as error:
+        if not zipfile.is_zipfile(path) or not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
+        if not (modules := read_modules(path)):
+            raise
+        return _state_of_modules(path, modules)
+    return _with_model(path, content)
+
+
+def _state_of_modules(path: Path, modules: Mapping[str, PickledModule]) -> dict[str, Any]:
+    """Name the tensors of pickled modules as a checkpoint does, with the averaged ones and what else describes the model."""
+    averaged = modules.get("ema")
+    model = modules.get("model") or averaged
+    if model is None or not model.tensors:
+        raise CheckpointError(
+            f"{path} has modules in {', '.join(modules)}; one with tensors is looked for in 'model' and 'ema'"
+        )
+    state: dict[str, Any] = {"model": model.tensors}
+    if averaged is not None and averaged is not model:
+        state["ema"] = averaged.tensors
+    return {**state, "attributes": model.attributes}
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:

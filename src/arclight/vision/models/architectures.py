@@ -112,9 +112,9 @@ _STEM = (  # stride 2, 4, 8, 16
     Layer("conv", 64, kernel=6, stride=2), _down(128), Layer("c3", 128, repeats=3), _down(256), Layer("c3", 256, repeats=6),
     _down(512), Layer("c3", 512, repeats=9),
 )  # fmt: skip
-_BACKBONE = (*_STEM, _down(1024), Layer("c3", 1024, repeats=3), Layer("sppf", 1024))
+_BACKBONE = (*_STEM, _down(1024), Layer("c3", 1024, repeats=3), Layer("sppf", 1024, kernel=5))
 _BACKBONE_P6 = (
-    *_STEM, _down(768), Layer("c3", 768, repeats=3), _down(1024), Layer("c3", 1024, repeats=3), Layer("sppf", 1024),
+    *_STEM, _down(768), Layer("c3", 768, repeats=3), _down(1024), Layer("c3", 1024, repeats=3), Layer("sppf", 1024, kernel=5),
 )  # fmt: skip
 _TOP_DOWN = (Layer("conv", 512), _UP, _concat(6), _c3(512), Layer("conv", 256), _UP, _concat(4), _c3(256))
 """Rows 10 to 17: from stride 32 back up to 8."""
@@ -136,7 +136,7 @@ YOLOV5_P2 = (
 )  # fmt: skip
 YOLOV5_P34 = (*_BACKBONE, *_TOP_DOWN, _down(256), _concat(14), _c3(512), _detect(17, 20))
 YOLOV5_P7 = (
-    *_BACKBONE_P6[:-1], _down(1280), Layer("c3", 1280, repeats=3), Layer("sppf", 1280),
+    *_BACKBONE_P6[:-1], _down(1280), Layer("c3", 1280, repeats=3), Layer("sppf", 1280, kernel=5),
     Layer("conv", 1024), _UP, _concat(10), _c3(1024), Layer("conv", 768), _UP, _concat(8), _c3(768),
     Layer("conv", 512), _UP, _concat(6), _c3(512), Layer("conv", 256), _UP, _concat(4), _c3(256),
     _down(256), _concat(26), _c3(512), _down(512), _concat(22), _c3(768), _down(768), _concat(18), _c3(1024),
@@ -240,6 +240,18 @@ def find_architecture(name: str, table: str | None = None) -> Architecture:
     return ARCHITECTURES[name]
 
 
+def name_of(architecture: Architecture) -> str | None:
+    """Return the name of the architecture that has these rows at this scale, if one does; its anchors may be others."""
+    return next(
+        (
+            name
+            for name, own in ARCHITECTURES.items()
+            if own._replace(anchors_px=architecture.anchors_px) == architecture
+        ),
+        None,
+    )
+
+
 # ---------------------------------------------------------------- a user's own table
 
 _MODULES: dict[str, Block] = {
@@ -333,12 +345,18 @@ def _arguments(block: Block, arguments: Sequence[Any]) -> dict[str, Any]:
             raise ValueError("padding is [left, right, top, bottom], each 0 to 8")
         return {"padding": tuple(sides)}
     names = {
-        "conv": ("channels", "kernel", "stride"), "ghost_conv": ("channels", "kernel", "stride"), "max_pool": ("kernel", "stride", "zero"),
+        "conv": ("channels", "kernel", "stride", "margin"), "ghost_conv": ("channels", "kernel", "stride"), "max_pool": ("kernel", "stride", "zero"),
         "spp": ("channels", "kernels"), "sppf": ("channels", "kernel"),
     }.get(block, ("channels", "shortcut"))  # fmt: skip
     if len(arguments) > len(names) or not arguments:
         raise ValueError(f"takes {', '.join(names)}, given {list(arguments)}")
-    named = dict(zip(names, arguments, strict=False))
+    named = {"kernel": 5} if block == "sppf" else {}
+    named |= dict(zip(names, arguments, strict=False))
+    margin = named.pop("margin", None)
+    if margin is not None and margin != (named.get("kernel", 1) - 1) // 2:
+        raise ValueError(
+            f"padding = {margin} of a kernel of {named['kernel']}: only {(named['kernel'] - 1) // 2} is built"
+        )
     if named.pop("zero", 0) != 0:
         raise ValueError("a pool has no padding of its own: use nn.ZeroPad2d")
     for name, value in named.items():

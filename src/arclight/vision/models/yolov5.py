@@ -242,7 +242,7 @@ def _build(row: Layer, c_in: list[int], c_out: int, repeats: int, act: Activatio
             case "spp":
                 modules.append(SPP(channels, c_out, row.kernels, act))
             case "sppf":
-                modules.append(SPPF(channels, c_out, row.kernel if row.kernel > 1 else 5, act))
+                modules.append(SPPF(channels, c_out, row.kernel, act))
     return (modules[0] if len(modules) == 1 else nn.Sequential(*modules)), c_out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import time
@@ -16,13 +17,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from arclight.checkpoint import CheckpointError
+from arclight.checkpoint.conversion import read_foreign
 from arclight.fabric.seeding import isolate_rng
 from arclight.trainer import Callback, DataModule, Module
 from arclight.vision.boxes import nms
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import fit_anchors
-from arclight.vision.models.architectures import is_table, read_table
+from arclight.vision.models.architectures import is_table, name_of, parse_architecture, read_table
 from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
 from arclight.vision.results.detections import Detections
@@ -75,6 +78,32 @@ class Detector(Module):
             self._awaited_weights = settings.weights  # a checkpoint may bring others before these are needed
         self._inference: InferenceCopy | None = None
         self._freeze(settings.freeze)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Detector:
+        """Open a detector: a checkpoint, or a model file of YOLOv5 (.pt), of which nothing is run.
+
+        Of another project's file the table, the class names and the weights are taken, averaged ones if it has them; thresholds
+        and image size are the defaults. Raises CheckpointError for a file that cannot be read so, ValueError for an architecture
+        that is not built here.
+        """
+        path = Path(path)
+        if not path.is_file():
+            loaded: Detector = cls.load_from_checkpoint(path)
+            return loaded
+        known = read_foreign(path).get("attributes", {})
+        table, names = known.get("yaml"), known.get("names")
+        if not isinstance(table, dict) or not isinstance(names, list | dict):
+            raise CheckpointError(
+                f"{path} does not say which architecture and classes its weights are for: name them, "
+                f"Detector(DetectionTask(model=..., weights={str(path)!r}), names=[...])"
+            )
+        listed = [str(name) for name in (names.values() if isinstance(names, dict) else names)]
+        text = json.dumps({name: value for name, value in table.items() if not isinstance(value, torch.Tensor)})
+        own = name_of(parse_architecture(text, str(path)))
+        model = own if own is not None else f"{path.stem}.yaml"
+        settings = DetectionTask(data=Path("none"), model=model, weights=path)
+        return cls(settings, names=listed, table=None if own is not None else text)
 
     def _freeze(self, layers: int) -> None:
         if layers >= len(self.model.model):
