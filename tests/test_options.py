@@ -35,7 +35,7 @@ IGNORED = {
 }
 """Arguments that do nothing on purpose, and why."""
 BY_STAGE = dict.fromkeys(
-    (f"TrainerSettings.limit_{stage}_batches" for stage in ("train", "val", "test", "predict")),
+    (f"TrainerSettings.limit_{stage}_batches" for stage in ("val", "test", "predict")),
     "read by the name of the stage",
 )
 """Fields whose names are put together where they are read."""
