@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,17 @@ class Held(Quadratic):
 
 
 def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost(tmp_path: Path) -> None:
-    servers = Servers(settings(1), tmp_path / "run")
+    patient = Waiting(heartbeat_interval_s=0.7, lease_s=30.0)  # a busy machine may keep a node silent for a while, too
+    servers = Servers(replace(settings(1), waiting=patient), tmp_path / "run")
     with Nodes(tmp_path / "nodes", servers.port, {"left": {"0": Held(1.0)}, "right": {"1": Held(-2.0)}}) as nodes:
         process, told = servers.start(None)
         try:
             assert Held.begun.wait(LIMIT)
-            for _ in range(3):
-                time.sleep(0.3)
+            for _ in range(2):
+                time.sleep(0.5)
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(1.2)  # nodes are lost after 0.6 s
+                time.sleep(1.5 * patient.silence_s)
                 os.kill(process.pid, signal.SIGCONT)
             Held.may.set()
             process.join(LIMIT)
