@@ -223,17 +223,19 @@ class Runtime:
         """If this process was suspended, shift the clock so that nodes are not declared lost for our pause."""
         due, waiting = self.coordinator.next_alarm(), self.coordinator.settings.waiting
         late = 0.0 if due is None else self.now() - due
-        if (
-            due is not None and late > _STALL_S and due >= self._compensated_until and not self._paused
-        ):  # a pause counts by itself
+        if due is None or late <= _STALL_S or self._paused:  # a pause counts by itself
+            return
+        # Once for one alarm, so that time goes on however slow this machine is; again where nothing but a standstill is as late.
+        if due >= self._compensated_until or late > waiting.silence_s / 2:
             if late > waiting.silence_s:
                 log.warning(
                     "the server stood still for %.1f s: its nodes have %g s to be heard",
                     late,
-                    waiting.heartbeat_interval_s,
+                    waiting.silence_s,
                 )
-            self._paused_for += late + waiting.heartbeat_interval_s
-            self._compensated_until = due + waiting.heartbeat_interval_s  # only once until then, so that time goes on
+            # A request that met the standstill may be given up and sent again: nodes get as long as they have at other times.
+            self._paused_for += late + waiting.silence_s
+            self._compensated_until = due + waiting.silence_s
 
     def _journal_records(self, records: Sequence[Record]) -> None:
         """Journal records; while that cannot be, wait: nothing of the step has happened, and time stands still."""
