@@ -217,3 +217,44 @@ def test_the_cap_takes_nothing_below_the_threshold():
     image = torch.tensor([[50.0 * k, 50, 20, 20, 1, score] for k, score in enumerate((0.9, 0.2, 0.15, 0.1))])
     (found,) = nms(image[None], 0.25, 0.45, top_k=3)
     assert found[:, 4].tolist() == pytest.approx([0.9])
+
+
+def test_many_classes_lose_no_candidate_however_scores_lie() -> None:
+    """Positions are left out by their objectness before classes are looked at: as if all had been."""
+    generator = torch.Generator().manual_seed(5)
+    for objectness in (
+        torch.rand(600, generator=generator),
+        torch.full((600,), 0.5),
+        torch.linspace(0, 1, 600).round(decimals=1),
+    ):
+        prediction = torch.rand(1, 600, 5 + 12, generator=generator)
+        prediction[..., :2] *= 400
+        prediction[..., 2:4] *= 40
+        prediction[..., 4] = objectness
+        prediction[..., 5:] = prediction[..., 5:].round(decimals=1)  # many equal confidences
+        for multi_label in (False, True):
+            best = (prediction[0, :, 4] * prediction[0, :, 5:].amax(1)).sort(descending=True, stable=True).indices[:50]
+            few = prediction[:, best.sort().values]  # the candidates by definition
+            expected = nms(few, 0.001, 0.6, top_k=50, multi_label=multi_label)
+            found = nms(prediction, 0.001, 0.6, top_k=50, multi_label=multi_label)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_score_that_is_no_number_costs_only_its_own_position() -> None:
+    prediction = torch.rand(1, 600, 5 + 12, generator=torch.Generator().manual_seed(6))
+    prediction[..., :4] = prediction[..., :4] * 40 + torch.arange(600)[:, None] % 25 * 30
+    spoilt = prediction.clone()
+    spoilt[0, 3, 4], spoilt[0, 8, 9] = torch.nan, torch.nan
+    left = torch.cat((prediction[:, :3], prediction[:, 4:8], prediction[:, 9:]), dim=1)
+    for multi_label in (False, True):
+        found, expected = (nms(p, 0.001, 0.6, top_k=50, multi_label=multi_label) for p in (spoilt, left))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("length", [3, 300, 1000])
+def test_a_chain_of_boxes_loses_every_second_one(length: int) -> None:
+    boxes = torch.zeros(length, 4)
+    boxes[:, 0] = torch.arange(length) * 6.0
+    boxes[:, 2], boxes[:, 3] = boxes[:, 0] + 10, 10  # overlaps its neighbours by a quarter
+    kept = greedy_nms(boxes, torch.zeros(length), 0.2)
+    assert kept.tolist() == list(range(0, length, 2))
