@@ -432,7 +432,26 @@ def test_a_run_predicts_with_thresholds_and_writes_labels(detector: Path, typed:
         assert [float(share) for share in row[1:]] == pytest.approx(expected, abs=0.003)
     _, out, _ = typed(f"predict {detector} a --conf 1")
     assert "a/photo.png: nothing\n1 images, 0 objects" in out
+    status, out, _ = typed(
+        f"predict {detector} a b --conf 0 --iou 1 --classes dog --max-det 7 --save-crop crops --save-csv found.csv --json few.json"
+    )
+    few = json.loads(Path("few.json").read_text())
+    assert status == 0
+    assert {box["label"] for boxes in few.values() for box in boxes} == {"dog"}
+    assert all(len(boxes) <= 7 for boxes in few.values())
+    header, *lines = Path("found.csv").read_text().splitlines()
+    assert header == "image,label,confidence,left,top,right,bottom"
+    assert len(lines) == sum(map(len, few.values()))
+    crops = sorted(Path("crops").rglob("*.jpg"))
+    assert {path.parent.name for path in crops} == {"dog"}
+    assert {path.name.rpartition("-")[0] for path in crops} == {"photo", "photo-2"}
+    typed(f"predict {detector} a --conf 0 --agnostic-nms --iou 0.1 --json agnostic.json")
+    typed(f"predict {detector} a --conf 0 --iou 0.1 --json by_class.json")
+    fewer, more = (json.loads(Path(f"{name}.json").read_text())["a/photo.png"] for name in ("agnostic", "by_class"))
+    assert len(fewer) < len(more)
     for line, said in (
+        (f"predict {detector} a --classes bird", "--classes: 'bird' is no class of this detector: it finds cat, dog"),
+        (f"predict {detector} a --max-det 0", "argument --max-det: 0 is not 1 or more"),
         (f"predict {detector} a --conf 2", "argument --conf: 2 is not in [0, 1]"),
         (f"predict {detector}", "name images after the run"),
         ("predict a", "a is no run: name the run of a detector first"),

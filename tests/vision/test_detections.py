@@ -205,3 +205,29 @@ def test_charts_of_an_empty_validation_set():
     nothing = DetectionMetrics(2).compute()
     assert "no labelled boxes" in texts(plots.pr_curve(nothing, NAMES))
     ET.fromstring(plots.confusion_matrix(nothing, NAMES))
+
+
+def test_some_of_the_boxes() -> None:
+    image = np.arange(10 * 20 * 3, dtype=np.uint8).reshape(10, 20, 3)
+    boxes = [[0, 0, 4, 5], [15, 6, 30, 9], [3, 2, 6, 4], [40, 40, 50, 50]]
+    found = Detections.from_arrays(boxes, [0.9, 0.8, 0.7, 0.6], [0, 1, 0, 1], names=["cat", "dog"], image=image)
+    assert found[0].labels == ["cat"]
+    assert found[1:3].boxes.xyxy.tolist() == boxes[1:3]
+    assert found[found.boxes.conf > 0.75].labels == ["cat", "dog"]
+    assert found[[3, 0]].boxes.conf.tolist() == pytest.approx([0.6, 0.9])
+    assert found.of("dog").boxes.xyxy.tolist() == [boxes[1], boxes[3]]
+    assert len(found.of("cat", "dog")) == 4
+    assert len(found[:0].of("dog")) == 0
+    with pytest.raises(ValueError, match="'bird' is no class: there are cat, dog"):
+        found.of("bird")
+    with pytest.raises(IndexError):
+        found[4]
+    crops = found.crops()
+    assert [crop.shape for crop in crops] == [(5, 4, 3), (3, 5, 3), (2, 3, 3), (0, 0, 3)]
+    np.testing.assert_array_equal(crops[2], image[2:4, 3:6])
+    assert found.crops(margin=0.5)[2].shape == (4, 7, 3)
+    crops[2][:] = 0
+    assert image[2:4, 3:6].any(), "a crop is a copy"
+    assert found.to_json()[1] == {"label": "dog", "confidence": 0.8, "box_xyxy_px": [15.0, 6.0, 30.0, 9.0]}
+    with pytest.raises(ValueError, match="no image to cut from"):
+        Detections(found.boxes, found.names).crops()

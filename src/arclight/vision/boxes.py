@@ -15,6 +15,9 @@ from torch import Tensor
 TOP_K = 2000
 """Candidates per image that reach the overlap test, best first: more move mAP by less than 0.001 and cost time."""
 
+MAX_DET = 300
+"""Boxes kept per image where nothing else is asked for."""
+
 _CHUNK = 256  # candidates tested together; small enough that their overlap matrix stays in cache
 _MANY_CLASSES = 8  # from here on the maximum over classes costs more than a look at objectness
 _ROUNDS = 8  # applied to all candidates of a chunk at once; boxes in photos take two to four
@@ -78,19 +81,20 @@ def nms(
     conf_threshold: float = 0.25,
     iou_threshold: float = 0.45,
     *,
-    max_det: int = 300,
+    max_det: int = MAX_DET,
     top_k: int | None = TOP_K,
     multi_label: bool = False,
+    agnostic: bool = False,
 ) -> list[Tensor]:
     """Select each image's boxes from decoded predictions (N, A, 5 + C), best first.
 
     Returns N tensors (k, 6), k <= max_det: xyxy, confidence = objectness x class score, class. Boxes suppress only
-    boxes of their class. ``multi_label`` lets a position name several classes (validation), else it names its best.
+    boxes of their class, or with ``agnostic`` those of all. ``multi_label`` lets a position name several classes (validation), else it names its best.
     Only the ``top_k`` most confident candidates are considered (None: all). The result depends on the numbers alone,
     never on time or load: equal confidences rank by position, then by class.
     """
     return [
-        _nms_image(image, conf_threshold, iou_threshold, max_det=max_det, top_k=top_k, multi_label=multi_label)
+        _nms_image(image, conf_threshold, iou_threshold, max_det, top_k, multi_label=multi_label, agnostic=agnostic)
         for image in predictions.float()
     ]
 
@@ -99,10 +103,11 @@ def _nms_image(
     prediction: Tensor,
     conf_threshold: float,
     iou_threshold: float,
-    *,
     max_det: int,
     top_k: int | None,
+    *,
     multi_label: bool,
+    agnostic: bool,
 ) -> Tensor:
     num_classes = prediction.shape[1] - 5
     objectness = prediction[:, 4]
@@ -128,7 +133,7 @@ def _nms_image(
     else:
         classes, confidence = prediction[positions, 5:].argmax(dim=1), best[positions]
     boxes = xywh_to_xyxy(prediction[positions, :4])
-    kept = greedy_nms(boxes, classes, iou_threshold, max_det)
+    kept = greedy_nms(boxes, torch.zeros_like(classes) if agnostic else classes, iou_threshold, max_det)
     return torch.cat((boxes[kept], confidence[kept, None], classes[kept, None].to(boxes.dtype)), dim=1)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -41,26 +43,23 @@ def predict(arguments: list[str]) -> int:
 
     frames = ImageSource(sources, vid_stride=options.stride)
     found: dict[str, list[dict[str, Any]]] = {}
-    labels = Counter[str]()
+    names = Counter[str]()
     for frame in progressed(frames, len(frames.inputs), "looking", lambda frame: frame.path):
         detections = find(frame.image)
         name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
-        found[name] = [
-            {
-                "label": label,
-                "confidence": round(float(confidence), 4),
-                "box_xyxy_px": [round(x, 1) for x in box.tolist()],
-            }
-            for label, confidence, box in zip(detections.labels, detections.boxes.conf, detections.boxes.xyxy)
-        ]
+        found[name] = detections.to_json()
         print(f"{name}: {summary(detections.labels)}")
         if options.out is not None:
             detections.save(options.out / f"{len(found):06d}-{Path(frame.path).stem}.jpg")
+        stem = Path(frame.path).stem + ("" if frame.index is None else f"-{frame.index}")
+        names[stem] += 1  # images of several folders may have one name
+        stem = stem if names[stem] == 1 else f"{stem}-{names[stem]}"
         if options.save_txt is not None:
-            stem = Path(frame.path).stem + ("" if frame.index is None else f"-{frame.index}")
-            labels[stem] += 1  # images of several folders may have one name
-            file = f"{stem}.txt" if labels[stem] == 1 else f"{stem}-{labels[stem]}.txt"
-            write_labels(options.save_txt / file, detections, frame.image.shape)
+            write_labels(options.save_txt / f"{stem}.txt", detections, frame.image.shape)
+        if options.save_crop is not None:
+            write_crops(options.save_crop, stem, detections)
+    if options.save_csv is not None:
+        write_csv(options.save_csv, found)
     print(f"{len(found)} images, {sum(map(len, found.values()))} objects, {len(frames.skipped)} files skipped")
     write_json(options.json, found)
     return int(not found)  # all were skipped
@@ -97,9 +96,26 @@ def _parser() -> Parser:
         metavar="DIR",
         help="write labels in YOLO format to this folder",
     )
+    parser.add_argument(
+        "--save-crop",
+        type=Path,
+        metavar="DIR",
+        help="write each object as an image to this folder, in a folder of its class",
+    )
+    parser.add_argument("--save-csv", type=Path, metavar="FILE", help="write a row for each object to this file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the detections to this file")
+    parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep objects of these classes only")
+    parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
+    parser.add_argument("--max-det", type=_count, metavar="N", help="most objects of one image (default: 300)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
 
 
 def _share(text: str) -> float:
@@ -111,12 +127,18 @@ def _share(text: str) -> float:
 
 def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
     """Make what finds objects in an image, of a program or a run, and say which words name images."""
-    thresholds = {"conf_threshold": options.conf, "iou_threshold": options.iou}
-    changed = {name: value for name, value in thresholds.items() if value is not None}
+    from arclight.vision.boxes import TOP_K
+
+    given = {
+        "conf_threshold": options.conf, "iou_threshold": options.iou, "agnostic": options.agnostic_nms or None,
+        "max_det": options.max_det if options.classes is None else TOP_K,  # other classes take no places
+    }  # fmt: skip
+    changed = {name: value for name, value in given.items() if value is not None}
     if options.program is not None:
         from arclight.vision.tasks.processing import load_detector_program
 
-        return load_detector_program(options.program, **changed).predict_one, options.source
+        program = load_detector_program(options.program, **changed)
+        return _chosen(program.predict_one, options, program.metadata["names"]), options.source
     first, *sources = options.source
     place = Path(first)
     if run_folder(place) is None and not (place / "manifest.json").is_file():
@@ -132,7 +154,39 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
 
     detector = load_detector(place).to("cuda" if torch.cuda.is_available() else "cpu")
     used = dataclasses.replace(detector.processing, **changed)
-    return lambda image: detector.detect([image], used)[0], sources
+    return _chosen(lambda image: detector.detect([image], used)[0], options, detector.names), sources
+
+
+def _chosen(find: Finder, options: argparse.Namespace, names: list[str]) -> Finder:
+    """Keep objects of the classes named alone, if any are; UsageError for one that the detector does not know."""
+    from arclight.vision.boxes import MAX_DET
+
+    if options.classes is None:
+        return find
+    if unknown := [name for name in options.classes if name not in names]:
+        raise UsageError(f"--classes: {unknown[0]!r} is no class of this detector: it finds {', '.join(names)}")
+    return lambda image: find(image).of(*options.classes)[: options.max_det or MAX_DET]
+
+
+def write_crops(folder: Path, stem: str, detections: Detections) -> None:
+    """Write what is in each box to a folder of its class; boxes without pixels in the image are left out."""
+    from arclight.vision.results.detections import write_image
+
+    for number, (label, crop) in enumerate(zip(detections.labels, detections.crops())):
+        if crop.size:
+            place = re.sub(r"[^\w-]", "_", label) or "_"  # a class may have any name, ".." as well
+            write_image(folder / place / f"{stem}-{number}.jpg", crop)
+
+
+def write_csv(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Write a row for each object: image, label, confidence, left, top, right, bottom in pixels."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["image", "label", "confidence", "left", "top", "right", "bottom"])
+        rows.writerows(
+            [name, one["label"], one["confidence"], *one["box_xyxy_px"]] for name, of in found.items() for one in of
+        )
 
 
 def write_labels(file: Path, detections: Detections, shape: tuple[int, ...]) -> None:

@@ -91,6 +91,18 @@ class Detections:
     def __len__(self) -> int:
         return len(self.boxes)
 
+    def __getitem__(self, chosen: Any) -> Detections:
+        """Some of the boxes, chosen as by NumPy: a number, a slice, a mask (k,) or numbers (n,)."""
+        picked = np.atleast_1d(np.arange(len(self))[chosen])
+        boxes = Boxes(self.boxes.xyxy[picked], self.boxes.conf[picked], self.boxes.cls[picked])
+        return Detections(boxes, self.names, self.image, self.path)
+
+    def of(self, *names: str) -> Detections:
+        """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
+        if unknown := [name for name in names if name not in self.names]:
+            raise ValueError(f"{unknown[0]!r} is no class: there are {', '.join(self.names)}")
+        return self[np.isin(self.labels, names)] if len(self) else self
+
     @property
     def labels(self) -> list[str]:
         """The class name of each box."""
@@ -105,20 +117,32 @@ class Detections:
         texts = [f"{label} {confidence:.2f}" for label, confidence in zip(self.labels, self.boxes.conf)]
         return draw_boxes(self.image, self.boxes.xyxy, texts, self.boxes.cls.astype(int).tolist())
 
+    def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
+        """Cut each box out of the photo, RGB, with ``margin`` of its size on every side; ValueError if it was not kept.
+
+        Parts outside of the photo are left out; a box wholly outside gives an empty crop.
+        """
+        if self.image is None:
+            raise ValueError("these detections hold no image to cut from: pass image= when making them")
+        height, width = self.image.shape[:2]
+        crops = []
+        for left, top, right, bottom in self.boxes.xyxy.tolist():
+            across, down = margin * (right - left), margin * (bottom - top)
+            x0, x1 = (int(np.clip(x, 0, width)) for x in (np.floor(left - across), np.ceil(right + across)))
+            y0, y1 = (int(np.clip(y, 0, height)) for y in (np.floor(top - down), np.ceil(bottom + down)))
+            crops.append(self.image[y0:y1, x0:x1].copy())
+        return crops
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """List the boxes as plain dictionaries: label, confidence and box_xyxy_px (left, top, right, bottom)."""
+        return [
+            {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
+            for label, score, box in zip(self.labels, self.boxes.conf, self.boxes.xyxy)
+        ]
+
     def save(self, path: str | Path) -> Path:
         """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""
-        from arclight.fabric.extras import require
-
-        cv2, path = require("cv2", extra="vision"), Path(path)
-        if not cv2.haveImageWriter(path.name):
-            raise ValueError(
-                f"{path.name}: images are not written as {path.suffix or 'files without suffix'}; use .jpg or .png"
-            )
-        _, data = cv2.imencode(path.suffix, cv2.cvtColor(self.plot(), cv2.COLOR_RGB2BGR))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(data.tobytes())
-        return partial.replace(path)
+        return write_image(path, self.plot())
 
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """List the boxes in COCO's results format: image_id, category_id, bbox (left, top, width, height), score.
@@ -143,3 +167,19 @@ class Detections:
         columns = dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.xyxy.T))
         more = {"confidence": self.boxes.conf, "class": self.boxes.cls.astype(int), "name": self.labels}
         return pandas.DataFrame(columns | more)
+
+
+def write_image(path: str | Path, image: NDArray[np.uint8]) -> Path:
+    """Write an RGB image (H, W, 3) as the kind that the suffix names, whole or not at all; ValueError for a suffix that is none."""
+    from arclight.fabric.extras import require
+
+    cv2, path = require("cv2", extra="vision"), Path(path)
+    if not cv2.haveImageWriter(path.name):
+        raise ValueError(
+            f"{path.name}: images are not written as {path.suffix or 'files without suffix'}; use .jpg or .png"
+        )
+    _, data = cv2.imencode(path.suffix, cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(data.tobytes())
+    return partial.replace(path)

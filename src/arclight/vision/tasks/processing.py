@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from arclight.vision.boxes import nms
+from arclight.vision.boxes import MAX_DET, nms
 from arclight.vision.data.letterbox import Letterbox, letterbox, unletterbox
 from arclight.vision.results.detections import Detections
 
@@ -38,8 +38,10 @@ class DetectionProcessing:
     """Smallest confidence kept, in [0, 1]."""
     iou_threshold: float = 0.45
     """IoU threshold of non-maximum suppression, in [0, 1]."""
-    max_det: int = 300
+    max_det: int = MAX_DET
     """Most boxes per photo."""
+    agnostic: bool = False
+    """Whether boxes suppress those of other classes too."""
 
     def preprocess(self, images: Sequence[np.ndarray[Any, Any]]) -> tuple[np.ndarray[Any, Any], Context]:
         """RGB uint8 photos (H, W, 3) of any sizes as one float32 batch (N, 3, S, S) in [0, 1]."""
@@ -56,7 +58,7 @@ class DetectionProcessing:
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
         """Predictions (N, A, 5 + classes) as one :class:`Detections` per photo, in its own pixels."""
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
-        kept = nms(predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det)
+        kept = nms(predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, agnostic=self.agnostic)
         results = []
         for rows, image, placement in zip(kept, context.images, context.placements, strict=True):
             array = rows.cpu().numpy()
@@ -65,7 +67,7 @@ class DetectionProcessing:
         return results
 
 
-def load_detector_program(path: Path | str, **thresholds: float) -> Program:
+def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
     """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`.
 
     Raises ProgramError for the program of another task.
