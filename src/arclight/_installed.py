@@ -1,4 +1,4 @@
-"""The distribution that this package was installed as, which is not called as it is imported."""
+"""Find the installed distribution of this package, whose name differs from the import name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals of numbers: one annotation of a field or argument is its check, its help and its schema.
+"""Annotate numbers with intervals: one annotation is the check, the help text and the schema.
 
 ``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused where it is negative, NaN or infinite, by a
 recipe and by Python alike, and reads ``number >= 0`` in the help. pydantic understands the same annotation.

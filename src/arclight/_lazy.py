@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used, so that importing a room costs nothing; and names that are no longer offered."""
+"""Import a package's public names on first use (PEP 562), and refuse removed names with a reason."""
 
 from __future__ import annotations
 

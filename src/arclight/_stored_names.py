@@ -1,4 +1,4 @@
-"""Find classes under the names that files of earlier versions call them by.
+"""Map class names in files of earlier versions to where the classes are now.
 
 Checkpoints, programs and recipes name classes as ``package.module:Class``. A module that moves, or a class that is renamed, is entered
 here, so that those files stay readable; `current` is asked wherever such a name is read.

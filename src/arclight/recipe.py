@@ -1,4 +1,4 @@
-"""Recipes: settings read from a file or a function, overridden by flags, checked, explained and written.
+"""Read recipes from a file or a function, override by flags, check, explain and write them.
 
 The schema is a frozen, keyword-only dataclass and nothing else; the object that a recipe gives is the object used from
 Python. A table fills a dataclass; where a field allows several, ``kind`` chooses: a name in lower case, or

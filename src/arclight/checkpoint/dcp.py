@@ -1,8 +1,8 @@
 """Read and write folders of torch.distributed.checkpoint (DCP), in one process.
 
 DCP describes a checkpoint in a pickle, ``.metadata``. It is read here as data: opcodes are walked with `pickletools`, the classes that it
-names become `Record`, and nothing is imported or called. Values that are no tensors are read as any file of ``torch.save`` is,
-with ``weights_only``.
+names become `Record`, and nothing is imported or called. Values that are not tensors are read as any file of ``torch.save`` is,
+with ``weights_only``. For ``arclight checkpoint convert``, through `conversion`.
 """
 
 from __future__ import annotations

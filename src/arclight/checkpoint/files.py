@@ -1,4 +1,4 @@
-"""Every call to the file system that a checkpoint needs: durable writes, hashed reads, replacing a folder in one step.
+"""Write files durably, hash them on reading, replace a checkpoint's folder in one step.
 
 How a local folder is replaced stands in `arclight.fabric.atomic_replace`; at an address the manifest is what is replaced.
 """
@@ -175,7 +175,7 @@ def temporary_file(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """As `replacing.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
+    """As `atomic_replace.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
     return [] if remote.is_remote(folder) else atomic_replace.sweep(folder)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is, which files belong to it with their hashes, and what they hold."""
+"""Define a checkpoint's manifest, ``manifest.json``: its files with hashes, and their tensors."""
 
 from __future__ import annotations
 

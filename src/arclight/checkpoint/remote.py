@@ -1,4 +1,4 @@
-"""Checkpoints at addresses such as ``s3://bucket/runs/1``, through fsspec.
+"""Store checkpoints at addresses such as ``s3://bucket/runs/1``, through fsspec.
 
 An object store cannot rename a folder. Files are put below the checkpoint's name in a folder of their own, ``data-<number>``, and
 the manifest, which names that folder, is put last in one piece: until then whatever was there before is whole, and after it

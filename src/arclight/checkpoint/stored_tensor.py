@@ -1,4 +1,4 @@
-"""Tensors whose values are still in their files: each process reads the boxes that it keeps."""
+"""Refer to tensors still in a checkpoint's files, so that each rank reads only its own shards."""
 
 from __future__ import annotations
 

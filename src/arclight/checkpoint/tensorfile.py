@@ -1,4 +1,4 @@
-"""The safetensors format, written and read in one pass that also hashes.
+"""Write and read safetensors files in one pass that also hashes them.
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and
 the tensors' bytes without gaps; see https://github.com/huggingface/safetensors. Any safetensors reader opens these

@@ -1,7 +1,7 @@
-"""A tree of Python values and tensors, taken apart into JSON and named tensors, and put together again.
+"""Encode a state dict as JSON and named tensors, and decode it: the format of all checkpoints.
 
 JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. All else is an
-object ``{"$": kind, ...}``: see `_Decoder` for the kinds.
+object ``{"$": kind, ...}``: see `Encoder` for the kinds. A kind that was ever written must stay readable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP_NAMES, _EPOCH_NAMES = ("step", "global_step", "steps"), ("epoch", "current
 
 @dataclass
 class Encoded:
-    """A state taken apart: per top-level entry a JSON value, and the tensors by file and name."""
+    """Hold an encoded state: a JSON value per top-level entry, and the tensors by file and name."""
 
     entries: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Encoded:
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
-    """Take `state` apart without copying tensors. Raises CheckpointError naming the place of what cannot be kept."""
+    """Encode `state` without copying tensors. Raises CheckpointError naming the entry that cannot be saved."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"a checkpoint's state is a dict with text keys, not {_kind(state)}")
     result = Encoded(**counts_of(state))

@@ -1,4 +1,4 @@
-"""Reading the words after a verb: a recipe with overrides, or plain options."""
+"""Parse the arguments of every ``arclight`` command: a recipe with overrides, or plain options."""
 
 from __future__ import annotations
 

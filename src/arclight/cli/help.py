@@ -1,4 +1,4 @@
-"""The help of a verb that takes a recipe: its options, then every field that a recipe may have."""
+"""Print the ``--help`` of commands that take a recipe: options, then every recipe field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while training: the run saves between two steps and says how to go on."""
+"""Handle Ctrl-C while training: save between two steps and print the command that resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders as people name them: the run, and which of its checkpoints is taken."""
+"""Find the run folder, and the checkpoint in it, that a command-line argument names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schema of a training run: of a recipe's task, or of a module of the user's own."""
+"""Define the settings of a training run: of a built-in task, or of the user's own module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emphasis where a person reads it, plain text where a program does."""
+"""Create the console of every command: colours at a terminal, plain text in a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own module and data as a run: constructor arguments are settings, typed as annotated.
+"""Build the settings of a run from a user's own classes: constructor arguments become fields.
 
 ``arclight train package.module:Model --data package.module:Data --model.hidden 64 --config a.toml --config b.toml``: the
 files are laid over each other in the order named, the flags over them.

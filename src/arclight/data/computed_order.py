@@ -1,4 +1,4 @@
-"""Samplers whose order is a function of the position, so that no list of samples is ever made."""
+"""Sample in an order computed from the position, without ever making a list of samples."""
 
 from __future__ import annotations
 

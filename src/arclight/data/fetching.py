@@ -1,4 +1,4 @@
-"""Loading one batch under its own seed, in whichever process does it."""
+"""Load one batch under its own seed, in a DataLoader worker or in the training process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arclight.data.seeding import OwnGenerator, isolated_rng, own_generators
 
 
 class Fetch(NamedTuple):
-    """Message to the process that loads a batch."""
+    """Hold the message of `loader` to the worker that loads a batch."""
 
     epoch: int
     batch: int
@@ -25,8 +25,8 @@ class Fetcher:
     """A map-style dataset whose items are whole collated batches, each loaded under the seed in its `Fetch`.
 
     Dataset and collate function both run under that seed, so augmentation does not depend on the number of workers or
-    on which of them loads the batch, and training's own random numbers are not disturbed when there are none. The
-    dataset learns of a new epoch through its ``set_epoch`` wherever it is, which keeps persistent workers up to date.
+    on which of them loads the batch, and without workers the training process's RNG is left alone. The
+    dataset's ``set_epoch`` is called in whichever process it is, which keeps persistent workers up to date.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:

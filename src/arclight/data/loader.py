@@ -1,4 +1,4 @@
-"""A loader that can start at any batch of any epoch and gives the same bits as one that was never stopped."""
+"""Resume a DataLoader at any batch of any epoch, with the bits of one that was never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several corpora in shares that may change as training goes on, still a pure function of the position."""
+"""Mix corpora by weights that may change during training: a pure function of the position."""
 
 from __future__ import annotations
 

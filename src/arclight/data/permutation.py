@@ -1,4 +1,6 @@
-"""Orders that are computed instead of kept: any element of a shuffled sequence, without the sequence.
+"""Compute any element of a shuffled sequence without storing the sequence.
+
+Orders of samples and draws of clients come from here: another bit is another training run.
 
 A permutation of ``size`` elements is an alternating Feistel network over Z_a x Z_b with a * b slightly above ``size``
 (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); what falls outside is walked on until it is inside.

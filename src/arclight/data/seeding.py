@@ -1,4 +1,4 @@
-"""Random numbers that depend on named integers only, and leave everybody else's random state alone."""
+"""Derive random generators from integers such as (seed, epoch, batch); isolate global RNG state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One site's share of data, as federations divide it: disjoint shares that together are all, the same on every machine.
+"""Partition data among the sites of a federation: disjoint, complete, the same on every machine.
 
 Which share something lies in depends on the settings and on the thing itself, never on the order of reading.
 """

@@ -1,4 +1,4 @@
-"""Samples of token corpora as batches of tensors, read from shards with no work for single tokens."""
+"""Read samples from token shards as batches of tensors, without work per token."""
 
 from __future__ import annotations
 

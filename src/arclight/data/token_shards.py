@@ -1,4 +1,4 @@
-"""Tokens on disk: shards that are mapped into memory, and a folder of them that reads as one long stream.
+"""Write and memory-map shards of tokens; read a folder of them as one long stream.
 
 A shard is one file: a header of 4,096 bytes (a magic word, then JSON), the tokens (uint16 or uint32, little-endian, filled up
 to 8 bytes), then the end of each document (uint64, counted in tokens from the shard's start). ``corpus.json`` beside

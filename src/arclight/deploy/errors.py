@@ -1,4 +1,4 @@
-"""Faults of quantizing, exporting and running programs, each told in one sentence."""
+"""Errors of quantizing, exporting and running programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace a folder or file by another in one step, so that one of the two is whole whenever a process is killed.
+"""Replace a file or folder atomically: a kill at any moment leaves the old one or the new one.
 
 A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
 file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether

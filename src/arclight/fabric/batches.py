@@ -1,4 +1,4 @@
-"""Batches are trees of tensors: walk them, move them, count their samples."""
+"""Walk batches as trees of tensors: map, move to a device, count samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers: start the other processes of a run and wait for them."""
+"""Launch the other processes of a run and wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a device: tell when it ran out, and give back what is not in use."""
+"""Recognise out-of-memory errors, and release cached device memory."""
 
 from __future__ import annotations
 

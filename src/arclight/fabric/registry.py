@@ -1,4 +1,4 @@
-"""Names for classes: what this package brings, what installed packages bring, what a user registers."""
+"""Register classes by name: built in, from entry points of installed packages, or by the user."""
 
 from __future__ import annotations
 

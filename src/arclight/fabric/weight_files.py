@@ -1,4 +1,4 @@
-"""Weights as Hugging Face keeps them: a safetensors file, or a folder with several and an index; opened and read as asked for."""
+"""Read and write Hugging Face weights: a safetensors file, or a folder of several with an index."""
 
 from __future__ import annotations
 

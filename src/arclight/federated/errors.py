@@ -1,4 +1,4 @@
-"""Errors of a federation, by who has to act on them."""
+"""Errors of a federation, one class for each way to react to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Update rules that work element by element: AdamW, with moments in float32 or bfloat16, and SGD with momentum."""
+"""Elementwise update rules of `optimizer`: AdamW (moments in float32 or bfloat16), SGD with momentum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon and NorMuon: orthogonalised momentum for weight matrices, on any placement.
+"""Muon and NorMuon, update rules of `optimizer`: orthogonalised momentum, on any placement.
 
 Muon: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon.
 Scale by root mean square: J. Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.

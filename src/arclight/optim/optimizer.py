@@ -1,4 +1,4 @@
-"""One optimizer for groups of several kinds, whose state is keyed by parameter name; restore any optimizer's state."""
+"""Define one optimizer with a rule (AdamW, Muon, SGD) per group and state keyed by parameter name."""
 
 from __future__ import annotations
 

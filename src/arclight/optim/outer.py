@@ -1,4 +1,4 @@
-"""The outer step of training that exchanges rarely: replicas or clients train alone, then their changes are one gradient.
+"""Step the outer optimizer on pseudo-gradients: for DiLoCo, local SGD and federated averaging.
 
 Local SGD and federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its
 streaming form in fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor;
@@ -20,7 +20,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Outer(Checked):
-    """Stochastic gradient descent on pseudo-gradients. ``lr=1, momentum=0`` is federated averaging."""
+    """Step by SGD on pseudo-gradients. ``lr=1, momentum=0`` is federated averaging."""
 
     lr: PositiveFloat = 0.7
     """Rate; 1 goes to the mean of the local weights."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, as factors of the peak rate.
+"""Define learning-rate schedules as pure functions of the step: factors of the peak rate.
 
 The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
 step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).

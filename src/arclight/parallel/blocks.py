@@ -1,4 +1,4 @@
-"""The parts that a model repeats: what is compiled, computed again and gathered one by one."""
+"""Find a model's repeated blocks: the units of compilation, activation checkpointing and FSDP."""
 
 from __future__ import annotations
 

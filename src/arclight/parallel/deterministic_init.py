@@ -1,4 +1,4 @@
-"""First weights as a function of (seed, parameter name), whatever the mesh.
+"""Initialise weights as a function of (seed, parameter name), alike on every mesh.
 
 A module declares how its parameters begin in an attribute ``initial``: a mapping from the parameter's name, seen from that
 module, to a distribution. Each tensor is drawn in blocks of rows that have random streams of their own, so that a process which

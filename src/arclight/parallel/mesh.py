@@ -1,4 +1,4 @@
-"""The processes of a plan as a mesh, seen in three ways."""
+"""Build a plan's device meshes: its dimensions, as parameters shard, and as experts shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline for modules as they are: ``Trainer(strategy=Pipeline(stages=4))``, or ``Trainer(strategy="pipeline")``."""
+"""Pipeline any module: ``Trainer(strategy=Pipeline(stages=4))`` or ``Trainer(strategy="pipeline")``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: into how many parts each dimension of the work is cut (no torch here: a recipe is read without it)."""
+"""Define the plan: the degree of each parallel dimension (no torch here: a recipe is read without it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a batch, in a process that may hold a part of the model or of the sequences only."""
+"""Define the step that pipelines and context parallelism need: split a batch, compute the loss."""
 
 from __future__ import annotations
 

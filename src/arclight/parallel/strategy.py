@@ -1,4 +1,4 @@
-"""A plan carried out for a Trainer or Fabric."""
+"""Define `PlanStrategy`: run a parallel plan under a Trainer or Fabric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admit requests: bodies within bounds, few threads behind a short queue, refusals that say what to do."""
+"""Admit or refuse requests: bounded bodies, few worker threads behind a short queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The web application over any detector: ``/detect``, ``/health``, ``/metrics`` and the page."""
+"""Build the web application of any detector: ``/detect``, ``/health``, ``/metrics``, the page."""
 
 from __future__ import annotations
 

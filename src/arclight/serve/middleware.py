@@ -1,4 +1,4 @@
-"""Middleware around every request: counters, security headers, answers to clients still sending."""
+"""ASGI middleware around every request: metrics, security headers, answers to clients still sending."""
 
 from __future__ import annotations
 

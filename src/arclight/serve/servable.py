@@ -1,4 +1,4 @@
-"""Check before training that a module can be served: a request of its own goes through a real server and back."""
+"""Lightning's ``ServableModule``, and a callback that tries one through a real server before training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REQUEST_SECONDS = 60.0
 
 
 class ServableModule(nn.Module):
-    """Interface of a module that can be served; mixed into a Module."""
+    """Define what a Module must implement to be served; mix it in, as in Lightning."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
@@ -38,16 +38,16 @@ class ServableModule(nn.Module):
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """For each argument of :meth:`serve_step` what makes it from plain data, for each output what makes it plain."""
+        """Return deserializers of :meth:`serve_step`'s arguments and serializers of its outputs, by name."""
         raise NotImplementedError("The `configure_serialization` method needs to be overridden.")
 
     @abstractmethod
     def serve_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The outputs by name, for arguments by name."""
+        """Return the outputs by name, for deserialized arguments by name."""
         raise NotImplementedError("The `serve_step` method needs to be overridden.")
 
     def configure_response(self) -> dict[str, Any]:
-        """The answer that :meth:`configure_payload` must get; where this is not overridden, any is good."""
+        """Return the response expected for :meth:`configure_payload`; if not overridden, any is accepted."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""A trained language model as a program: token ids in, logits out."""
+"""Export a trained language model as a program: token ids in, logits out."""
 
 from __future__ import annotations
 

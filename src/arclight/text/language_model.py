@@ -1,4 +1,4 @@
-"""Language modelling as an ordinary module, with its callbacks for throughput and text samples."""
+"""Define the Module that trains language models, and its callbacks (throughput, text samples)."""
 
 from __future__ import annotations
 

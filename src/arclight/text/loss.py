@@ -1,4 +1,4 @@
-"""Cross-entropy without logits in memory: in float32, in chunks, over vocabularies in parts.
+"""Cross-entropy without full logits in memory: float32, in chunks, over sharded vocabularies.
 
 `torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off in bfloat16, hence this one.
 """

@@ -1,4 +1,4 @@
-"""Multiple-choice questions scored by likelihood: HellaSwag, ARC and MMLU from local files."""
+"""Score multiple-choice questions by likelihood: HellaSwag, ARC and MMLU from local files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language modelling as a planner sees it: a model, a batch and a loss, without data."""
+"""Describe language modelling to the planner: a model, a batch and a loss, without data."""
 
 from __future__ import annotations
 

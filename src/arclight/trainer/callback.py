@@ -1,4 +1,4 @@
-"""Callbacks: code that is told what a trainer does, without being part of a model."""
+"""Define Callback, whose hooks the trainer calls; like Lightning's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a run: loaders for every stage, prepared and set up in one place."""
+"""Define the DataModule: prepare and set up data, return the dataloaders of every stage."""
 
 from __future__ import annotations
 

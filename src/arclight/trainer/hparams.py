@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments a module was built with, kept so that a checkpoint can rebuild it."""
+"""Save a module's hyper-parameters (constructor arguments), so that a checkpoint can rebuild it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model class: an nn.Module whose steps have names."""
+"""Define Module, like LightningModule: an nn.Module with training_step and its like."""
 
 from __future__ import annotations
 

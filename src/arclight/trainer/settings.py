@@ -1,4 +1,4 @@
-"""Settings of the trainer, and the habits in which two kinds of it differ (no torch here: a recipe is read without it)."""
+"""Settings of the Trainer, and the behaviours that ``compat`` changes (no torch here)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Trainer: settings, the objects that carry them out, and the entry points fit, validate, test and predict."""
+"""Define the Trainer: settings, the objects built from them, and fit, validate, test, predict."""
 
 from __future__ import annotations
 

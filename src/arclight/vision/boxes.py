@@ -1,4 +1,4 @@
-"""Boxes: formats, overlap, and non-maximum suppression.
+"""Convert boxes between formats; compute IoU and non-maximum suppression (NMS).
 
 A box is xyxy (left, top, right, bottom) or xywh (centre x, centre y, width, height), in pixels unless said otherwise.
 """

@@ -1,8 +1,8 @@
 """Plan which rank writes which part of a sharded state.
 
-Every process takes its own state apart: values become JSON, tensors stay where they are and are described by the boxes
-of them that this process holds. The descriptions go round once, and every process works out the same plan: each box is
-written by one of those that hold it, the one with least to write so far. States may differ in which entries they have
+Every rank encodes its own state: values become JSON, tensors stay where they are and are described by the boxes
+that this rank holds. One all-gather of the descriptions, and every rank computes the same plan: each box is
+written by one of the ranks that hold it, the one with least to write so far. States may differ in which entries they have
 (a pipeline's stages have different layers): their dicts are united.
 """
 

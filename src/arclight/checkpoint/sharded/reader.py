@@ -1,4 +1,4 @@
-"""Open a checkpoint so that each rank reads what it keeps."""
+"""Load a checkpoint on any number of ranks: each rank reads only its own shards from the files."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def load_shares(
     stored: Iterable[str] | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
-    """The state that was saved at `path`, with tensors that are still in its files; every process must call this.
+    """Load the state saved at `path` with tensors that are still in its files; every process must call this.
 
-    Of such a tensor (`arclight.checkpoint.stored_tensor.StoredTensor`) a process reads the box that it keeps; modules and optimizers
-    that a strategy has shared out do so in `load_state_dict`. The checkpoint may be from any number of processes.
+    Of such a tensor (`arclight.checkpoint.stored_tensor.StoredTensor`) a rank reads its own shard; modules and optimizers
+    that a strategy has sharded do so in `load_state_dict`. The checkpoint may be from any number of processes.
     only, exclude: as `arclight.checkpoint.load` has them. stored: those whose tensors stay in the files, by default all; the others' are read.
     check: compare the SHA-256 of every file: each is read once, by one of the processes.
     Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.

@@ -1,7 +1,7 @@
 """Save a sharded state: each rank writes its parts, rank 0 the manifest that names them.
 
-The outcome is a checkpoint as any other, which opens on any number of processes: `arclight.checkpoint.load` puts the
-shares together, `load_shares` reads of each tensor only what a process keeps. All processes must see the same folder.
+The result is a checkpoint as any other, which loads on any number of processes: `arclight.checkpoint.load` gathers
+the shards, `load_shares` reads only this rank's. All processes must see the same folder.
 No tensor is gathered: a process holds its own parts and one of them a second time, while it is written.
 """
 

@@ -1,4 +1,4 @@
-"""``arclight benchmark``: programs side by side on the same input."""
+"""``arclight benchmark``: time exported programs side by side on the same input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight data tokenize|pack|inspect|retokenize``: text for language models, from files to shards of tokens."""
+"""``arclight data tokenize|pack|inspect|retokenize``: turn text files into token shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight data``: text into shards of tokens, a data set of payment codes, and what is wrong with a data set."""
+"""``arclight data``: tokenize text into shards, generate payment-code scenes, check a data set."""
 
 from __future__ import annotations
 

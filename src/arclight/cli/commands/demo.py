@@ -1,4 +1,4 @@
-"""``arclight demo``: the whole product in small, from drawn scenes to an int8 program that reads payment codes."""
+"""``arclight demo``: generate scenes, train a detector, export it as int8, read payment codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight validate`` and ``arclight test``: a checkpoint measured on the data of its recipe."""
+"""``arclight validate`` and ``arclight test``: evaluate a checkpoint on the data of its recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight export`` and ``arclight quantize``: a trained detector becomes a program file."""
+"""``arclight export`` and ``arclight quantize``: write a trained detector as a program file."""
 
 from __future__ import annotations
 

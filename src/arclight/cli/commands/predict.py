@@ -1,4 +1,4 @@
-"""``arclight predict``: what a detector or a program finds in images, folders and videos."""
+"""``arclight predict``: run a detector or an exported program on images, folders and videos."""
 
 from __future__ import annotations
 

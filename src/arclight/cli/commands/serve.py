@@ -1,4 +1,4 @@
-"""``arclight serve``: a program behind HTTP."""
+"""``arclight serve``: serve an exported program over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``arclight train``: a recipe becomes a run folder."""
+"""``arclight train``: train by a recipe and write the run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Define the recipe of a federated run.
-
-A training run's settings, who takes part, who has which data.
-"""
+"""Define the recipe of a federated run: a training run's settings, its clients and their data."""
 
 from __future__ import annotations
 

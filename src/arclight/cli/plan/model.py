@@ -1,7 +1,7 @@
-"""``arclight plan package.module:Model``: how any model would run as a pipeline on so many devices, and the fastest way that fits.
+"""``arclight plan package.module:Model``: find the fastest pipeline of any model that fits in memory.
 
-Its parts are found by one look at its forward (a Module's training step), their costs are predicted, or measured where that is
-asked for, and every schedule is simulated with them.
+One forward (a Module's training step) is captured, the costs of its calls are predicted, or measured if asked for, and every
+schedule is simulated with them.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ CAUSES = {
 def show(
     subject: Subject, graph: CallGraph, costs: ModelCosts, choice: Choice, device: Hardware, samples: int, limit: float
 ) -> None:  # fmt: skip
-    """Print the answer of `planner.choose`."""
+    """Print a `choose.Choice`: the best candidates and why others were rejected."""
     console, best = console_of(), choice.best[0]
     processes = best.setting.processes * best.setting.replicas
     console.print(Text.assemble(

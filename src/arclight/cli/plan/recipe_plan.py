@@ -1,4 +1,4 @@
-"""``arclight plan``: how a recipe would run on so many GPUs, and the fastest way that fits - without any."""
+"""``arclight plan``: predict how a recipe runs on many GPUs, without having them, and choose a plan."""
 
 from __future__ import annotations
 

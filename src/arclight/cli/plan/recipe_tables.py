@@ -1,4 +1,4 @@
-"""A plan as tables that a person wants to look at."""
+"""Print an estimated plan, and the plans it was chosen from, as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest models and data that exercise every entry point, under the names that Lightning's users write bug reports with."""
+"""Define Lightning's ``BoringModel`` and its like: the smallest models and data, for bug reports."""
 
 from __future__ import annotations
 

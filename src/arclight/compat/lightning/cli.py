@@ -1,4 +1,4 @@
-"""``LightningCLI``: a command line for a trainer, a module and its data, all of whose arguments can be set there or in a file.
+"""``LightningCLI``: a command line for a trainer, a module and a datamodule, on jsonargparse.
 
 Our own command line is ``arclight``, with recipes; this one is for scripts that have theirs already.
 """

@@ -1,4 +1,4 @@
-"""Exchanges between processes as an object that owns its group, with every operation of torch.distributed.
+"""Lightning Fabric's collectives: objects that own a process group and its operations.
 
 A loop has no need of it: a Fabric and a strategy have the common ones. It is for groups of one's own.
 """

@@ -1,4 +1,4 @@
-"""Loggers with the arguments that Lightning's Fabric gives them: ``root_dir`` comes first, and is the parent of the names."""
+"""Loggers with the signatures of Lightning Fabric: ``root_dir`` first, the parent of the names."""
 
 from __future__ import annotations
 

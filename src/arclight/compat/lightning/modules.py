@@ -1,4 +1,4 @@
-"""Modules made from the table of names, so that Lightning's many import paths need no file each.
+"""Create Lightning's import paths as modules at import time, from the table in `names`.
 
 A module holds no copies: a name is looked up in the room that defines it at every use. What is set in one of these modules
 (by ``unittest.mock.patch``, say) is set there alone, as in any module: to replace what a room uses, patch the room. A module

@@ -1,4 +1,4 @@
-"""Every name that is offered, once: where Lightning's users look for it, and where it lives here.
+"""Map each of Lightning's public names to ours, in one table; list those that are refused, and why.
 
 A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=ours`` is a name that differs. A name is
 in the table only when it exists, which a test checks by fetching each. Below it are the names that are refused: they can be

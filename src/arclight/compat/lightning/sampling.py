@@ -1,4 +1,4 @@
-"""Samplers that share a data set out among ranks, for loops that use them themselves. A Trainer needs neither."""
+"""Lightning's distributed samplers, for user code that imports them; our Trainer uses neither."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[int]):
-    """Each index goes to one rank: where they do not come out even, the first ranks have one more."""
+    """Give each index to exactly one rank, without padding: the first ranks may have one more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[int]):
 
 
 class _Indices(Dataset[int]):
-    """Data set of a sampler's indices: drawn when first needed, again after :meth:`reset`."""
+    """Present a sampler's indices as a data set: drawn when first needed, again after :meth:`reset`."""
 
     def __init__(self, sampler: Sampler[Any] | BatchSampler) -> None:
         if not isinstance(sampler, Sized):

@@ -1,4 +1,4 @@
-"""Small language models of Lightning's examples. Their text is a file of yours: nothing is downloaded."""
+"""Lightning's demo language models. Their text is a file of the user's; nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Trainer that keeps Lightning's habits, and the loop objects that code for it reads and changes.
+"""Define ``lightning.Trainer``: our Trainer with Lightning's defaults and its loop objects.
 
-The loops are views of what our trainer keeps in plain integers.
+The loops (``trainer.fit_loop`` and its like) are views of the integers in our trainer's progress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Counts of what was made ready, started, processed and completed; ours counts completions."""
+    """Hold Lightning's four counts of batches or steps; our trainer counts completions only."""
 
     ready: int
     started: int
@@ -33,7 +33,7 @@ class Counts:
 
 @dataclass
 class CountView:
-    """Counts of the epoch or run under way, and of all."""
+    """Hold counts of the running epoch or run, and of all."""
 
     current: Counts
     total: Counts

@@ -1,4 +1,4 @@
-"""Types that signatures of user code are written with."""
+"""Lightning's type aliases and Protocols, for annotations in user code."""
 
 from __future__ import annotations
 

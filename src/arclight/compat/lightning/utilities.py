@@ -1,4 +1,4 @@
-"""Functions of Lightning's utilities that its users' code calls and ours has no use for."""
+"""Lightning's public utility functions that only its users' code calls; ours has no use for them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ warning_cache = WarningCache()
 
 
 class LightningEnum(StrEnum):
-    """Strings of a fixed choice, compared without regard to case."""
+    """Base of Lightning's enums: strings of a fixed choice, compared case-insensitively."""
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> Self:
-        """The member whose name (``source="key"``), value (``"value"``) or either (``"any"``) is this text."""
+        """Return the member whose name (``source="key"``), value (``"value"``) or either (``"any"``) is this text."""
         found = cls.try_from_str(value, source)
         if found is None:
             choices = [text for member in cls for text in _texts(member, source)]

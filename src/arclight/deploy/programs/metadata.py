@@ -1,4 +1,4 @@
-"""The description in a program file: one JSON text under the key ``arclight``, sealed with a checksum.
+"""Append a program's metadata to its file, and read it: JSON under ``arclight``, with a checksum.
 
 An ONNX file is a protobuf message, and protobuf reads two messages that follow each other as one. So the description
 is appended as a message of its own, where it can be found from the end of the file without a protobuf reader. The

@@ -1,4 +1,4 @@
-"""Processing around a program: users' inputs to tensors, tensors to results."""
+"""Define a program's pre- and postprocessing: users' inputs to tensors, tensors to results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers that choose the range of an activation in which rounding costs least."""
+"""Observe activations during calibration and choose the range with the least rounding error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POWER = 2.4
 
 
 class LeastErrorObserver(pt2e.ObserverBase):
-    """Chooses the range in which rounding to 8 bits disturbs what the reader computes least.
+    """Choose the range of least rounding error, as the operator that reads the tensor sees it.
 
     Few large values otherwise take most of the levels. Before a SiLU the negative side hardly matters, since silu(x)
     tends to 0 there. On a trained YOLOv5n both together leave 2.2 dB less noise in the objectness than the histogram

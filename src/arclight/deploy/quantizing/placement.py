@@ -1,4 +1,4 @@
-"""Placement of integers: which tensors of an exported graph are quantized.
+"""Place quantization: decide which tensors of an exported graph become int8.
 
 A runtime uses an integer kernel only where an operator reads *and* writes quantized tensors, so placement decides
 speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything

@@ -1,4 +1,4 @@
-"""The one door to torchao's PT2E quantization, whose names move between releases.
+"""Import torchao's PT2E quantization in one place, since its names move between releases.
 
 Importing torchao on a machine without its CUDA kernels logs two missing libraries and one deprecation that
 users can do nothing about; exactly these are dropped, for the time of the import.

@@ -1,4 +1,4 @@
-"""Post-training quantization: a float model and a few batches become the same model on 8-bit integers."""
+"""Quantize a trained float model to int8 after training, with a few calibration batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of accelerators, and which one a user means."""
+"""Register accelerators by name, and resolve ``accelerator=`` to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states that know their parameters by name, so that they fit any division of a model among processes.
+"""Key optimizer states by parameter name, so that they load under any sharding of a model.
 
 An optimizer counts its parameters. Counts say nothing where processes hold different parameters, as a pipeline's stages do.
 The names stand in the groups as ``param_names``, where torch has them too; where processes' parameters differ, ``params``

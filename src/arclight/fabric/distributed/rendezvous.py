@@ -1,8 +1,7 @@
-"""Open the store at which all processes meet, and one that holds nothing of an earlier attempt.
+"""Open the key-value store of the rendezvous, apart from keys of earlier elastic restarts.
 
-An elastic launcher starts all processes anew when one is lost, and lets them meet at the store of before: what the lost
-ones left there (addresses, wishes, failures) would be taken for news. How often a node has restarted does not tell attempts
-apart, for nodes count by themselves.
+An elastic launcher restarts all processes when one is lost, with the same store: keys of the lost ones (addresses, stop
+requests, failures) would be read as current. A node's restart count does not tell attempts apart, since nodes count by themselves.
 """
 
 from __future__ import annotations

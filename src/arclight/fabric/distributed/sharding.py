@@ -1,7 +1,7 @@
 """Gather, shard, clip and initialise sharded tensors.
 
-A sharded tensor is a DTensor. Full tensors are what checkpoints hold and users see, so that nothing but this module and
-the strategies that shard models must know of shards.
+A sharded tensor is a DTensor; checkpoints and users see full tensors. Strategies, the optimizer, checkpoints and pipelines call
+these functions on any module, which do nothing to plain tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from arclight.fabric.distributed.shard_regions import local_regions
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
-    """``tree`` with whole tensors in the place of shares, on the CPU where ``keep``, else empty; every process must call this.
+    """Gather every sharded tensor of ``tree``: on the CPU if ``keep``, else to an empty tensor; every rank must call this.
 
     One tensor is whole at a time beyond those that are kept.
     """
@@ -39,9 +39,9 @@ def gather_tree(tree: Any, keep: bool) -> Any:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor with all shares of ``tensor``; every process must call this.
+    """Gather the full tensor of all shards of ``tensor``; every process must call this.
 
-    One dimension of the mesh after the other, the first one (FSDP's cut, which is inside of the others') first: torch
+    One mesh dimension after the other, the first one (FSDP's, which shards within the others') first: torch
     does the same for `full_tensor`, with a warning on every process.
     """
     if not isinstance(tensor, DTensor):

@@ -17,7 +17,7 @@ class Store(Protocol):
 
 
 class StopSignal:
-    """A wish to stop, which any rank may utter at any time, and the one position where all ranks follow it.
+    """Request a stop on any rank, at any time, and agree on the one position where all ranks stop.
 
     A loop counts its positions (steps, batches: any integer that grows in the same way on every rank) and passes
     each through here before it goes on::
@@ -26,10 +26,10 @@ class StopSignal:
         if stop.asked and stop.due(position):
             break
 
-    or simply ``if stop.due(position): break``. No rank is told to stop before the others can follow: when someone asks,
-    every rank's watching thread raises ``asked`` and only then notes which position its loop has passed; the first
-    position that nobody has passed is where all of them stop. A loop that arrives there too early waits
-    for the notes of the others, a fraction of a second. Nothing of this touches a device or a process group.
+    or simply ``if stop.due(position): break``. No rank stops before the others can follow: on a request,
+    every rank's watchdog thread sets ``asked`` and only then publishes which position its loop has passed; the first
+    position that no rank has passed is where all of them stop. A loop that arrives there too early waits
+    for the positions of the others, a fraction of a second. Nothing of this touches a device or a process group.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class StopSignal:
         return (StopSignal, ())  # a new process starts with a new signal
 
     def connect(self, store: Store, rank: int, world_size: int, timeout: float = 60.0) -> None:
-        """Share wishes through ``store`` with the other ranks; each waits ``timeout`` seconds for the others' notes."""
+        """Share requests with other ranks through ``store``; each waits ``timeout`` seconds for the others' positions."""
         with self._lock:
             self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
 
@@ -64,7 +64,7 @@ class StopSignal:
             other._store = None
 
     def begin(self) -> None:
-        """Start counting anew, for another loop. All ranks must do so; a wish that nobody could follow any more is void."""
+        """Start counting again, for another loop. All ranks must do so; a request that came too late is dropped."""
         with self._lock:
             if self._store is not None and not self.asked:
                 self._store.set(self._key(f"note/{self._rank}"), "ended")
@@ -106,7 +106,7 @@ class StopSignal:
     # -- the watching thread ---------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Exchange wishes and notes with the other ranks; True while an answer is awaited (look again soon)."""
+        """Exchange requests and positions with the other ranks; True while a position is missing (look again soon)."""
         with self._lock:
             store = self._store
             if store is None or self._decided.is_set():

@@ -1,4 +1,4 @@
-"""Parameters in float32, matrix products in a half type."""
+"""Mixed precision: parameters in float32, autocast to float16 or bfloat16, gradient scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolve names of precisions; ``auto`` measures."""
+"""Resolve ``precision=`` to a class; ``auto`` measures which is fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and arithmetic in one type other than float32."""
+"""True precision: parameters and arithmetic in float16, bfloat16 or float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallelism: every process holds the whole model and sees its own share of each global batch."""
+"""Distributed data parallel (DDP): every rank holds the model and sees its part of each batch."""
 
 from __future__ import annotations
 

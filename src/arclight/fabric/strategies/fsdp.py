@@ -1,6 +1,6 @@
-"""Fully sharded data parallelism: every process keeps a share of weights, gradients and optimizer state.
+"""Fully sharded data parallel (FSDP2): every rank keeps a shard of weights, gradients and moments.
 
-torch's FSDP2 (``fully_shard``): the weights of one unit are gathered for its forward and backward, and let go after.
+torch's ``fully_shard``: the weights of one unit are gathered for its forward and backward, then resharded.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _INSTEAD = {
 class FSDPStrategy(ShardedStrategy):
     """torch's FSDP2 with Lightning's arguments.
 
-    ``auto_wrap_policy`` says which modules are units of their own, gathered and let go one by one: a set of classes, a
+    ``auto_wrap_policy`` says which modules are units of their own, gathered and resharded one by one: a set of classes, a
     least number of parameters, or one of torch's policies; None makes the whole model one unit.
-    ``activation_checkpointing_policy`` says in the same way whose activations are computed again in backward.
-    ``sharding_strategy``: ``FULL_SHARD`` lets weights go after forward, ``SHARD_GRAD_OP`` keeps them until after backward,
-    ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) share within a node, or as ``device_mesh`` = (copies, shares) says, and
-    copy between; ``NO_SHARD`` is what DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
-    ``MixedPrecision`` of torch's first FSDP); by default it follows the precision. ``cpu_offload`` keeps the shares in
-    host memory. ``state_dict_type`` is ``sharded`` (each process writes its shares) or ``full`` (rank 0 gathers and writes
-    whole tensors); both open on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
+    ``activation_checkpointing_policy`` says in the same way whose activations are recomputed in backward.
+    ``sharding_strategy``: ``FULL_SHARD`` reshards weights after forward, ``SHARD_GRAD_OP`` keeps them until after backward,
+    ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) shard within a node, or as ``device_mesh`` = (replicas, shards) says, and
+    replicate between; ``NO_SHARD`` is what DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
+    ``MixedPrecision`` of torch's first FSDP); by default it follows the precision. ``cpu_offload`` keeps the shards in
+    host memory. ``state_dict_type`` is ``sharded`` (each rank writes its shards) or ``full`` (rank 0 gathers and writes
+    full tensors); both load on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
     go to ``fully_shard``. Tied weights must lie in one unit.
     """
 

@@ -1,4 +1,4 @@
-"""Layers that see the whole global batch, and not only the share of their own process."""
+"""Synchronise layers over the global batch, as torch's SyncBatchNorm does."""
 
 from __future__ import annotations
 

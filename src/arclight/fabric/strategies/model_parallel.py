@@ -1,4 +1,4 @@
-"""A user's own way of spreading a model over a mesh of processes."""
+"""``ModelParallelStrategy``: the user's ``configure_model`` shards the model over a device mesh."""
 
 from __future__ import annotations
 

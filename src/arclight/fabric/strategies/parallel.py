@@ -1,4 +1,4 @@
-"""Several processes: how they start, find each other and exchange values. What they share is a subclass's matter."""
+"""Base of strategies with several processes: launch, rendezvous, collectives. Subclasses shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Share the code of strategies that shard tensors over processes."""
+"""Base of strategies that shard tensors (FSDP, model parallel, plans): state dicts, clipping, meta."""
 
 from __future__ import annotations
 

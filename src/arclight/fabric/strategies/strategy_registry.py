@@ -1,4 +1,4 @@
-"""Names of strategies."""
+"""Register strategies by name, such as ``"ddp"`` and ``"fsdp"``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Average many clients' tensors key by key, streaming, with the same bits for any order or thread count.
 
-Tensors of floating point are averaged in fixed point (see `scale`). Tensors of integers - counters such as a batch norm's
+Tensors of floating point are averaged in fixed point (see `fixed_point`). Tensors of integers - counters such as a batch norm's
 ``num_batches_tracked`` - have no mean: of values the largest is taken, of changes (before minus after) the smallest, both of
 which mean the client that counted furthest. A key that only some contributors have is averaged over these. What a single
 contributor gave comes out as it is, bit for bit.

@@ -1,4 +1,4 @@
-"""Step all tensors with the server's strategy, streaming: read each when its turn comes, pass the new one on."""
+"""Step the server optimizer over all tensors, streaming: one tensor in memory at a time."""
 
 from __future__ import annotations
 

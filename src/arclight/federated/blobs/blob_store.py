@@ -1,4 +1,4 @@
-"""Define a store of blobs, and check digests and contents."""
+"""Define the `BlobStore` protocol, and check digests and contents."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Store blobs in a folder: each is the file ``<digest>``.
+"""Store blobs in a folder, each as the file ``<digest>``: the store of servers, nodes and caches.
 
-Partial ones lie under ``.partial/``.
-
-A name appears in one step, when all bytes are there and hash to it. Any number of threads and processes may use one folder.
-What came of a blob before a connection or a process broke off is kept, and an attempt to come goes on from there.
+A blob is renamed to its digest once all bytes are there and hash to it. Any number of threads and processes may use one folder.
+An upload or download that broke off stays under ``.partial/``, and the next attempt resumes it.
 """
 
 from __future__ import annotations
@@ -33,19 +31,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def running_since() -> str:
-    """Return a name of the time since this machine was started; "" where the system has none.
-
-    No power failure was in it.
-    """
+    """Return the id of this boot of the machine, "" if the system has none: equal ids, no power failure between."""
     with suppress(OSError):
         return _BOOT.read_text(encoding="ascii").strip()
     return ""
 
 
 class FolderStore:
-    """Store blobs in a folder, made where it is missing.
-
-    What dead processes left half done there is removed.
+    """Store blobs in a folder, created if missing; temporary files of dead processes are removed.
 
     keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
     and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it

@@ -1,14 +1,14 @@
-"""Keep a client's state on its site's disk: record, finished updates, residuals.
+"""Keep a client's state on its site's disk: record, training checkpoints, finished updates, residuals.
 
     client.json             whose folder it is, and the rounds that it has begun: written by the node alone
-    states/                 its training: see `States`
+    states/                 its training: see `TrainingCheckpoints`
     finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
     residuals/<lane>/       those that the next encoding of the lane goes on from: see `Residuals`
 
-Whoever trains the client puts a finished round there, with all that is of it, by one rename: it is there or it is not, and nothing
-else has to be written down. From then on it is the node's, which sends and removes it, maybe while the next round is trained.
-``states/`` wait for the disk. An update does not where nothing was left unsaid and the next round has not begun: one that a power
-failure has damaged is not there either, and is made again from the client's state when the server asks for it.
+The executor puts a finished round there with all its files by one rename: it is there or it is not, and nothing
+else has to be written down. From then on the node owns it, sends and removes it, maybe while the next round is trained.
+``states/`` are synced to disk. An update is not, unless it leaves residuals or the next round has begun: one that a power
+failure has damaged is computed again from the client's state when the server asks for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run orders of a node's clients and write their updates, in this process.
 
-`Executor` is what a node needs of whoever trains; `worker_processes` has the one with processes of its own. A `ClientRunner` turns one
-order into an update on the disk.
+`Executor` is the Protocol that a node calls; `worker_processes` has the one with processes of its own. A `ClientRunner` turns one
+order into an update on disk.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Queue a node's jobs.
+"""Queue a node's jobs: orders on their way in to the executor, results on their way out.
 
-Orders on their way in, to the executor, and results on their way out.
-
-Three kinds of threads share one `JobQueue`: one asks and fetches, some train, some tell the server what came of it. Which of them may
-take up what is decided here, by orders and rounds alone: a client is trained by one at a time, its rounds in their order; what came
-of them is told in their order, too; and a round begins when the server has all of the client's updates but the newest `Fit.overlap`,
-for what those left unsaid is part of what this one says.
+Three kinds of threads share one `JobQueue`: one requests orders and downloads, some train, some report results. What each may
+take next is decided here, by orders and rounds alone: a client is trained by one thread at a time, its rounds in order; its
+results are reported in order, too; and a round starts when the server has all of the client's updates but the newest
+`Fit.overlap`, because their residuals are part of its own update.
 """
 
 from __future__ import annotations

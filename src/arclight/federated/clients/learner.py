@@ -1,4 +1,4 @@
-"""Define what a federation needs of a client's own training code."""
+"""Define the `Learner` protocol: what a federation calls of a client's own training code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply a client's local policy: which weights it loads, trains, sends, or keeps as its own."""
+"""Apply a client's local policy: which weights it loads, trains, sends or keeps private."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run a site's node: request orders, have its clients trained, report results, lose nothing.
+"""Run a site's node: request orders, train its clients, report results, lose nothing in a crash.
 
-Its line and its workers are busy at the same time. One thread asks, and fetches what orders begin from, while workers are at earlier
-orders; each worker has a thread; and as many tell the server what came of them. What may be begun when is `JobQueue`' business.
+Connection and workers are busy at the same time. One thread requests orders and downloads weights while workers train earlier
+orders; each worker has a thread; and as many report results. `JobQueue` decides which job may start when.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Report results of a node's jobs.
-
-Put blobs, then send the message until there is a receipt.
-"""
+"""Report results of a node's jobs: upload blobs, then send the message until there is a receipt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keep a node's session with its server.
-
-Join, join again when it is lost, retry when the server is away.
-"""
+"""Keep a node's session with its server: join, rejoin when it is lost, retry while it is down."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Train clients with a Trainer.
-
-Each round is a fit that resumes where the round before it ended.
-"""
+"""Train clients with a Trainer: each round is a fit that resumes where the last one ended."""
 
 from __future__ import annotations
 

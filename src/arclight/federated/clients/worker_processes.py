@@ -1,6 +1,4 @@
-"""Train a node's clients in worker processes.
-
-Started once, watched, restarted when they die.
+"""Train a node's clients in worker processes: started once, watched, restarted when they die.
 
 Node and worker exchange JSON over a pipe. The node sends ``open`` (which run), ``fit``, ``evaluate``, ``cancel`` and ``close``; the
 worker sends ``ready``, ``progress``, ``done`` and ``failed``. A pipe that ends means that the node has died: the worker ends at once.

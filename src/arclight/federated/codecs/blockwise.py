@@ -1,4 +1,4 @@
-"""Eight and four bits for a value, and a scale for each block of values."""
+"""Quantize tensors to 8 or 4 bits with a scale per block, and dequantize them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Encode the way down: nodes that have weights receive deltas, others receive weights whole.
+"""Encode weights for download: nodes that have a recent round receive deltas, others all weights.
 
-The server keeps the weights *as clients see them*. With a codec that cannot say everything they trail behind the server's own:
-each change is encode(own - seen), and seen becomes seen + decode(change). What a change leaves unsaid is thereby still in the
-next difference, which is error feedback without a residual to be kept (EF21, Richtarik et al. 2021). Server and nodes go from
-one to the next by the same arithmetic and write the outcome into the same blobs, so that its digest proves them equal.
+The server keeps the weights *as clients see them*. With a lossy codec they trail behind the server's own:
+each change is encode(own - seen), and seen becomes seen + decode(change). The error of a change is thereby in the
+next difference, which is error feedback without a stored residual (EF21, Richtarik et al. 2021). Server and nodes apply
+changes by the same arithmetic and write the result into the same blobs, so that its digest proves them equal.
 
 In a manifest of kind "delta", tensors under a lossy codec are added, raw ones are the new values; what it lacks stays as it is.
 """

@@ -1,4 +1,4 @@
-"""Feed codecs with a tensor plus its residual, chunk by chunk, and keep the new residual."""
+"""Apply error feedback: encode a tensor plus its residual, chunk by chunk, and keep the new residual."""
 
 from __future__ import annotations
 

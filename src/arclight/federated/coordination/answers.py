@@ -1,4 +1,4 @@
-"""Build answers to nodes and lines for logs: plans, receipts, the end of the run, and who is waited for."""
+"""Build answers to nodes (plans, receipts, the end of the run) and log lines for the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Track the nodes that are here, their assignments and timers. Nothing of this is journaled or outlives the process."""
+"""Track connected nodes, their assignments and timers: in memory only, never in the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run rounds as a state machine without input, output or clock: decide what follows from an event, then apply it."""
+"""Run rounds as a state machine without I/O or clock: decide what follows an event, then apply it."""
 
 from __future__ import annotations
 

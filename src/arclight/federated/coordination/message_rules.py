@@ -1,4 +1,4 @@
-"""Rules of events: what follows from a node's message, and from what the driver reports. Pure, as all rules."""
+"""Decide what follows from a node's message or a driver's event: pure rules for the coordinator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Refusal = tuple[Reason, str]
 
 
 def decide(s: Situation, event: Event, now: float) -> Decision:
-    """Decide what follows from an event. Raises ProtocolError for an event that cannot be now."""
+    """Decide what follows from an event. Raises ProtocolError for one that is not allowed in this state."""
     match event:
         case ev.Tick():
             return round_rules.tick(s, event, now)

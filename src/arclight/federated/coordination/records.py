@@ -1,6 +1,6 @@
-"""Records of the journal. Applied in their order they give a run's durable state.
+"""Define the journal's records: applied in order they give a run's durable state.
 
-Who is connected and who works on what at this moment is not among them: nodes say it when they join.
+Connections and current assignments are not among them: nodes report those when they join.
 """
 
 from __future__ import annotations

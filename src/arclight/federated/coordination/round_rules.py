@@ -1,4 +1,4 @@
-"""Rules of rounds and time: open, close, retry, skip and end rounds; give work to held requests; act on timers.
+"""Decide when rounds open, close, retry and end: pure rules of time, and of requests held for work.
 
 Pure, and one step at a time: the driver ticks until nothing follows.
 """

@@ -1,8 +1,8 @@
 """Keep the journal and the history of a run in one SQLite database, ``run.db``.
 
-Table ``journal`` holds the records since the last saved state, which comes first then. A commit of records is on the disk before
-it is acted on. Table ``history`` holds a row of JSON for each round; ``open`` are those of which more may be told. They follow from
-the records, so the disk is not waited for, except where a saved state replaces the records: both are one commit then.
+Table ``journal`` holds the last saved state, if any, and the records since. A commit of records is synced to disk before
+it is acted on. Table ``history`` holds a row of JSON for each round; rows with ``open`` may still change. They follow from
+the records, so they are not synced, unless a saved state replaces the records: both are one commit then.
 """
 
 from __future__ import annotations

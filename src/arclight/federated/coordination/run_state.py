@@ -1,4 +1,4 @@
-"""The state of a run, as values, and how the journal's records change it: a function of the records alone."""
+"""Hold a run's durable state, and apply the journal's records to it: a function of them alone."""
 
 from __future__ import annotations
 

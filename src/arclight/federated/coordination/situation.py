@@ -1,4 +1,4 @@
-"""The situation that a decision depends on: the one argument of every rule."""
+"""Hold what a decision depends on (settings, run state, cluster): the argument of every rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assign experts of a mixture to clients, and address single experts within stacked tensors."""
+"""Assign experts (MoE) to clients, and address single experts within stacked tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Compute which tensors travel between the server and one client in a round.
+"""Compute which tensors a client uploads and downloads in a round, alike on server and client.
 
-A function of settings, names and rounds that both sides can compute.
-
-Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. What goes up is also what the server
-folds; what goes down is what a client takes up. The two differ: frozen weights only go down, a client's own do neither, and
-what has a period goes down in the round after it went up.
+Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. The server aggregates what is uploaded;
+a client loads what it downloads. The two differ: frozen weights are only downloaded, private ones neither, and
+tensors with a period are downloaded in the round after they were uploaded.
 """
 
 from __future__ import annotations

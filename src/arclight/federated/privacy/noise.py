@@ -1,6 +1,4 @@
-"""Bound what weights tell of a client.
-
-Clip changes, add Gaussian noise to their sum, count epsilon.
+"""Differential privacy (DP-FedAvg): clip updates, add Gaussian noise to their sum, account epsilon.
 
 DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963): with every change of norm at most S, a client moves the sum of changes by
 at most S, and noise of standard deviation z S on the sum hides it as the Gaussian mechanism of multiplier z does. The privacy

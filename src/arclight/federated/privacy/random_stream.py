@@ -1,4 +1,4 @@
-"""Draw long rows of random numbers from a short secret with ChaCha20."""
+"""Generate pseudo-random numbers from a secret seed with ChaCha20, for masks and noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Average so that a few hostile clients cannot move the result.
-
-Median, trimmed mean, Krum, norm bounds.
+"""Aggregate robustly against a few hostile clients: median, trimmed mean, Krum, norm bounds.
 
 Each stands where a `Fold` stands and, like it, has the same bits for any order of the clients and any number of threads.
 Median and trimmed mean hold one key's tensors of all clients at a time, and of tensors that lie in files only parts of 2 MB;

@@ -1,18 +1,18 @@
-"""Sum masked updates.
+"""Secure aggregation: sum masked updates, so that the server learns no single client's update.
 
 The server learns the sum modulo 2^64, and of a single client only that it took part.
 
 After Bonawitz et al. (2017, "Practical Secure Aggregation", protocol for a server that is curious but follows the protocol)
 with the sparse partners of Bell et al. (2020). A round goes:
 
-1. Each client makes keys and says the public ones (`Participant.keys`); those that do are the round's `Cohort`.
-2. Each writes to every partner, sealed, a part of two secrets: its mask key and the seed of its own mask (`share`). Whoever
-   finds a letter that it cannot open says so (`unreadable`), and one of the two is left out before anything is masked.
+1. Each client makes keys and sends the public ones (`Participant.keys`); those that do are the round's `Cohort`.
+2. Each sends every partner, encrypted, a share of two secrets: its mask key and the seed of its own mask (`share`). A client
+   that cannot decrypt one reports it (`unreadable`), and one of the two is left out before anything is masked.
 3. Each adds to its values a mask of its own and, for every partner, one that the partner subtracts (`mask`).
-4. The server says whose masked values it has. Each client gives its parts of these clients' own seeds, and of the mask keys of
-   those that dropped out (`reveal`), never both of one client. From enough parts the server takes the masks away (`MaskedSum`).
+4. The server names the clients whose masked values it has. Each reveals its shares of these clients' own seeds, and of the mask
+   keys of those that dropped out (`reveal`), never both of one client. From enough shares the server unmasks the sum (`MaskedSum`).
 
-Values are terms in fixed point as in `aggregation.scale`, of a shift that is fixed in advance (`fixed_point_shift`); their sum has the
+Values are terms as in `aggregation.fixed_point`, of a shift that is fixed in advance (`fixed_point_shift`); their sum has the
 bits of a plain fold's.
 """
 

@@ -1,4 +1,4 @@
-"""Manifests: named tensors in content-addressed files (blobs).
+"""Define manifests: named tensors in content-addressed files (blobs).
 
 A blob is a safetensors file and is called by its SHA-256. A tensor is one entry of a manifest: the blob that holds it, how it
 is encoded there, and what it is once decoded. An encoded tensor is one tensor of the blob or several: ``key`` itself and

@@ -1,9 +1,9 @@
-"""Messages between nodes and server, as small JSON texts; tensors travel as blobs beside them.
+"""Define the messages between nodes and server as JSON; tensors travel as blobs beside them.
 
-A *node* is a process on some machine that answers for one or more *clients*, each a site's data. Nodes ask, the server
-answers: join, then ask for work again and again (an answer may be held back until there is some), send updates, beat while
-they work. Every message carries the protocol's version; a node's carry its session, which stands for the run, and what a node
-is given to do names the run. All durations are seconds and relative: no two clocks need to agree.
+A *node* is a process on some machine that runs one or more *clients*, each a site's data. Nodes send requests, the server
+answers: join, then request work again and again (an answer may be held until there is some), send updates, and heartbeats while
+they work. Every message carries the protocol's version; a node's carry its session, which stands for the run, and every
+order names the run. All durations are seconds and relative: no two clocks need to agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Build the history of a run, a round at a time, and keep it in the run's database; ``metrics.csv`` is made of it."""
+"""Record each round's metrics in the run's database, and export them as ``metrics.csv``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a run starts from: a module, or weights, step count and optimizer states of a centralised run."""
+"""Read a run's initial weights: of a module, or of a centralised run with its optimizer states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a round's checkpoint tensor by tensor: no more than one tensor of it is in memory.
+"""Write a round's checkpoint tensor by tensor, with one tensor in memory at a time.
 
 It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
 ``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Where the

@@ -23,7 +23,7 @@ ORPHAN_S = 3600.0
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that clients may start from, as they decode them."""
+    """Hold a round's weights that clients may start from, as they decode them."""
 
     round: int
     chain: DeltaChain
@@ -38,7 +38,7 @@ class Weights:
 
 
 class PublishedWeights:
-    """Weights by the digest of their manifest. A chain of changes, if there is one, is kept in ``chains/<round>.json``."""
+    """Look up published weights by the digest of their manifest; delta chains are kept in ``chains/<round>.json``."""
 
     def __init__(self, folder: Path, rounds: Rounds, blobs: FolderStore, federation: Federation) -> None:
         self._folder, self._rounds, self._blobs, self._federation = folder / "chains", rounds, blobs, federation

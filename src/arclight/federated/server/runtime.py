@@ -1,4 +1,4 @@
-"""Drive the coordinator: a clock, the journal, held requests, and one thread each for time and for heavy work.
+"""Drive the coordinator: clock, journal, held requests, a timer thread and an aggregation thread.
 
 Every event goes through `Runtime.handle`: it is decided, journaled, then executed. Only that is under the lock; aggregation and
 checkpoints run beside it, one at a time, so that nodes are answered meanwhile.

@@ -1,7 +1,7 @@
 """Run a round's secure sum on the server: relay public keys and encrypted shares, name survivors, unmask the sum.
 
-All that it holds is public or sealed. It is kept in a file, so that a server that is killed after a round was closed can still
-open its sum; clients say their parts again when they are asked again.
+All that it holds is public or encrypted. It is kept in a file, so that a server that is killed after a round was closed can still
+unmask its sum; clients send their shares again on request.
 """
 
 from __future__ import annotations

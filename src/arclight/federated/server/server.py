@@ -1,4 +1,4 @@
-"""The public server: weights to begin with, a run folder, and clients in this process or at the other end of connections."""
+"""Define the public ``Server``: initial weights, a run folder, clients in-process or over HTTP."""
 
 from __future__ import annotations
 

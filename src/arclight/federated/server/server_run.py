@@ -1,4 +1,4 @@
-"""Run a federation in a folder: start or resume it, aggregate rounds, evaluate and commit them, delete what no round references.
+"""Run a federation in a folder: start or resume it, aggregate, evaluate and commit rounds.
 
 The folder holds ``run.db`` (journal and history), ``rounds/<number>/``, ``blobs/``, and once the run is closed ``metrics.csv``.
 """

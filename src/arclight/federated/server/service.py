@@ -1,4 +1,4 @@
-"""Answer nodes: validate and forward their messages to the coordinator, complete its plans to orders, limit their uploads."""
+"""Answer nodes: validate their messages, pass them to the coordinator, turn its plans into orders."""
 
 from __future__ import annotations
 

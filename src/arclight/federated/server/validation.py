@@ -1,4 +1,4 @@
-"""Validate messages of nodes: names and numbers of any message, and all of an update."""
+"""Validate messages of nodes before the coordinator sees them, and the tensors of updates."""
 
 from __future__ import annotations
 

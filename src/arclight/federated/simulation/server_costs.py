@@ -1,7 +1,4 @@
-"""Measure a server's costs on this machine.
-
-A few rounds of a real server, without nodes that train.
-"""
+"""Measure a server's costs on this machine: a few rounds of a real server without training nodes."""
 
 from __future__ import annotations
 

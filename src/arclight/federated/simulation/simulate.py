@@ -1,4 +1,4 @@
-"""Simulate a federation: the public function."""
+"""Simulate a federation of any size without training: the public function ``simulate``."""
 
 from __future__ import annotations
 

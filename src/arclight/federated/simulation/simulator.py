@@ -1,4 +1,4 @@
-"""Simulate clients and lines as discrete events around the coordinator of real runs."""
+"""Simulate clients and network links as discrete events around the coordinator of real runs."""
 
 from __future__ import annotations
 

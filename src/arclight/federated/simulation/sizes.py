@@ -1,4 +1,4 @@
-"""Compute the bytes of messages from shapes: the same that writing them would give."""
+"""Compute the size of uploads and downloads from shapes, exactly as encoding them would give."""
 
 from __future__ import annotations
 

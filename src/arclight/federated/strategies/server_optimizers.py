@@ -1,4 +1,4 @@
-"""Server optimizers: move the weights by the mean of the clients' changes. Importing them imports no torch."""
+"""Server optimizers (FedAvg, FedAdam, ...): step by the clients' mean update (no torch here)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Talk to a server over HTTP as a node.
-
-Messages are repeated, transfers resume where they broke off.
-"""
+"""Connect a node to its server over HTTP: messages are retried, transfers resume."""
 
 from __future__ import annotations
 

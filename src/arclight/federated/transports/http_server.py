@@ -1,6 +1,4 @@
-"""Serve a federation over HTTP.
-
-On loopback in the clear, elsewhere over TLS to registered nodes.
+"""Serve a federation: plain HTTP on loopback, elsewhere over TLS to registered nodes.
 
     GET  /v1/challenge         a text for a node to sign before it joins
     POST /v1/message           a message in JSON, the answer in JSON; an Ask may be held

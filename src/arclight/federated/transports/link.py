@@ -1,4 +1,4 @@
-"""Define a node's link to its server, and the one within a process."""
+"""Define the `Link` protocol of a node to its server, and the link within one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism: each process holds a part of every sequence, and attention brings together what it needs.
+"""Context parallelism: every rank holds a part of each sequence; attention gathers keys and values.
 
 A sequence of T tokens is cut into 2 * cp chunks, of which process r holds chunks r and 2 * cp - 1 - r: in causal attention early
 tokens see few keys and late ones many, so that every process has the same work (the zig-zag of Brandon et al. 2023 and of

@@ -1,10 +1,10 @@
-"""Experts shared out among processes: put in from outside, into layers that declare a child as ``experts`` and have a ``dispatcher``.
+"""Expert parallelism: shard a layer's declared ``experts``, and replace its ``dispatcher``.
 
 Each process of the ``ep`` dimension keeps ``E / ep`` experts; rows travel to the process that has their expert and back, by
 one exchange of counts and one of rows in each direction. Over that, FSDP shards what is left, on the mesh that completes
 ``ep`` to ``dp_shard * cp``, along the dimension that nothing else cuts.
 
-**Scale of gradients.** The house's convention: each process scales its loss so that the *average* over the data-parallel
+**Scale of gradients.** The package's convention: each process scales its loss so that the *average* over the data-parallel
 processes (dp_replicate * dp_shard * cp) is the gradient of the whole. Rows of ``ep`` processes meet at one expert, so its
 gradient arrives summed over them; here it is divided by ``ep`` on its way into the weight, after which an expert's gradient is
 averaged over the remaining data-parallel processes (dp_replicate * dp_shard * cp / ep) like any other over all of them. FSDP's

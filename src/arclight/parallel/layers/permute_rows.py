@@ -1,4 +1,4 @@
-"""Rows of a matrix put in another order, and their gradients back, by gathering only: no sums, the same bits each time."""
+"""Permute rows of a matrix, forward and backward by gathers alone: no sums, deterministic bits."""
 
 from __future__ import annotations
 

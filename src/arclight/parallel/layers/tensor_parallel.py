@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism, as modules declare it in their ``sharding`` tables.
+"""Apply tensor and sequence parallelism, as modules declare it in their ``sharding`` tables.
 
 Between ``gather`` and ``row`` (Megatron's f and g: Shoeybi et al. 2020, Korthikanti et al. 2022) every process of the group has
 the whole sequence and a share of heads or of the hidden width. There, local tensors that are equal on all processes have

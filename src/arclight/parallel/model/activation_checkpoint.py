@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block's backward computes again in the place of having kept it."""
+"""Apply activation checkpointing to a model's blocks: recompute in backward what is not saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one block is compiled, and its code serves all that are alike."""
+"""Apply torch.compile block by block: equal blocks share one compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large matrix products in 8 bits, through torchao: float8 with one scale for a tensor or a row, MXFP8 with one for 32 values.
+"""Replace large linear layers by 8-bit ones of torchao: float8 per tensor or row, or MXFP8.
 
 Weights stay what they are; layers turn them and their inputs into 8 bits at each call. So it composes with what comes after:
 a layer cut by ``tp`` scales the part it has, FSDP gathers weights in their own type.

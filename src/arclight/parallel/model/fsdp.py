@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2) over the mesh of a plan."""
+"""Apply fully sharded data parallelism (FSDP2) over the mesh of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model spread over the mesh of a plan, from outside and in one order."""
+"""Parallelize a model over a plan's mesh: tp, ep, cp, float8, checkpointing, compile, FSDP, in order."""
 
 from __future__ import annotations
 

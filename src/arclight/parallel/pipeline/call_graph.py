@@ -1,4 +1,7 @@
-"""A model as calls of its parts, in the order of one forward: what each needs of those before it, and which weights it uses."""
+"""Describe one forward as a graph of module calls: what each reads of earlier ones, its weights.
+
+Captured by `splitting.capture`; partitioned, costed and cut into stages by all of ``pipeline``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True, order=True)
 class Value:
-    """A tensor that a call gave: a leaf (numbered as `torch.utils._pytree` flattens) of what it returned."""
+    """Name a tensor that a call returned: a leaf of its output, numbered as `torch.utils._pytree` flattens."""
 
     call: int
     leaf: int = 0
@@ -23,7 +26,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """A part of the model at work once. What lies between calls (glue: masks, positions, reshaping) belongs to none."""
+    """Describe one call of a module in a forward. Glue between calls (masks, positions, reshaping) belongs to none."""
 
     name: str
     """Of the module, as in the model. A module that is called more than once has several calls."""
@@ -43,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class CallGraph:
-    """The calls of a model's forward. A stage has a range of them, and is given what it reads of earlier ones."""
+    """Hold the calls of a model's forward, in order. A stage is a range of them; it receives what it reads of earlier ones."""
 
     calls: tuple[Call, ...]
     result: frozenset[Value]

@@ -1,4 +1,4 @@
-"""Steps of models, simulated: what their parts cost is found out, the cut is made, and the schedule goes through it."""
+"""Simulate a pipeline step of a model: find costs, cut into stages, simulate the schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def simulate(
 
     Args:
         what: a model, which is cut where the step is predicted to be shortest; a `Pipe`, which is cut already; or a choice of
-            `planner.choose`, which has its step.
+            `choose`, which has its step.
         example: what the model is called with for one micro-batch: as for `split`.
         schedule: a name or a file (see `orders.order_of`), or a plan, from which micro_batches and processes come too.
         micro_batches: how many go through in a step.

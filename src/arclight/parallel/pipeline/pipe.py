@@ -1,4 +1,4 @@
-"""Any model, cut into stages: `split` looks at one forward of it, chooses where to cut, and gives the stages."""
+"""Split any model into stages: `split` captures one forward, chooses the cuts and returns a `Pipe`."""
 
 from __future__ import annotations
 

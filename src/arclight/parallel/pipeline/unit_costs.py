@@ -1,6 +1,6 @@
 """Hold costs of parts of a model: seconds of F, I and W, and bytes.
 
-`measuring` finds them out, on a device or in theory; `partition`, `simulation` and `planner` work with them.
+`measure` fills them in, on a device or in theory; `partition`, `simulation` and `choose` work with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model as a chain - its first part, its blocks, its last part with the loss - and what each link costs one process.
+"""Describe a model as a chain (embedding, blocks, head with loss), with each link's cost per rank.
 
 Links are traced with fake tensors, one of each kind, when a plan first asks for them.
 """

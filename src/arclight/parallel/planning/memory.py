@@ -1,4 +1,4 @@
-"""The most bytes that a process holds in a step, by what they are, for each pipeline stage.
+"""Estimate the peak memory of a rank in a step, by kind, for each pipeline stage.
 
 A step is followed through the links of a stage, forward and back: what earlier links hold for backward, what the link at hand
 needs for the moment, which weights are gathered, which gradients are there already.

@@ -1,4 +1,4 @@
-"""Search the fastest plan that fits: all ways to cut the work, judged by prediction."""
+"""Search the fastest plan that fits in memory, over all ways to parallelize, by prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lay a chain out over pipeline processes: what each has, holds and sends."""
+"""Lay a chain out over pipeline ranks: the links, activations and messages of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of a model that one process computes, without other processes: smaller matrices, shorter sequences, fewer experts.
+"""Build one rank's shard of a model without other ranks: smaller matrices, shorter sequences.
 
 What is cut where is read from the declarations that `arclight.parallel.parallelize` follows (``sharding`` of modules, ``context`` of
 attention, ``dispatcher`` of experts). Collectives are stood for by operations with the same shapes, forward and backward.

@@ -1,4 +1,4 @@
-"""Time a step: a roofline for computing, rings for exchanges, and what of them overlaps.
+"""Estimate the time of a step: roofline for compute, rings for collectives, and their overlap.
 
 Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an

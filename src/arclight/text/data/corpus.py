@@ -1,4 +1,4 @@
-"""Corpora of token shards: text tokenized in order, by several processes if need be, complete or not there.
+"""Write and open corpora: text tokenized in order into shards, by several processes if need be.
 
 A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
 ``val``). What is in it depends on documents and tokenizer alone, not on the number of processes.

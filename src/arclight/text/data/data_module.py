@@ -1,4 +1,4 @@
-"""Text as a data module: tokenized once, cached, read as batches that know their documents and bytes."""
+"""Define the data module of text: tokenize once, cache, read batches with document boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of text: files of several kinds, read as documents in an order that never changes."""
+"""Read text files of several kinds as documents, in an order that never changes."""
 
 from __future__ import annotations
 

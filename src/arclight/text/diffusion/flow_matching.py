@@ -1,4 +1,4 @@
-"""Rectified flow: latents as tokens, the loss of a velocity field, and Euler's sampler."""
+"""Rectified flow: latents as tokens, the velocity loss, and Euler's sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of families at Hugging Face: fields of config.json and names of parameters."""
+"""Map Hugging Face model families to ours: fields of config.json and names of parameters."""
 
 from __future__ import annotations
 

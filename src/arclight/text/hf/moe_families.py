@@ -1,4 +1,4 @@
-"""Tables of families with experts at Hugging Face.
+"""Map Hugging Face families with experts (MoE) to ours.
 
 Files of the hub and those of transformers have a tensor per expert and map; where transformers 5 wrote its memory as it is,
 the gate and the up map of all experts are one tensor.

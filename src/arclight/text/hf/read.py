@@ -25,7 +25,7 @@ def from_hf(
 
     Nothing is downloaded.
 
-    model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
+    model: fill this one, in its own types: whole, on meta (it moves to ``device``), sharded (each rank reads its shards
     only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
     one is made, in ``dtype`` (None: that of config.json, or of the weights of a model). Values are copied, never shared.
     Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family

@@ -1,4 +1,4 @@
-"""Registry of the families that folders can be read into and written from."""
+"""Register the families of `families` and `moe_families`; find one by model type or class."""
 
 from __future__ import annotations
 

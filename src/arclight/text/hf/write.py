@@ -30,7 +30,7 @@ def to_hf(
 ) -> None:  # fmt: skip
     """Write ``model`` as a folder for ``AutoModelForCausalLM``: config.json, safetensors, tokenizer.
 
-    A model that is shared out is put together tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
+    A sharded model is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
     of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it
     is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage.
     """

@@ -1,4 +1,4 @@
-"""Attention as one function: who may see whom is a `Mask`, how it is computed is a back end."""
+"""Compute attention by one function: a `Mask` says who sees whom, a back end how it is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, kept while text is generated."""
+"""Cache keys and values of earlier tokens while text is generated."""
 
 from __future__ import annotations
 

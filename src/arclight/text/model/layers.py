@@ -1,4 +1,4 @@
-"""Parts that all language models are made of.
+"""Define the layers that all language models share: norms, rotary embedding, feed-forward.
 
 Names of tensors end in their dimensions: B batch, T sequence, D model width, H heads, K key and value heads, C head width,
 F hidden width, V vocabulary.

@@ -2,7 +2,7 @@
 
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
 Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
-``dispatcher`` is the seam where `arclight.parallel.layers.expert_parallel` puts in the exchange with other processes.
+``dispatcher`` is what `arclight.parallel.layers.expert_parallel` replaces by one that exchanges tokens with other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Another number of accumulated batches from some epoch on."""
+"""Change the number of accumulated batches at given epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback from plain functions."""
+"""Make a callback from plain functions."""
 
 from __future__ import annotations
 

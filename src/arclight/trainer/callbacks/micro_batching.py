@@ -1,4 +1,4 @@
-"""Batches that do not fit in memory, run in parts that do."""
+"""Split batches that do not fit in memory into micro-batches that do."""
 
 from __future__ import annotations
 

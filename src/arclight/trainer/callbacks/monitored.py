@@ -1,4 +1,4 @@
-"""The logged value that a callback watches."""
+"""Look up the logged value that a callback monitors (``monitor=``)."""
 
 from __future__ import annotations
 

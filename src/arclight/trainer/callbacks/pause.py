@@ -1,4 +1,4 @@
-"""A fit in parts: a number of optimizer steps now, more of them later, with the bits of one that was never interrupted."""
+"""Pause a fit after a number of steps, so that the next fit continues it bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing predictions where they are made."""
+"""Write predictions to disk on each rank, by batch or by epoch."""
 
 from __future__ import annotations
 

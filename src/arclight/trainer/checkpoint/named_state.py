@@ -1,6 +1,6 @@
 """Gather and load full (unsharded) tensors by parameter name, whatever share of them each process holds.
 
-For those who exchange weights or moments with the world outside: tensors have the names of ``module.named_parameters`` and of
+For federated clients and other users outside the trainer: tensors have the names of ``module.named_parameters`` and of
 saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
 """
 

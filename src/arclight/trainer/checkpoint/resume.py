@@ -1,4 +1,4 @@
-"""Find the checkpoint that ``ckpt_path`` means, and the folder of the run that it belongs to."""
+"""Resolve ``ckpt_path`` ("last", "best", a path) to a checkpoint and its run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask for the loaders of each stage, and hand their batches to its loop."""
+"""Request the dataloaders of each stage, prepare them, and give their batches to its loop."""
 
 from __future__ import annotations
 

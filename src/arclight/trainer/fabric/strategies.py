@@ -1,4 +1,4 @@
-"""Choose a strategy, also those of rooms above fabric, which are imported when they are asked for."""
+"""Select the strategy of a Trainer or Fabric; those of ``parallel`` are imported on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics, parameters and checkpoints in a task of ClearML."""
+"""Log metrics, parameters and checkpoints to a ClearML task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics, parameters and the model's description in an experiment of Comet."""
+"""Log metrics, parameters and the model's description to a Comet experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as a CSV file, written so that a killed and resumed run leaves the same bytes as one never killed."""
+"""Log metrics to a CSV file, with the same bytes after a kill and resume as without one."""
 
 from __future__ import annotations
 

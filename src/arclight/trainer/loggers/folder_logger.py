@@ -1,4 +1,4 @@
-"""Base of loggers that write files: the folder of each version."""
+"""Base of loggers that write files: choose the folder of each version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers that send to a service: one experiment, started when something is first logged, and checkpoints as its artifacts."""
+"""Base of loggers that send to a service: start the experiment lazily, upload checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of loggers."""
+"""Base of loggers, and what the trainer does with all of them: open, log parameters and graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics, parameters and checkpoints in an MLflow store, a folder or a server."""
+"""Log metrics, parameters and checkpoints to MLflow, in a folder or on a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters and metrics in the forms that destinations of logs accept. No torch here."""
+"""Convert hyper-parameters and metrics to the forms that loggers accept. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard event files."""
+"""Log metrics to TensorBoard event files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics, media and checkpoints in a run of Weights & Biases."""
+"""Log metrics, media and checkpoints to a Weights & Biases run."""
 
 from __future__ import annotations
 

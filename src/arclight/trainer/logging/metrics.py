@@ -1,4 +1,4 @@
-"""The newest value of everything logged, as callbacks, loggers and displays see it; put together when somebody looks."""
+"""Hold the newest logged values, as callbacks and progress bars see them, computed on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logged values: kept on their device, reduced in batches, read back only when somebody looks.
+"""Collect values of ``Module.log`` on their device; reduce and read them back only on demand.
 
 ``Module.log`` appends a detached reference; nothing here waits for a device until the logging interval,
 the end of an epoch or a display asks. Epoch means are sums of value times weight (weight = samples) in

@@ -1,4 +1,4 @@
-"""Check calls of ``log`` against the rules of each hook: the rules that ``Module.log`` checks once for each name and hook."""
+"""Check the arguments of ``Module.log`` against its hook, once per name and hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An epoch's values over all processes: one packed exchange, whatever the number of names."""
+"""Reduce an epoch's logged values over all ranks in one packed all-reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the same batches-and-hooks loop for validate, test and predict."""
+"""Run evaluation: one loop of batches and hooks for validate, test and predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: epochs, batches, and what happens between them.
+"""Run the training loop: epochs, batches, and what happens between them.
 
 Everything that may run at some moment was resolved before the first batch (``FitPlan``), so the loop body
 calls what exists and asks about nothing else.

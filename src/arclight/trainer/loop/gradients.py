@@ -1,4 +1,4 @@
-"""Turn a step's output into gradients that an optimizer can use: the loss, its backward, clipping."""
+"""Compute gradients from a step's output: check the loss, run backward, clip."""
 
 from __future__ import annotations
 

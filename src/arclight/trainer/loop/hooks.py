@@ -1,4 +1,4 @@
-"""Resolve the functions that run at each moment, once: hooks nobody overrides are an empty tuple."""
+"""Resolve the overridden hooks of module, callbacks and strategy once, before the first batch."""
 
 from __future__ import annotations
 

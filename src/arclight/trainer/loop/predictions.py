@@ -1,4 +1,4 @@
-"""The outputs of a prediction, and the samples that each belongs to."""
+"""Collect the outputs of predict, with the sample indices of each batch."""
 
 from __future__ import annotations
 

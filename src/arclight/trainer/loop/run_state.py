@@ -1,4 +1,4 @@
-"""The state of a run: everything that an entry point of a Trainer changes while it runs."""
+"""Hold the state of a run: everything that fit, validate, test or predict changes."""
 
 from __future__ import annotations
 

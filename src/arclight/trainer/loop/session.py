@@ -1,4 +1,4 @@
-"""One run from beginning to end: processes, set-up, the loop, and a clean end whatever happens."""
+"""Run fit, validate, test or predict for a Trainer: launch, set up, loop, tear down."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Session:
         self._trainer, self._run = trainer, trainer.run_state
 
     def launch(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``entry_point(session, *arguments)`` in every process of the strategy; the result of rank 0."""
+        """Call ``entry_point(session, *arguments)`` on every rank, and return rank 0's result."""
         trainer = self._trainer
         launcher = trainer.strategy.launcher
         if launcher.runs_in_this_process:

@@ -1,4 +1,4 @@
-"""SIGTERM and the signals of a queue that wants its machine back: noted at once, acted on between two batches."""
+"""Handle SIGTERM and preemption signals of SLURM: note them at once, act between two batches."""
 
 from __future__ import annotations
 

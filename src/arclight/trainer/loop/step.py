@@ -1,4 +1,4 @@
-"""Build the function that performs one training step, of only the parts that a run uses."""
+"""Build the function of one training step, from only the parts that a run uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn rows of metrics into charts: group names, smooth, thin out."""
+"""Group, smooth and thin out logged metrics into the charts of training and federated reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIGHER = re.compile(
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves and axes of one chart."""
+    """Hold the curves and axes of one chart."""
 
     title: str
     series: list[Series]
@@ -31,7 +31,7 @@ class Chart:
 
 
 def group_of(name: str) -> str:
-    """The heading that ``name`` belongs under: its prefix before ``/``, or a stage's name before ``_``."""
+    """Return the group of a metric: its prefix before ``/``, or a stage's name before ``_``."""
     if name == "lr" or name.startswith(("lr-", "lr/", "lr_")):
         return "lr"
     prefix, slash, _ = name.partition("/")
@@ -46,7 +46,7 @@ def heading(group: str) -> str:
 
 
 def grouped(curves: Curves) -> dict[str, list[str]]:
-    """Names of metrics under each group: validation first, then training, the rest in order of appearance."""
+    """Group names of metrics: validation first, then training, the rest in order of appearance."""
     groups: dict[str, list[str]] = {}
     for name in curves:
         if name != "epoch":

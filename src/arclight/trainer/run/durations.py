@@ -1,4 +1,4 @@
-"""Durations in the units people think in: ``"10ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"0.5dur"``, ``"2h30min"``."""
+"""Parse durations with units: ``"10ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"2h30min"``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of one run: `<root>/<name>/<n>/` with everything the run leaves behind."""
+"""Create and lay out the folder of one run, `<root>/<name>/<n>/`."""
 
 from __future__ import annotations
 

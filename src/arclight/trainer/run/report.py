@@ -1,4 +1,4 @@
-"""A run as one HTML page that explains itself and opens anywhere: no network, no other file."""
+"""Write a run's report as one HTML page that needs no network and no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes, ticks and curves; colours are left to the page's style sheet."""
+"""Draw line charts as inline SVG: axes, ticks and curves; the page's style sheet has the colours."""
 
 from __future__ import annotations
 

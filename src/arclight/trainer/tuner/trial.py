@@ -1,4 +1,4 @@
-"""Runs of a trainer for what they show, after which everything is as it was."""
+"""Run a trainer on trial and restore everything after, for the searches of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner: searches that a trainer does before it trains."""
+"""Define Tuner, like Lightning's: find a batch size or a learning rate before training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _METHODS = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Finds a batch size or a learning rate for what ``trainer`` is going to run, and leaves trainer and module as they were
-    but for the setting found.
-    """
+    """Find a batch size or a learning rate for a run of ``trainer``, and set it; all other state is restored."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -31,7 +29,7 @@ class Tuner:
         datamodule: Any = None, method: str = "fit", mode: str = "power", steps_per_trial: int = 3, init_val: int = 2,
         max_trials: int = 25, batch_arg_name: str = "batch_size", margin: float = 0.05, max_val: int = 8192,
     ) -> int | None:  # fmt: skip
-        """The largest batch size that runs out of no memory: see :class:`BatchSizeFinder` for the search's arguments.
+        """Find the largest batch size that fits in memory: see :class:`BatchSizeFinder` for the arguments.
 
         method: the entry point it is for: fit, validate, test or predict. The data must come from the module or ``datamodule``,
         which have the setting ``batch_arg_name``. Raises ValueError for another method and for several processes, and

@@ -1,4 +1,4 @@
-"""Random changes to training images, with the boxes that follow them.
+"""Augment training images and their boxes: mosaic, mixup, affine, colour, flips.
 
 Every function takes its random numbers from the generator it is given, so the same state of it and the same images
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates

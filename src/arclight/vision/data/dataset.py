@@ -1,4 +1,4 @@
-"""Detection data sets: images with boxes, and the batches made of them."""
+"""Define detection data sets: images with boxes, and their collated batches."""
 
 from __future__ import annotations
 

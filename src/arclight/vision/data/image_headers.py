@@ -1,4 +1,4 @@
-"""Headers of image files, read before anything is decoded: format, size, orientation, completeness.
+"""Read headers of image files before decoding: format, size, orientation, completeness.
 
 Only the formats named here are ever handed to a decoder, and none before its size is known, so that a small file
 which claims to be huge costs nothing. Every reader takes the file's bytes (or a memory map of them, of which

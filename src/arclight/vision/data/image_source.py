@@ -1,4 +1,4 @@
-"""Images for prediction from files, folders, patterns, videos, arrays, and lists of those."""
+"""Iterate over images for prediction: files, folders, globs, videos, arrays, and lists of those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes become pixels: one function for data sets, predictions and hostile uploads alike."""
+"""Decode image bytes to RGB arrays: one function for data sets, predictions and hostile uploads."""
 
 from __future__ import annotations
 

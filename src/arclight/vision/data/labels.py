@@ -1,4 +1,4 @@
-"""Labels in YOLO format: read, checked and cached; faults are named by file and line, and skipped."""
+"""Read, check and cache labels in YOLO format; report and skip faulty lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit an image into a square without changing its shape, and take boxes back out of it."""
+"""Letterbox an image into a square, keeping its aspect ratio, and map boxes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anchors: the fit of given ones to a data set, and better ones by clustering."""
+"""Check how anchors fit a data set, and compute better ones by k-means (YOLOv5's autoanchor)."""
 
 from __future__ import annotations
 

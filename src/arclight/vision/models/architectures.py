@@ -1,4 +1,4 @@
-"""Tables of detector architectures: the YOLOv5 family, its variants, YOLOv3, and a user's own from a YOLOv5 .yaml.
+"""Define detector architectures as tables: YOLOv5, its variants, YOLOv3, or from a YOLOv5 .yaml.
 
 Nothing in a table is evaluated: a row names a block, and a block takes numbers.
 """

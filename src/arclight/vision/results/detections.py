@@ -1,4 +1,4 @@
-"""One image's detections: the same object from a module in training, a deployed program or a server."""
+"""Hold one image's detections, from a module, an exported program or a server alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes with labels on photos, and photos side by side; RGB uint8 arrays (height, width, 3) in and out."""
+"""Draw labelled boxes on images, and tile images; RGB uint8 arrays (height, width, 3) in and out."""
 
 from __future__ import annotations
 

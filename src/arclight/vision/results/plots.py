@@ -1,4 +1,4 @@
-"""Plots of a detector's results for the run's report: two charts and sample predictions.
+"""Plot a detector's results for the run's report: two charts and sample predictions.
 
 Charts are SVG texts that need no style sheet, font or script, and follow the reader's light or dark theme, alone in a
 browser, as an image in a page, or pasted into one.

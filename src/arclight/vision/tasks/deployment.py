@@ -1,4 +1,4 @@
-"""A trained detector as programs, and how good a program is."""
+"""Export a trained detector as programs, and evaluate a program on a data set."""
 
 from __future__ import annotations
 

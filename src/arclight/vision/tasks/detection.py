@@ -1,4 +1,4 @@
-"""Object detection as an ordinary module and data module."""
+"""Define the Module and DataModule of object detection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processing of photos to a detector's input and of its output to boxes, in modules and programs."""
+"""Preprocess images to a detector's input, postprocess its output to boxes, alike in programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way to run a pipeline, the best cut for it, and what it is predicted to do."""
+"""Evaluate one candidate (schedule, stages, micro-batches): its best cut, step time and memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PlanEvaluator:
     def __init__(
         self, costs: Costs, batch: int, *, link: Link | None = None, states: float = 4.0, overhead: float = 0.0, limit: float | None = None
     ) -> None:  # fmt: skip
-        """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `planner.choose`."""
+        """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `choose.choose`."""
         self.costs, self.batch, self.link, self.states = costs, batch, link or Link(), states
         self.overhead, self.limit = overhead, limit
         one = costs[0] if isinstance(costs, tuple) else costs

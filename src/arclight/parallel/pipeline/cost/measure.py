@@ -1,4 +1,4 @@
-"""Cost the calls of a model: timed on its device, or worked out with fake tensors.
+"""Measure the costs of a model's calls: timed on its device, or predicted with fake tensors.
 
 Both run the same passes. The model runs forward as it is; where a call of its :class:`CallGraph` is over, what came since the
 last one (the call, and the glue before it) is timed, then differentiated up to the boundary values it reads: by those values alone (I), and

@@ -1,4 +1,4 @@
-"""A forward of a model, each call of which is differentiated when it is over: what `measuring` learns costs from."""
+"""Run one forward and backward call by call, timing each: the pass that `measure` learns costs from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, argument by argument, and what came of them put together again."""
+"""Split a batch into micro-batches, argument by argument, and merge their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe what crosses a cut: shapes, types, and values that gradients come back for."""
+"""Describe the tensors sent between stages: shapes, dtypes, and which receive gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline, there and back; what crosses the cuts is found out by the first of each shape."""
+"""Run micro-batches through this rank's stages by a schedule; shapes are learnt from the first batch."""
 
 from __future__ import annotations
 

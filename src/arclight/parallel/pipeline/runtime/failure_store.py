@@ -1,4 +1,4 @@
-"""Report failures between the processes of a pipeline: say where, and stop the others too."""
+"""Report a failure to the other ranks of a pipeline, so that they stop with its rank and place."""
 
 from __future__ import annotations
 

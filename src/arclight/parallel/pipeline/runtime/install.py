@@ -1,4 +1,4 @@
-"""A module's model, cut for this process's stages, and the runner that takes batches through all of them."""
+"""Cut a module's model down to this rank's stages, and build the runner of its batches."""
 
 from __future__ import annotations
 

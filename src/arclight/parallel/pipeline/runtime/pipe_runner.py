@@ -1,4 +1,4 @@
-"""A split model over the processes of a group, without a Trainer: steps, evaluation, clipping and state."""
+"""Run a `Pipe` on the ranks of a group, without a Trainer: steps, evaluation, clipping, state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a pipeline as they run: when each process does what, on one clock, and what activations it holds meanwhile."""
+"""Record pipeline steps as they run: actions of every rank on one clock, and activation memory."""
 
 from __future__ import annotations
 

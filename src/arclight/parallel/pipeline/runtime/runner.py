@@ -1,4 +1,4 @@
-"""The runner of a pipeline: a batch becomes micro-batches, which a schedule takes through the stages, there and back."""
+"""Run a batch through a pipeline: split it, run the engine, weight losses and gradients."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One stage of a process, as torch's schedules call it: its part of the model, and for each micro-batch what comes in and goes out.
+"""Define the pipeline stage that torch's schedules call: forward, backward, send and receive.
 
-It says itself what it exchanges. torch's stage
+It declares its own exchanges. torch's stage
 
 - runs the model on uninitialised memory to learn shapes (here they are told), and keeps buffers for every micro-batch;
 - loses, when backward is split, the gradients of a stage below which all is frozen, and of weights that what came in does not meet
-  (see `halves`);
+  (see `split_backward`);
 - cannot run forwards only where the two stages of a process are neighbours;
 - cannot say what it was at when it failed.
 """

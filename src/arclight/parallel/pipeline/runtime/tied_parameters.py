@@ -1,4 +1,4 @@
-"""Parameters that several stages use: one for the model, whose copies stay the same because their gradients are summed."""
+"""Keep parameters that several stages use tied: sum the gradients of their copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders for processes with two stages in a V, the first and the last, the second and the last but one, and so on.
+"""Generate orders for V-shaped schedules: rank i holds stage i from the front and from the back.
 
 Two of them come from building blocks (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362): the
 times at which one micro-batch passes each process, repeated every six units (F, I and W of two stages). How long

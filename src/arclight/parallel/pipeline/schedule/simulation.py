@@ -1,4 +1,4 @@
-"""A step of a pipeline as it would run: when each action begins and ends, what waits for what, what is held - nothing is computed."""
+"""Simulate a step of a schedule: start and end of each action, idle time, memory held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward of a model without data: which of its parts are called, in which order, and what each needs of others."""
+"""Capture one forward of a model without data, as a `CallGraph` of its module calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def capture_call_graph(
     Nothing is computed.
 
     The model may be on the meta device, in memory, or mixed; it is not changed, its parameters are not copied, and it runs as in training.
-    Example tensors have their data, so code between parts may depend on it; what parts return are holes.
+    Example tensors have their data, so code between parts may depend on it; what parts return are placeholders.
     at: names of modules of which each begins a part. Parts are otherwise repeated blocks, and the largest modules without
     repeated blocks; a module that cannot be looked into, since its code needs data, is a part as a whole.
     open_end: whether ``root``'s own code may need data after all that trains was used (a loss that looks at its targets does). It is not
@@ -149,7 +149,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 class _Watching(TorchDispatchMode):
-    """Sees operations on tensors that have data, too: of those that draw random numbers the result is a hole."""
+    """Intercept operations on tensors that have data, too: results of random ones are placeholders."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random numbers that torch knows nothing of: those of Python and numpy, which no two processes draw alike."""
+"""Snapshot the RNG of Python and NumPy: a forward that draws from it would differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage is a deletion: the same model without the parts that others have, under the same names."""
+"""Cut a stage out of a model by deleting the layers of other stages; names stay the same."""
 
 from __future__ import annotations
 

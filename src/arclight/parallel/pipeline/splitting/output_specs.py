@@ -236,7 +236,7 @@ def _refuse_changed(path: str, before: tuple[list[Any], TreeSpec], after: tuple[
 def move_placeholder(
     hole: PlaceholderTensor, device: torch.device | None, types: Mapping[torch.dtype, torch.dtype]
 ) -> PlaceholderTensor:
-    """``hole`` as it would be on ``device`` (None: where it is), and of another type."""
+    """Return the placeholder ``hole`` on ``device`` (None: where it is), with another dtype."""
     made = placeholder_like(hole.to(types.get(hole.dtype, hole.dtype)), hole.of, home=device or hole.device)
     if isinstance(hole, nn.Parameter):
         made._is_param = True

@@ -1,8 +1,8 @@
-"""Tensors without data: what stands in a process for what only other stages compute.
+"""Define placeholder tensors without data: they stand for values that other stages compute.
 
-A hole has the shape, type and device of the tensor that it stands for, and what is computed of it is a hole again. So the code between
-the parts of a model runs in every process, whatever of its input is there. A hole remembers what it depends on, which
-is how one forward shows who needs what. Where code asks for data (a branch, a number, an index), `DataDependentError` says so.
+A placeholder has the shape, dtype and device of its tensor, and results computed from it are placeholders. So glue code between
+the parts of a model runs in every process, whichever inputs it has. A placeholder records its sources, from which
+`capture` reads the dependencies of calls. Code that needs data (a branch, a number, an index) gets a `DataDependentError`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def refusal(asked: PlaceholderTensor) -> DataDependentError:
 
 
 def make_placeholder(payload: Tensor, device: torch.device, of: str, origin: Origin | None = None) -> PlaceholderTensor:
-    """A hole as ``payload`` (on the meta device) says, that claims to lie on ``device``."""
+    """Make a placeholder like ``payload`` (on the meta device), that claims to be on ``device``."""
     made: Any = Tensor._make_wrapper_subclass(
         PlaceholderTensor, payload.size(), strides=payload.stride(), storage_offset=payload.storage_offset(),
         dtype=payload.dtype, device=device,
@@ -114,7 +114,7 @@ def make_placeholder(payload: Tensor, device: torch.device, of: str, origin: Ori
 def placeholder_like(
     tensor: Tensor, of: str, origin: Origin | None = None, home: torch.device | None = None
 ) -> PlaceholderTensor:
-    """A hole in place of ``tensor``. home: where one that has no data itself claims to be."""
+    """Make a placeholder for ``tensor``. home: the device that it claims if ``tensor`` has no data."""
     device = home if home is not None and (tensor.is_meta or isinstance(tensor, PlaceholderTensor)) else tensor.device
     return make_placeholder(_on_meta(tensor), device, of, origin)
 
@@ -173,7 +173,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
-    """The holes in nested lists, tuples, sets and dicts; with ``deep``, as many levels into the attributes of other objects."""
+    """Yield the placeholders in nested lists, tuples, sets and dicts; with ``deep``, as many levels into the attributes of other objects."""
     if isinstance(tree, PlaceholderTensor):
         yield tree
     elif isinstance(tree, (list, tuple, set, frozenset)):

@@ -1,6 +1,6 @@
-"""Copies of a tree of modules that share its tensors, in which calls of some modules are taken by somebody else.
+"""Copy a module tree with proxies in place of some modules; tensors are shared, calls intercepted.
 
-Nothing here changes the tree that is copied. A copy has the same classes, its own dicts, and the same tensors until others are put in.
+The original tree is never changed. A copy has the same classes, its own dicts, and the same tensors until they are replaced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A stage runs the real code of the whole model, of whose parts it computes its own.
+"""Define a stage that runs the whole model's own forward, but computes only its range of calls.
 
-The tree of modules that a stage calls is a copy without memory of its own (`turns`). Where a part stands in it, a call is counted:
-before the stage's range it gives what was received, or holes; within, the part is called; with the last of them the forward ends.
-Code between parts is computed by every stage that needs it, from the arguments, which every process has.
+The stage calls a copy of the module tree with proxies (`proxy_modules`), which count calls: one before the stage's range returns
+what was received, or placeholders; one within it calls the module; after the last the forward ends.
+Code between modules is computed by every stage that needs it, from the arguments, which every process has.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SlicedModule:
         self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: StageAssignment, own: Sequence[int], holder: nn.Module,
         home: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """function: as for `observe`. own: numbers of this process's stages. home: where what is on the meta device will be."""
+        """function: as for `capture_call_graph`. own: numbers of this process's stages. home: where what is on the meta device will be."""
         self.cuts, self.own = cuts, tuple(own)
         self.holder, self.in_place = holder, holder is root
         self.units = {call.name for call in cuts.graph.calls}
@@ -139,7 +139,7 @@ class SlicedModule:
             return None if isinstance(found, AbsentModule) else found
 
         def link(path: str, module: nn.Module) -> None:
-            """A copied module has what the view has, as it is when a run begins, and holes for the rest."""
+            """A copied module has what the view has, as it is when a run begins, and placeholders for the rest."""
             own = visible(path)
             if own is not None:
                 module._buffers = own._buffers

@@ -1,4 +1,4 @@
-"""The calls of one stage: who takes them, and the tree of modules that they are made from."""
+"""Interpret the proxied calls of one stage's forward: return received values, call own modules."""
 
 from __future__ import annotations
 

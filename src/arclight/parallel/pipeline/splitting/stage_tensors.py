@@ -1,4 +1,4 @@
-"""The tensors that a stage holds, and how others take their place."""
+"""List and replace the tensors of a stage, keeping ties."""
 
 from __future__ import annotations
 

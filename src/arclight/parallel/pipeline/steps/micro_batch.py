@@ -1,4 +1,4 @@
-"""A batch of the user's own as micro-batches, with the arguments of the step around it and what each of them weighs."""
+"""Split a user step's arguments into micro-batches, and weight each by its samples."""
 
 from __future__ import annotations
 

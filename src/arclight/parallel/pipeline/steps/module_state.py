@@ -1,4 +1,4 @@
-"""View and synchronise a module whose steps run in stages: its parts, its own attributes."""
+"""Synchronise attributes of a module whose steps run in stages, and show the full module to hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module of the user's own on the mesh of a plan: its steps cut into stages, what is left spread over the plan's other dimensions."""
+"""Parallelize a user's module over a plan: cut its steps into stages, shard each over the mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own steps, cut into stages: which of their calls run where, and one function for each that runs it by a schedule."""
+"""Pipeline a user's training_step and its like: capture, assign calls to stages, run by a schedule."""
 
 from __future__ import annotations
 

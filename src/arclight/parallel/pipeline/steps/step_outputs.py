@@ -1,4 +1,4 @@
-"""Merge what a step leaves beside its loss (logged values, outputs), and broadcast it."""
+"""Merge logged values and outputs of a step's micro-batches, and broadcast them to all stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of a pipeline in Chrome's trace format, which chrome://tracing and Perfetto open: with arrows from sending to receiving."""
+"""Write a pipeline step in Chrome's trace format, for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 

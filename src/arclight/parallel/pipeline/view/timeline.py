@@ -1,4 +1,4 @@
-"""A step of a pipeline on one HTML page: what each process did when, why it was idle, and what memory it held."""
+"""Draw a pipeline step as an HTML page: actions, idle time and memory of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First values of a stage that was made on the meta device: a function of (seed, name), whatever the number of stages.
+"""Initialise a stage from the meta device: a function of (seed, name), for any number of stages.
 
 Modules have their own ways to begin: what `arclight.parallel.deterministic_init` declares, ``_init_weights(module)`` of the model around
 them (as models of transformers have), ``reset_parameters()``. All of these draw one number after the other, so a process that

@@ -1,4 +1,4 @@
-"""One stage's weights out of safetensors files: only files that have some of them are opened, and only its tensors are read."""
+"""Load one stage's weights from safetensors files, reading only its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages written as one Hugging Face folder: each process writes what it holds, under the original names."""
+"""Save stages as one Hugging Face folder: each rank writes its tensors under the original names."""
 
 from __future__ import annotations
 

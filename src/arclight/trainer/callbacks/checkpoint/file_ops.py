@@ -1,4 +1,4 @@
-"""Names of checkpoints, and moving them about without ever leaving half a one behind."""
+"""Name checkpoints; move, link and delete them without ever leaving half of one behind."""
 
 from __future__ import annotations
 

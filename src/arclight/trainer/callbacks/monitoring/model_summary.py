@@ -1,4 +1,4 @@
-"""A table of what the model is made of, when training begins."""
+"""Print a table of the model's layers when training begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page that shows what the processes of a pipeline do."""
+"""Write an HTML timeline of a pipeline's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput of every stage, logged with the metrics."""
+"""Log the throughput of every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress in the terminal: one calm line for where training is, one for its metrics."""
+"""Show progress in the terminal with rich: a line for the position, a line for metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in which replicas of a model exchange rarely."""
+"""DiLoCo: replicas train alone for many steps, then step an outer optimizer on their changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freezing parts of a model and taking them into training later."""
+"""Freeze parts of a model, and unfreeze them at a later epoch."""
 
 from __future__ import annotations
 

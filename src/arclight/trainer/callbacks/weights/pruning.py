@@ -1,4 +1,4 @@
-"""Pruning a model while it trains, with torch.nn.utils.prune."""
+"""Prune a model while it trains, with torch.nn.utils.prune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights that a constant, high learning rate wanders through."""
+"""Stochastic weight averaging (SWA): average weights along a constant, high learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages of the weights, kept beside the model and used for evaluation."""
+"""Average weights during training (EMA and others), and evaluate and save with the average."""
 
 from __future__ import annotations
 

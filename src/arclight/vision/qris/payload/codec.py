@@ -1,4 +1,4 @@
-"""Merchant-presented payment payloads: read, write, and tell a QRIS from everything else.
+"""Decode and encode merchant-presented payment payloads; tell QRIS from other codes.
 
 The text of a payment code is a list of data objects (EMVCo QR Code Specification for Payment Systems,
 merchant-presented mode 1.1) closed by a CRC. QRIS, Indonesia's national standard, is the payloads whose

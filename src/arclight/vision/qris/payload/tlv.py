@@ -1,4 +1,4 @@
-"""Tag-length-value text: two digits of tag, two digits of length in characters, then the value."""
+"""Parse tag-length-value text: two digits of tag, two digits of length in characters, the value."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Readers of QR codes: plain ones for whole pictures, and a patient one for the crop around a code already found.
+"""Decode QR codes: fast decoders for whole pictures, a slow robust one for the crop of a found code.
 
-The patient one reads modules one by one under a grid laid over them. Blur, motion and uneven light it undoes by an equalizer: every
+The robust one reads modules one by one under a grid laid over them. Blur, motion and uneven light it undoes by an equalizer: every
 code carries some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter that turns the picture around
 these into +1 (dark) and -1 (light) undoes on all others whatever the camera did alike everywhere. It is fitted by ridge regression,
 and refitted on its own surest decisions, as decision-directed equalizers of modems are (Lucky 1966).

@@ -1,4 +1,4 @@
-"""Propose places of a code by its finder patterns: single ones, then triples and pairs."""
+"""Propose the corners of a QR code from its finder patterns, as start values of `grid`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _APART = 10 / 11
 
 @dataclass(frozen=True)
 class FinderPattern:
-    """A candidate finder pattern: centre (x, y), pixels per module, ``likeness`` in [-1, 1]."""
+    """Hold a candidate finder pattern: centre (x, y), pixels per module, its correlation in [-1, 1]."""
 
     centre: Vector
     module_px: float
@@ -39,7 +39,7 @@ class FinderPattern:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Corners (4, 2) of a code from its own top left clockwise, and the version that its size speaks for."""
+    """Hold a code's corners (4, 2), clockwise from its own top left, and the version estimated from its size."""
 
     corners: Vector
     version: int

@@ -1,4 +1,4 @@
-"""Drawn surroundings: surfaces, rooms, shelves, streets and clutter with the statistics of photographs.
+"""Draw backgrounds: surfaces, rooms, shelves, streets, clutter, with the statistics of photographs.
 
 No photograph is needed. Overlapping shapes of every size ("dead leaves") and noise at every scale have
 the edges and spectra of natural images (Lee, Mumford and Huang 2001), which is what a detector must learn to ignore.

@@ -1,4 +1,4 @@
-"""Camera of a scene: where flat things appear in the picture, and what light and a phone do to it."""
+"""Simulate the camera of a scene: perspective, bent sheets, light, blur and noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents of generated codes: invented merchants' payment payloads, and what else codes hold."""
+"""Generate the contents of codes: payment payloads of invented merchants, links, other texts."""
 
 from __future__ import annotations
 

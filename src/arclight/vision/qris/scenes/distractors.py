@@ -1,4 +1,4 @@
-"""Distractors of a scene: things that look a little like QR codes and have no label, and hands, cables and straps before them."""
+"""Draw distractors: unlabelled things that resemble QR codes, and hands or cables that occlude."""
 
 from __future__ import annotations
 

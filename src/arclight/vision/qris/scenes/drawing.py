@@ -1,4 +1,4 @@
-"""Drawing tools of all that is printed: text, paragraphs, shapes, colours, and the Sprite."""
+"""Draw text, paragraphs, shapes and colours on a `Sprite`: tools for all printed things."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that ask for a payment: QRIS posters, own designs, table stands, stickers, phone screens, receipts.
+"""Draw carriers of payment codes: QRIS posters, table stands, stickers, phone screens, receipts.
 
 Every ``draw`` takes the random generator and ``side``, the pixels that the code's modules should span, and
 returns an Item. The poster follows the proportions of the official print (portrait 1.3 to 1.7, code about

@@ -1,4 +1,4 @@
-"""Other printed things that carry codes: pages of text, product boxes, packs with small labels, sheets, screens."""
+"""Draw other printed carriers of codes: pages of text, product boxes, packs, sheets, screens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing one QR symbol: its modules as squares, dots or rounded shapes, in any two colours, with or without a logo."""
+"""Draw one QR symbol: square, dot or rounded modules, any two colours, with or without a logo."""
 
 from __future__ import annotations
 

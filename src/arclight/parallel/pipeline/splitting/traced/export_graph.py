@@ -1,4 +1,4 @@
-"""A model's forward as one graph of tensor operations: `torch.export` of a copy without memory, with what it would lose refused."""
+"""Export a model's forward as one graph of operations, and refuse what `torch.export` would lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A traced graph as calls: each operation that uses a parameter begins one, which has what follows it up to the next.
+"""Group a traced graph into calls: each operation that uses a parameter starts one.
 
 What depends on inputs alone (masks, positions) is in no call: each stage that needs it computes it again, as where modules are
 sliced. Between two such operations calls are parted where least crosses. What no cut can pass through (a tensor that is written

@@ -1,4 +1,4 @@
-"""Stages of a traced graph: for forwards whose modules cannot be cut, because they compute with parameters between them.
+"""Define stages of a traced graph, for forwards that use parameters between their modules.
 
 A stage has the model's own parameters under their names, and no modules that could be called: shapes, mode and precision are those
 of the example, and anything else is refused when it comes.
