@@ -133,7 +133,7 @@ def _bounded(cls: type) -> list[tuple[str, Any]]:
 
 
 def intervals(hint: Any) -> Iterator[Interval]:
-    """All intervals in a type."""
+    """Yield all intervals in a type."""
     if isinstance(hint, Interval):
         yield hint
     for inner in typing.get_args(hint):

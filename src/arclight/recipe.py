@@ -55,7 +55,7 @@ class Imported:
 
 
 def read(schema: type[T], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
-    """The recipe in ``source`` with the flags ``overrides`` laid over it, as an object of the dataclass ``schema``.
+    """Return the recipe in ``source`` with the flags ``overrides`` laid over it, as an object of the dataclass ``schema``.
 
     ``source`` is a .toml or .yaml file, ``my_runs.py:function``, ``package.module:function``, or a table;
     ``overrides`` are flags: ``["--trainer.max_epochs", "3", "--seed=7"]``, a list ``[1, 2]`` or ``1,2``.
@@ -194,7 +194,7 @@ class _Source(NamedTuple):
 
 
 def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
-    """An instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
+    """Return an instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
     fields, given, values, known = _fields(cls), source.fields(), {}, len(source.problems)
     for said_name, field in given.items():
         name = todays_name(cls, said_name)
@@ -238,7 +238,7 @@ def _convert(hint: Any, source: _Source, default: Any = MISSING) -> Any:
 
 
 def _values_of(hints: list[Any]) -> Any:
-    """The type of the values of a table among ``hints``; None if they allow no table with names of any sort."""
+    """Return the type of the values of a table among ``hints``; None if they allow no table with names of any sort."""
     for hint in hints:
         if hint is Any:
             return Any
@@ -248,7 +248,7 @@ def _values_of(hints: list[Any]) -> Any:
 
 
 def _list(item: Any, source: _Source, kind: Any) -> Any:
-    """A list or tuple of tables; a flag gives all of them, as TOML."""
+    """Return a list or tuple of tables; a flag gives all of them, as TOML."""
     values = source.file if source.flag is MISSING else next(_candidate_values(Any, str(source.flag)))
     if not isinstance(values, list):
         return source.wrong(f": need a list of tables ({describe(item)}), got {_shown(values)}")
@@ -288,7 +288,7 @@ def _candidate_values(hint: Any, text: str) -> Iterator[Any]:
 
 
 def _select_variant(classes: list[Any], source: _Source, default: Any) -> Any:
-    """An instance of one of ``classes``, chosen by kind."""
+    """Return an instance of one of ``classes``, chosen by kind."""
     kinds = {kind_of(cls): cls for cls in classes}
     if not isinstance(source.value, Mapping | str):
         return source.wrong(f": need a table ({' | '.join(kinds)}), got {_shown(source.value)}")
@@ -311,7 +311,7 @@ def _select_variant(classes: list[Any], source: _Source, default: Any) -> Any:
 
 
 def _members(hint: Any) -> tuple[list[Any], list[Any], bool]:
-    """The dataclasses of a union, its other types, and whether none is allowed."""
+    """Return the dataclasses of a union, its other types, and whether none is allowed."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     classes = [member for member in members if dataclasses.is_dataclass(member)]
     return classes, [m for m in members if m not in classes and m is not type(None)], type(None) in members
@@ -397,7 +397,7 @@ class Setting(NamedTuple):
 
 
 def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> list[Setting]:
-    """Every field that a recipe of ``schema`` may have, in order; each kind of a table starts with its ``kind``."""
+    """Return every field that a recipe of ``schema`` may have, in order; each kind of a table starts with its ``kind``."""
     docs, about = _field_docs(schema), (inspect.getdoc(schema) or "").partition("\n")[0]
     settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
     for name, (hint, default) in _fields(schema).items():
@@ -413,7 +413,7 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
 
 
 def _field_docs(cls: Any) -> dict[str, str]:
-    """The text under each field, which Python does not keep and which is therefore read from the source."""
+    """Return the text under each field, which Python does not keep and which is therefore read from the source."""
     docs = {}
     for owner in reversed(cls.__mro__[:-1]):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

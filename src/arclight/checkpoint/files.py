@@ -76,7 +76,7 @@ class HashedFile:
 
 @contextmanager
 def create(path: Path) -> Iterator[HashedFile]:
-    """A new file that is on the disk when the block ends."""
+    """Open a new file that is on the disk when the block ends."""
     if isinstance(path, remote.RemotePath):
         with remote.explain_remote_errors(path), path.open("wb") as file:
             yield HashedFile(file)
@@ -124,7 +124,7 @@ def hash_file(path: Path) -> str:
 
 
 def make_staging(path: Path) -> Path:
-    """A new empty folder beside `path`, whose parents are made where they are missing."""
+    """Return a new empty folder beside `path`, whose parents are made where they are missing."""
     if isinstance(path, remote.RemotePath):
         return cast(Path, remote.make_staging(path))
     return atomic_replace.make_staging(path)

@@ -80,7 +80,7 @@ class Manifest:
 
 
 def describe(encoded: tree.Encoded, files: dict[str, FileRecord], data: str = "") -> Manifest:
-    """The manifest of a state that has been written as `files`."""
+    """Return the manifest of a state that has been written as `files`."""
     return Manifest(
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         arclight=_version(),
@@ -100,7 +100,7 @@ def describe(encoded: tree.Encoded, files: dict[str, FileRecord], data: str = ""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises CheckpointError where there is none or it is damaged."""
+    """Return the manifest of the checkpoint at `path`. Raises CheckpointError where there is none or it is damaged."""
     try:
         text = (path / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -215,7 +215,7 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
 
 
 def _pattern(files: set[str], otherwise: str) -> str:
-    """One name for the files of several processes: `model-*-of-00004.safetensors`."""
+    """Return one name for the files of several processes: `model-*-of-00004.safetensors`."""
     if len(files) < 2:
         return min(files, default=otherwise)
     head, _, tail = min(files).partition("-of-")

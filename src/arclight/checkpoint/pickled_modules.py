@@ -244,7 +244,7 @@ def _parameter(tensor: Any, *_: Any) -> torch.Tensor:
 
 
 def _plain(container: type) -> Callable[..., Any]:
-    """A builder of ``container`` from at most one list, tuple or dict: from nothing that runs."""
+    """Return a builder of ``container`` from at most one list, tuple or dict: from nothing that runs."""
 
     def build(*given: Any) -> Any:
         if len(given) > 1 or not all(isinstance(part, list | tuple | dict | set) for part in given):

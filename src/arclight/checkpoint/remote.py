@@ -31,7 +31,7 @@ _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError,
 
 
 def to_path(path: str | Path) -> Path:
-    """The path of a local name or ``file://`` address; for other addresses what has its methods that a checkpoint needs."""
+    """Return the path of a local name or ``file://`` address; for other addresses what has its methods that a checkpoint needs."""
     if isinstance(path, RemotePath):
         return cast(Path, path)
     text = str(path)

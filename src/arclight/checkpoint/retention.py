@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | None:
-    """The checkpoint in `folder` with the highest step (the latest written, among equals) whose files are all sound.
+    """Return the checkpoint in `folder` with the highest step (the latest written, among equals) whose files are all sound.
 
     Warns of each newer one that is damaged, with the reason. None where there is no sound checkpoint. Links are not
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
@@ -107,7 +107,7 @@ def copy(source: str | Path, target: str | Path) -> None:
 
 
 def _by_age(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The checkpoints in `folder`, oldest first; and those whose manifests cannot be read."""
+    """Return the checkpoints in `folder`, oldest first; and those whose manifests cannot be read."""
     found: list[tuple[int, str, Path]] = []
     unreadable = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -91,7 +91,7 @@ def load(
     verify: bool = True,
     refuse_nan: bool = False,
 ) -> dict[str, Any]:
-    """The state that was saved at `path`, equal bit for bit.
+    """Return the state that was saved at `path`, equal bit for bit.
 
     only, exclude: what is wanted, default all, and what is not: a pattern or several for dotted names, such as `model`,
     `model.head.*` or `*.exp_avg`. refuse_nan: raise for NaN in the entry `model`. map_location: device of the tensors (arrays stay on the
@@ -141,7 +141,7 @@ def read_whole(path: Path, read: Callable[[Manifest], T], verified: bool) -> tup
 
 
 def read_entries(path: Path, manifest: Manifest, verify: bool = True) -> dict[str, Any]:
-    """The encoded entries of a checkpoint."""
+    """Return the encoded entries of a checkpoint."""
     entries = read_file(path, STATE, manifest, verify, lambda file, size: parse_json(file.read(size)))
     if not isinstance(entries, dict):
         raise _damaged(path / STATE, f"it holds a {type(entries).__name__} instead of entries")
@@ -166,7 +166,7 @@ def _wanted(
 
 
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
-    """All that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one.
+    """Return all that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one.
 
     With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
     """

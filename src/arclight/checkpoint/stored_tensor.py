@@ -83,7 +83,7 @@ class StoredTensor(torch.Tensor):
         return self
 
     def joined(self, parts: Sequence[tuple[StoredTensor, Sequence[int]]], shape: Sequence[int]) -> StoredTensor:
-        """The tensor of which `parts` are boxes, each at its offset."""
+        """Return the tensor of which `parts` are boxes, each at its offset."""
         pieces = [
             Piece(
                 piece.source, piece.begin, tuple(a + b for a, b in zip(piece.offset, offset, strict=True)), piece.shape
@@ -94,7 +94,7 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(shape, self.dtype, pieces)
 
     def flat(self) -> StoredTensor | None:
-        """The same values as one row; None where they do not lie together in one file."""
+        """Return the same values as one row; None where they do not lie together in one file."""
         if len(self._pieces) != 1 or self._pieces[0].shape != tuple(self.shape):
             return None
         piece = self._pieces[0]
@@ -122,7 +122,7 @@ class StoredTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The box of `shape` at `offset`, all by default, as a plain tensor. Only its bytes are read, where they lie together.
+        """Return the box of `shape` at `offset`, all by default, as a plain tensor. Only its bytes are read, where they lie together.
 
         into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError where the file cannot be read.
         """

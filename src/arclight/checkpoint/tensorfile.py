@@ -82,7 +82,7 @@ class Slot:
 
 
 def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
-    """The tensors of a file of `size` bytes, in the order in which they lie in it, from where the header ends.
+    """Return the tensors of a file of `size` bytes, in the order in which they lie in it, from where the header ends.
 
     Raises ValueError, KeyError or EOFError where the file is not well-formed.
     """
@@ -136,7 +136,7 @@ def read_tensors(
     device: str | torch.device = "cpu",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
-    """The `wanted` tensors of a file of `size` bytes; the others are read only for the hash. Raises as `read_header`."""
+    """Return the `wanted` tensors of a file of `size` bytes; the others are read only for the hash. Raises as `read_header`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, slot in read_header(file, size).items():
         if not wanted(name):
@@ -149,7 +149,7 @@ def read_tensors(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a dense tensor of any dtype as a flat uint8 tensor; shares its memory where it is contiguous."""
+    """Return the values of a dense tensor of any dtype as a flat uint8 tensor; shares its memory where it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

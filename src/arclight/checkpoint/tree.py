@@ -193,7 +193,7 @@ class Encoder:
 
 
 def _label(key: Any) -> str:
-    """A key as the error about its value names it."""
+    """Return a key as the error about its value names it."""
     long = isinstance(key, int) and key.bit_length() > _LONGEST_INT
     return f"integer of {key.bit_length()} bits" if long else str(key)
 
@@ -222,7 +222,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The distinct tensors, and for each further name of one of them the name it is kept under."""
+    """Return the distinct tensors, and for each further name of one of them the name it is kept under."""
     unique: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -265,7 +265,7 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 
 
 def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """The whole tensor. Raises ValueError where its shares do not cover it."""
+    """Return the whole tensor. Raises ValueError where its shares do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
     check_shape(node["shape"])
     if not boxes_cover([(offset, part.shape) for part, offset in parts], node["shape"]):
@@ -312,7 +312,7 @@ def _numeric(name: str) -> np.dtype[Any]:
 
 
 def read_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor that may still be in its file."""
+    """Return the values of a tensor that may still be in its file."""
     read: torch.Tensor = tensor.read() if hasattr(tensor, "read") else tensor
     return read
 
@@ -364,7 +364,7 @@ def counts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """A count under its usual names, at the top or in the entry `progress`."""
+    """Return a count under its usual names, at the top or in the entry `progress`."""
     progress = state.get("progress")
     for place in (state, progress if isinstance(progress, Mapping) else {}):
         for name in names:
@@ -374,7 +374,7 @@ def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _whole(value: Any) -> int | None:
-    """The integer in a number of any sort: of Python, of NumPy, or a tensor of one element."""
+    """Return the integer in a number of any sort: of Python, of NumPy, or a tensor of one element."""
     if (type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta) or (
         isinstance(value, np.generic | np.ndarray) and value.size == 1
     ):

@@ -99,7 +99,7 @@ def check_no_data(source: str | None, verb: str) -> None:
 
 
 def recipe_parser(verb: str, about: str) -> Parser:
-    """A parser for the options that a verb has beside its recipe."""
+    """Return a parser for the options that a verb has beside its recipe."""
     usage = f"arclight {verb} [recipe.toml] [options] [--table.field value ...]"
     parser = Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
     parser.own_tables = ("",)
@@ -156,7 +156,7 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
 
 
 def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
-    """The help, or that of the table ``topic`` alone. Raises UsageError where there is no such table."""
+    """Return the help, or that of the table ``topic`` alone. Raises UsageError where there is no such table."""
     from arclight.cli.help import recipe_help
 
     if topic.startswith("-") or ":" in topic or Path(topic).suffix in (".toml", ".yaml", ".yml"):

@@ -120,7 +120,7 @@ def is_fault_of_use(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
-    """The message of an error; of the system's own, which file it is about, and what is wrong with that."""
+    """Return the message of an error; of the system's own, which file it is about, and what is wrong with that."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         advice = (
             "; name a place that can be written to" if error.errno in (READ_ONLY, errno.EACCES, errno.EPERM) else ""

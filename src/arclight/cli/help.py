@@ -63,7 +63,7 @@ def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]
 
 
 def _below(table: str) -> str:
-    """A table's name without what says that there are several."""
+    """Return a table's name without what says that there are several."""
     return table.replace("[]", "")
 
 
@@ -91,7 +91,7 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
 
 
 def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:
-    """The table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
+    """Return the table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
     if field is None:
         return [bold("Top-level fields")]
     title = (f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]") + (f' kind = "{kind}"' if kind else "")
@@ -102,7 +102,7 @@ def heading(table: str, kind: str, field: Setting | None, first: Setting, width:
 
 
 def described(setting: Setting, longest: int, width: int) -> list[str]:
-    """One field: name, type and default at the left, what it means at the right or below."""
+    """Return one field: name, type and default at the left, what it means at the right or below."""
     name, default = setting.path.rpartition(".")[2], shown(setting.default)
     kind = setting.type + ("  (required)" if default is None else f"  [{default}]")
     column = longest + TYPE_WIDTH + 4
@@ -117,7 +117,7 @@ def described(setting: Setting, longest: int, width: int) -> list[str]:
 
 
 def shown(default: Any) -> str | None:
-    """A default as it would be typed; None where there is none."""
+    """Return a default as it would be typed; None where there is none."""
     if default is MISSING:
         return None
     if dataclasses.is_dataclass(default):

@@ -62,7 +62,7 @@ def described(checkpoint: Path) -> str:
 
 
 def _recorded(newest: Path) -> tuple[Path | None, str]:
-    """The best checkpoint in the record that the newest one holds, and the value it was ranked by; empty for none.
+    """Return the best checkpoint in the record that the newest one holds, and the value it was ranked by; empty for none.
 
     Each checkpoint holds the record of itself and those before it, so the newest has the whole record.
     """

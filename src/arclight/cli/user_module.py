@@ -104,7 +104,7 @@ def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> 
 
 
 def data_class(options: argparse.Namespace, table: dict[str, Any]) -> type | None:
-    """The class of the data, named by ``--data`` or else by a file, noted in ``table``.
+    """Return the class of the data, named by ``--data`` or else by a file, noted in ``table``.
 
     Another one than the file's takes none of the file's settings.
     """
@@ -144,7 +144,7 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def config_text(run: UserRun) -> str:
-    """The run as TOML that ``--config`` reads back, defaults of the constructors included."""
+    """Return the run as TOML that ``--config`` reads back, defaults of the constructors included."""
     return write(
         dataclasses.replace(run, model=completed(run.model), data=run.data and completed(run.data)),
     )
@@ -168,7 +168,7 @@ def completed(made: Imported) -> Imported:
 
 
 def argument_docs(cls: type) -> dict[str, str]:
-    """The first line that the docstrings of the class and its constructor say about each argument."""
+    """Return the first line that the docstrings of the class and its constructor say about each argument."""
     text = "\n".join(inspect.getdoc(part) or "" for part in (cls, cls.__init__))  # type: ignore[misc]
     docs = {}
     for name in parameters(cls):

@@ -161,7 +161,7 @@ class Cursor:
         self.iterator = read(cycle, batch)
 
     def next(self) -> Any:
-        """The next batch of this time through, or `_END`."""
+        """Return the next batch of this time through, or `_END`."""
         if self.ended:
             return _END
         item = next(self.iterator, _END) if self.batch < self.limit else _END
@@ -178,7 +178,7 @@ class Cursor:
 
 
 def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
-    """A batch from each cursor at a time, by the rule of `mode` (any but ``sequential``)."""
+    """Yield a batch from each cursor at a time, by the rule of `mode` (any but ``sequential``)."""
     while cursors:
         row = []
         for cursor in cursors:
@@ -216,7 +216,7 @@ def length_of(loader: Any) -> Count:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The leaves of a tree of containers, and the function that puts others into their places."""
+    """Return the leaves of a tree of containers, and the function that puts others into their places."""
     leaves: list[Any] = []
     rebuild = _walk(tree, leaves)
     return leaves, rebuild

@@ -22,7 +22,7 @@ class ComputedOrder(Protocol):
     def __len__(self) -> int: ...
 
     def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
-        """The samples of the data set at these positions, 0 to len - 1, of the epoch's global order."""
+        """Return the samples of the data set at these positions, 0 to len - 1, of the epoch's global order."""
         ...
 
 
@@ -42,7 +42,7 @@ class EpochOrder(Sampler[int]):
         return permute(positions, self.size, keys_of(seed, epoch)) if self.shuffle else positions
 
     def __iter__(self) -> Iterator[int]:
-        """The epoch's order under seed 0, for a loader that knows samplers only as lists."""
+        """Yield the epoch's order under seed 0, for a loader that knows samplers only as lists."""
         for start in range(0, len(self), _CHUNK):
             positions = np.arange(start, min(start + _CHUNK, len(self)))
             yield from self.sample_ids(positions, epoch=self.epoch, seed=0).tolist()

@@ -147,7 +147,7 @@ class ResumableLoader:
         return self._sampler.place_of(epoch, batch) if self._map_style else None
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """The batch to start that epoch at when ``place`` samples of its global order are done; what was done of that batch
+        """Return the batch to start that epoch at when ``place`` samples of its global order are done; what was done of that batch
         in a world of other size is left out. None where places cannot be known.
         """
         return self._sampler.go_to(epoch, place) if self._map_style else None
@@ -234,7 +234,7 @@ class ResumableLoader:
             yield Fetch(where.epoch, batch, where.seed(batch, self.rank), indices)
 
     def _clone(self, **differences: Any) -> DataLoader[Any]:
-        """A DataLoader with the user's settings, but batches always in order: out of order there is no position."""
+        """Return a DataLoader with the user's settings, but batches always in order: out of order there is no position."""
         loader = self.loader
         settings: dict[str, Any] = {
             "num_workers": loader.num_workers,
@@ -250,7 +250,7 @@ class ResumableLoader:
     # Everything else
 
     def _open(self, where: _Pass) -> Iterator[Any]:
-        """The epoch's iterator from its beginning (or from where its loaded state says)."""
+        """Yield the epoch's iterator from its beginning (or from where its loaded state says)."""
         if not self._is_torch:
             source = self.loader if hasattr(self.loader, "__iter__") else self.loader()
             with isolated_rng(where.seed()):
@@ -337,7 +337,7 @@ class ResumableLoader:
         return (pending["batch"] if here else 0), ended, here and pending.get("exhausted", False)
 
     def _find_stateful(self) -> Any:
-        """The object whose state tells the position, where there is one in this process."""
+        """Return the object whose state tells the position, where there is one in this process."""
         if self._map_style or (self._is_torch and self.loader.num_workers > 0):
             return None
         source = self.loader.dataset if self._is_torch else self.loader
@@ -383,7 +383,7 @@ class _Pass(NamedTuple):
         return {"epoch": self.epoch, "cycle": self.cycle}
 
     def seed(self, *parts: int) -> int:
-        """The seed of this reading, or of a part of it."""
+        """Return the seed of this reading, or of a part of it."""
         return derive_seed(self.cycle_seed, self.seed_epoch, *parts)
 
     @property

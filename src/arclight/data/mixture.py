@@ -67,7 +67,7 @@ class MixtureOrder(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        """The epoch's order under seed 0, for a loader that knows samplers only as lists."""
+        """Yield the epoch's order under seed 0, for a loader that knows samplers only as lists."""
         for start in range(0, self.samples, _BLOCK):
             positions = np.arange(start, min(start + _BLOCK, self.samples))
             yield from self.sample_ids(positions, epoch=self.epoch, seed=0).tolist()
@@ -89,7 +89,7 @@ class MixtureOrder(Sampler[int]):
         return found
 
     def shares(self, epochs: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """The share of each part at moments of training, in epochs: (moments, parts), rows sum to 1."""
+        """Return the share of each part at moments of training, in epochs: (moments, parts), rows sum to 1."""
         weights = np.stack([np.interp(epochs, self.at, row) for row in self.weights], axis=1)
         shares: npt.NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
         return shares

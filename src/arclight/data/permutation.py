@@ -23,7 +23,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  
 
 
 def keys_of(*parts: int | npt.NDArray[Any]) -> Keys:
-    """A 64-bit key for each combination of integers; arrays broadcast. Always an array of at least one dimension."""
+    """Return a 64-bit key for each combination of integers; arrays broadcast. Always an array of at least one dimension."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         word = np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -63,7 +63,7 @@ def _network(values: Keys, high: np.uint64, low: np.uint64, key: Keys) -> Keys:
 
 
 def _mix(word: Keys) -> Keys:
-    """The finaliser of SplitMix64: every bit of the word reaches every bit of the result."""
+    """Return the finaliser of SplitMix64: every bit of the word reaches every bit of the result."""
     word = (word ^ (word >> np.uint64(30))) * _FIRST
     word = (word ^ (word >> np.uint64(27))) * _SECOND
     return word ^ (word >> np.uint64(31))

@@ -122,7 +122,7 @@ class EpochSampler:
         return batch * self.global_batch if self._placed else None
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """The batch to go on with when ``place`` positions of the epoch are done, in this or in another world.
+        """Return the batch to go on with when ``place`` positions of the epoch are done, in this or in another world.
 
         Where batches do not meet there, that batch leaves out what was done. None where there is no order in common.
         """
@@ -189,7 +189,7 @@ class EpochSampler:
             yield from samples.reshape(len(batches), -1).tolist()
 
     def _begin(self, epoch: int, batch: int) -> int:
-        """The first position of a batch that is still to be done."""
+        """Return the first position of a batch that is still to be done."""
         return max(batch * self.global_batch, self.place_of(epoch, batch) or 0)
 
     def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
@@ -235,14 +235,14 @@ class RankShare:
 
 
 def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
-    """A copy of `loader` that reads only the share that `sampler` has of its samples."""
+    """Return a copy of `loader` that reads only the share that `sampler` has of its samples."""
     twin, share = copy.copy(loader), RankShare(sampler)
     _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": share})
     return twin
 
 
 def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """A copy of `loader` (of its own class, with all its attributes) that takes its samples from `sampler`."""
+    """Return a copy of `loader` (of its own class, with all its attributes) that takes its samples from `sampler`."""
     twin = copy.copy(loader)
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
@@ -265,7 +265,7 @@ def _replace(loader: DataLoader[Any], **samplers: Any) -> None:
 
 
 def _keeping_all(batches: Any) -> Any:
-    """The batch sampler without ``drop_last``, in a copy where need be."""
+    """Return the batch sampler without ``drop_last``, in a copy where need be."""
     if not hasattr(batches, "drop_last"):
         warnings.warn(
             f"the custom batch sampler {type(batches).__name__} says nothing of drop_last. Make sure your sampler is "

@@ -18,7 +18,7 @@ OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from any integers, such as (seed, epoch, batch, rank); the same on every machine and Python."""
+    """Return a 63-bit seed from any integers, such as (seed, epoch, batch, rank); the same on every machine and Python."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 

@@ -48,7 +48,7 @@ class Numbered(Checked):
 
 
 def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
-    """The site, of ``count``, that the thing ``key`` (its name or its content) of ``source`` lies at."""
+    """Return the site, of ``count``, that the thing ``key`` (its name or its content) of ``source`` lies at."""
     share = _uniform(partition.seed, b"arclight/thing", key)
     if isinstance(partition, IID):
         return int(share * count)
@@ -83,6 +83,6 @@ def packed(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def _uniform(seed: int, purpose: bytes, key: bytes) -> float:
-    """A number in [0, 1) that seed, purpose and key decide."""
+    """Return a number in [0, 1) that seed, purpose and key decide."""
     digest = hashlib.blake2b(key, digest_size=8, key=str(seed).encode(), person=purpose[:16]).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -47,7 +47,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         return self._firsts[-1]
 
     def __getitem__(self, sample: int) -> dict[str, torch.Tensor]:
-        """One sample, without a batch dimension."""
+        """Return one sample, without a batch dimension."""
         return {name: values[0] for name, values in self.__getitems__([sample]).items()}
 
     def __getitems__(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -199,7 +199,7 @@ class TokenShards:
         return inside[(inside > start) & (inside < stop)]
 
     def document(self, number: int) -> npt.NDArray[Any]:
-        """The tokens of one document."""
+        """Return the tokens of one document."""
         ends = self.ends(max(0, number - 1), number + 1)
         return self.read(int(ends[-2]) if number else 0, int(ends[-1]))
 

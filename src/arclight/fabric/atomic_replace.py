@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced)-(?P<host>\w+
 
 
 def make_staging(path: Path) -> Path:
-    """A new empty folder beside `path`, whose parents are made where they are missing."""
+    """Return a new empty folder beside `path`, whose parents are made where they are missing."""
     staging = temporary_path(path)
     staging.mkdir()
     return staging

@@ -107,7 +107,7 @@ def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
 
 
 def batch_sizes(batch: Any) -> Iterator[int]:
-    """The first dimension of each tensor or array in a batch (1 for a single number), in order.
+    """Yield the first dimension of each tensor or array in a batch (1 for a single number), in order.
 
     A list without tensors is a batch of what is in it: its length counts.
     """

@@ -13,7 +13,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 
 def require(module: str, *, extra: str) -> Any:
-    """The imported ``module``; raises MissingExtraError naming the ``extra`` to install where it is missing."""
+    """Return the imported ``module``; raises MissingExtraError naming the ``extra`` to install where it is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -138,7 +138,7 @@ def _ending(status: int) -> str:
 
 
 def _this_command() -> list[str]:
-    """The command line that started this program."""
+    """Return the command line that started this program."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":

@@ -21,7 +21,7 @@ class SkipInit(torch.overrides.TorchFunctionMode):
 
 
 def enter_all(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """One context for several, entered in their order when it is entered itself."""
+    """Return one context for several, entered in their order when it is entered itself."""
 
     @contextmanager
     def enter() -> Iterator[None]:

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def known_rank() -> int | None:
-    """The global rank of this process: of the process group, else what the launcher says; None where nobody says."""
+    """Return the global rank of this process: of the process group, else what the launcher says; None where nobody says."""
     distributed = sys.modules.get("torch.distributed")  # not imported: then there is no group either
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

@@ -19,7 +19,7 @@ def installed(kind: str) -> dict[str, Any]:
 
 @cache
 def _entries(query: Callable[..., Any], group: str) -> tuple[Any, ...]:
-    """The entry points of ``group``; looking through all installed packages takes milliseconds, so it is done once."""
+    """Return the entry points of ``group``; looking through all installed packages takes milliseconds, so it is done once."""
     return tuple(query(group=group))
 
 
@@ -87,7 +87,7 @@ class Registry(dict[str, dict[str, Any]]):
         self.pop(name)
 
     def names(self) -> list[str]:
-        """Every name, also those of installed packages."""
+        """Return every name, also those of installed packages."""
         return sorted({*self, *installed(self.plural)})
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ def select(
     *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1, precision: Any = None,
     plugins: Any = None, sync_batchnorm: bool = False, owner: str = "Trainer",
 ) -> Strategy:  # fmt: skip
-    """The strategy that a user of ``owner`` asked for, with everything it needs; no process is started, no device claimed.
+    """Return the strategy that a user of ``owner`` asked for, with everything it needs; no process is started, no device claimed.
 
     * ``accelerator``: a name or an Accelerator. ``strategy``: a name or a Strategy, which may hold an accelerator, devices, a
       cluster environment, a checkpoint IO and a precision of its own. ``precision``: a name. ``plugins``: a Precision, a
@@ -87,7 +87,7 @@ def select(
 
 
 def sort_plugins(plugins: Any) -> Plugins:
-    """Each plugin to its place. Raises TypeError for what is none, ValueError for two of a kind."""
+    """Return each plugin to its place. Raises TypeError for what is none, ValueError for two of a kind."""
     found = Plugins()
     twice: list[str] = []
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
@@ -114,7 +114,7 @@ def sort_plugins(plugins: Any) -> Plugins:
 
 
 def _named(strategy: Any) -> Strategy | None:
-    """The strategy that a name or an object stands for; None for ``auto``."""
+    """Return the strategy that a name or an object stands for; None for ``auto``."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         strategy = strategy()
     if isinstance(strategy, Strategy):
@@ -164,7 +164,7 @@ def _from_strategy(strategy: Strategy | None, accelerator: Any, precision: Any, 
 
 
 def _devices(accelerator: Accelerator, devices: Any, num_nodes: int, environment: ClusterEnvironment) -> list[Any]:
-    """The devices of this node's processes."""
+    """Return the devices of this node's processes."""
     if devices == "auto":
         if environment.creates_processes_externally and not isinstance(environment, LightningEnvironment):
             devices = max(1, environment.world_size() // num_nodes)

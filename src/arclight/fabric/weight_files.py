@@ -56,11 +56,11 @@ class WeightFiles:
         return tuple(self._open)
 
     def file_of(self, name: str) -> Path:
-        """The file that has, or by the index should have, the tensor ``name``."""
+        """Return the file that has, or by the index should have, the tensor ``name``."""
         return self._files[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that lies in the file: what is read is read when it is used, and what is changed is changed in memory only."""
+        """Return a tensor that lies in the file: what is read is read when it is used, and what is changed is changed in memory only."""
         try:
             found: torch.Tensor = self._handle(self._files[name]).get_tensor(name)
         except SafetensorError as error:
@@ -68,7 +68,7 @@ class WeightFiles:
         return found
 
     def part(self, name: str) -> Any:
-        """A tensor of which only what is sliced is read: see `safetensors.safe_open.get_slice`."""
+        """Return a tensor of which only what is sliced is read: see `safetensors.safe_open.get_slice`."""
         try:
             return self._handle(self._files[name]).get_slice(name)
         except SafetensorError as error:
@@ -135,7 +135,7 @@ def shards(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 def shard_name(number: int, count: int, stem: str = "model") -> str:
-    """The name of file ``number`` (from 0) of ``count``."""
+    """Return the name of file ``number`` (from 0) of ``count``."""
     return f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else f"{stem}.safetensors"
 
 

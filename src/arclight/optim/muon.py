@@ -112,7 +112,7 @@ def _update(
 def _momentum(
     parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
-    """The direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
+    """Return the direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
     assert parameter.grad is not None
     gradient, velocity = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -187,7 +187,7 @@ class Hop:
 
 
 def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
-    """The mesh dimensions that share out the matrices of ``tensor`` (..., rows, columns), in the order of sharing.
+    """Return the mesh dimensions that share out the matrices of ``tensor`` (..., rows, columns), in the order of sharing.
 
     Raises NotImplementedError for placements other than shards and replicas.
     """
@@ -236,7 +236,7 @@ def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch
 
 
 def collect(matrices: torch.Tensor, hops: tuple[Hop, ...], count: int, first: int = 0) -> torch.Tensor:
-    """The inverse of :func:`deal` of ``count`` matrices. A collective."""
+    """Invert :func:`deal` of ``count`` matrices. A collective."""
     totals = []  # before each of the hops of deal, which went from the last to the first
     for hop in reversed(hops):
         totals.append(count)

@@ -123,7 +123,7 @@ class MixedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; what ``closure`` returns."""
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -209,7 +209,7 @@ class MixedOptimizer(Optimizer):
 
 
 def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The options that were saved for a group's parameters; its own where they were in groups that differ."""
+    """Return the options that were saved for a group's parameters; its own where they were in groups that differ."""
     found: list[dict[str, Any]] = []
     for name in group["param_names"]:
         if name not in homes:

@@ -24,7 +24,7 @@ class _Schedule(Checked):
     _factor: ClassVar[str]
 
     def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> FactorSchedule:
-        """A scheduler to be stepped after each of ``total_steps`` optimizer steps. Raises ValueError for phases that do not fit."""
+        """Return a scheduler to be stepped after each of ``total_steps`` optimizer steps. Raises ValueError for phases that do not fit."""
         from arclight.optim import schedules
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "rewarm"}

@@ -93,7 +93,7 @@ def constant(step: int, *, total_steps: int, warmup: float) -> float:
 
 
 def rewarmed(step: int, *, since: int, steps: int) -> float:
-    """A second factor: linear from the resume at step ``since``, 1 after ``steps``."""
+    """Return a second factor: linear from the resume at step ``since``, 1 after ``steps``."""
     return 1.0 if step < since else _warmed_up(step - since, steps)
 
 
@@ -134,5 +134,5 @@ class FactorSchedule(LambdaLR):
 def lambda_schedule(
     optimizer: torch.optim.Optimizer, factor: Callable[..., float], rewarm: int = 0, **arguments: Any
 ) -> FactorSchedule:
-    """A per-step scheduler that multiplies the peak rate by ``factor(step, **arguments)``."""
+    """Return a per-step scheduler that multiplies the peak rate by ``factor(step, **arguments)``."""
     return FactorSchedule(optimizer, partial(factor, **arguments), rewarm)

@@ -41,7 +41,7 @@ class _Rule(Checked):
         _check_pattern("pattern", self.pattern)
 
     def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
-        """The optimizer of the trainable ones among ``parameters``, given with their names.
+        """Return the optimizer of the trainable ones among ``parameters``, given with their names.
 
         ``all_names``: those of the whole model where ``parameters`` are a part of it (a pipeline stage).
         """
@@ -51,7 +51,7 @@ class _Rule(Checked):
         return build_optimizer(self, (), parameters, all_names)
 
     def options(self) -> dict[str, Any]:
-        """The options of a parameter group."""
+        """Return the options of a parameter group."""
         raise NotImplementedError
 
 
@@ -172,7 +172,7 @@ class Mixed:
                 raise ValueError(f"groups[{number}] needs a pattern: which parameters are its?")
 
     def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
-        """One optimizer for all; see :meth:`AdamW.build`. Raises ValueError for a pattern that matches no parameter."""
+        """Return one optimizer for all; see :meth:`AdamW.build`. Raises ValueError for a pattern that matches no parameter."""
 
         return build_optimizer(self.default, self.groups, parameters, all_names)
 
@@ -198,7 +198,7 @@ def _by_decay(trainable: list[Pair], weight_decay: float) -> list[dict[str, Any]
 def build_optimizer(
     default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = ()
 ) -> MixedOptimizer:
-    """An optimizer of the trainable ``parameters``, each in the first of ``rules`` whose pattern is found in its name.
+    """Return an optimizer of the trainable ``parameters``, each in the first of ``rules`` whose pattern is found in its name.
 
     Raises ValueError where nothing is trainable, and for a pattern that has no parameter among these and ``all_names``.
     """

@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
-    """Each parameter's gradient on this process, in the memory layout of the parameter: fused steps walk flat memory."""
+    """Return each parameter's gradient on this process, in the memory layout of the parameter: fused steps walk flat memory."""
     return [
         _like(local_tensor(parameter), local_tensor(parameter.grad))
         for _, parameter, _ in own
@@ -36,7 +36,7 @@ def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) 
 
 
 def draws(tensor: torch.Tensor) -> torch.Tensor:
-    """A random number below 2^32 (int64) for each element of this process's part, from its place in the whole tensor alone."""
+    """Return a random number below 2^32 (int64) for each element of this process's part, from its place in the whole tensor alone."""
     part = local_tensor(tensor)
     offsets: tuple[int, ...] = (0,) * part.ndim
     if is_dtensor(tensor):
@@ -53,7 +53,7 @@ def draws(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(number: torch.Tensor) -> torch.Tensor:
-    """The finalizer of MurmurHash3 (Appleby, public domain) on the lower 32 bits."""
+    """Return the finalizer of MurmurHash3 (Appleby, public domain) on the lower 32 bits."""
     mask = 0xFFFFFFFF
     number = number & mask
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & mask

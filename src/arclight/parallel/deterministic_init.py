@@ -63,7 +63,7 @@ def declarations(model: nn.Module) -> dict[str, tuple[str, Initial]]:
 def draw(
     name: str, shape: torch.Size | tuple[int, ...], distribution: Initial, seed: int, part: tuple[slice, ...] | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """The first value of the parameter ``name``, float32 on the CPU, or the ``part`` of it.
+    """Return the first value of the parameter ``name``, float32 on the CPU, or the ``part`` of it.
 
     A function of (seed, name) alone: each block of rows is drawn by a generator seeded with SHA-256 of seed, name and number.
     """
@@ -151,7 +151,7 @@ def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tens
 
 
 def _drawn(tensor: torch.Tensor, name: str, distribution: Initial, seed: int) -> torch.Tensor:
-    """A share, or all, of what ``tensor`` begins with."""
+    """Return a share, or all, of what ``tensor`` begins with."""
     part = None
     if isinstance(tensor, DTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

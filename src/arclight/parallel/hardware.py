@@ -115,7 +115,7 @@ TABLE = {
 
 
 def hardware(name: str) -> Hardware:
-    """The device called ``name``, or the one that a TOML file describes: its fields, and ``like = "h100"`` for those it leaves out.
+    """Return the device called ``name``, or the one that a TOML file describes: its fields, and ``like = "h100"`` for those it leaves out.
 
     Raises HardwareError for a name that is not known or a field that does not fit.
     """

@@ -56,11 +56,11 @@ class Mesh:
             self._loss = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "loss", "tp")).get_group("loss")
 
     def rank(self, dimension: str) -> int:
-        """The place of this process along a dimension of the plan."""
+        """Return the place of this process along a dimension of the plan."""
         return self.grid.get_local_rank(dimension)
 
     def group(self, dimension: str) -> Any:
-        """The processes that differ from this one along a dimension of the plan only."""
+        """Return the processes that differ from this one along a dimension of the plan only."""
         return self.grid.get_group(dimension)
 
     @property

@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's result; grouped products of fake tensors that torch 2.13 takes in bfloat16 alone (real ones in any dtype), by way of that."""
+    """Return the operation's result; grouped products of fake tensors that torch 2.13 takes in bfloat16 alone (real ones in any dtype), by way of that."""
     if (
         func is torch.ops.aten._grouped_mm.default
         and isinstance(args[0], FakeTensor)

@@ -36,7 +36,7 @@ class Runnable(Protocol):
         ...
 
     def loss(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """The loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
+        """Return the loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
         ...
 
     # Optional: ``scale_losses(share, batch)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on

@@ -192,7 +192,7 @@ class PlanStrategy(ShardedStrategy):
         return not (lacking(module) is None and is_prunable(module.get_submodule("model")))
 
     def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """The module's own steps cut into stages: it keeps what this process's have."""
+        """Cut the module's own steps into stages: it keeps what this process's have."""
         self._refuse_scaler()
         if self.example is None:
             raise PlanError(
@@ -326,7 +326,7 @@ class PlanStrategy(ShardedStrategy):
 
     @torch.no_grad()
     def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """The norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are spread over.
+        """Return the norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are spread over.
         Every process calls this.
         """
         holders = self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.apart else 1)
@@ -366,7 +366,7 @@ def _without(tree: Any, names: set[str]) -> Any:
 
 
 def _united(one: Any, other: Any) -> Any:
-    """A tree with what either has; ``one`` where both have something that is no dictionary."""
+    """Return a tree with what either has; ``one`` where both have something that is no dictionary."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one | {key: _united(one[key], value) if key in one else value for key, value in other.items()}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

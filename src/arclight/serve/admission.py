@@ -46,7 +46,7 @@ class Buffered:
 
     @contextmanager
     def upload(self) -> Iterator[bytearray]:
-        """An empty body to ``append`` to; its bytes count until the block ends."""
+        """Open an empty body to ``append`` to; its bytes count until the block ends."""
         body = bytearray()
         try:
             yield body
@@ -136,7 +136,7 @@ def file_field(body: bytes, content_type: str) -> bytes:
 
 
 def in_words(count: int) -> str:
-    """A size for people: ``25 MB``."""
+    """Return a size for people: ``25 MB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -156,7 +156,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="arclight-serve")
 
     async def run(self, work: Callable[[], T], *, abandoned: Callable[[], Awaitable[bool]]) -> T:
-        """The result of ``work()``; raises Refusal 429 when the queue is full.
+        """Return the result of ``work()``; raises Refusal 429 when the queue is full.
 
         ``abandoned`` is asked when a worker becomes free: work whose client has left is not done.
         """

@@ -33,7 +33,7 @@ class ServableModule(nn.Module):
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
-        """A request to try: ``{"body": {name: plain data}}``."""
+        """Return a request to try: ``{"body": {name: plain data}}``."""
         raise NotImplementedError("The `configure_payload` method needs to be overridden.")
 
     @abstractmethod

@@ -157,7 +157,7 @@ class AveragesWeights(Protocol):
     """A callback that keeps averages of the weights, which checkpoints hold beside them."""
 
     def averages(self) -> dict[str, Any]:
-        """The entries of a checkpoint, averaged weights by name in each."""
+        """Return the entries of a checkpoint, averaged weights by name in each."""
 
     def load_averages(self, entries: dict[str, Any]) -> None:
         """Take those entries back from a checkpoint's."""

@@ -39,11 +39,11 @@ class DataHooks:
         """Undo `setup`."""
 
     def train_dataloader(self) -> Any:
-        """A loader: a DataLoader, any iterable of batches, or a tree of them, as ``CombinedLoader`` takes it."""
+        """Return a loader: a DataLoader, any iterable of batches, or a tree of them, as ``CombinedLoader`` takes it."""
         raise _missing(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
-        """A loader, or several that are run one after another."""
+        """Return a loader, or several that are run one after another."""
         raise _missing(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
@@ -117,7 +117,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         cls, train_dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, predict_dataset: Any = None,
         batch_size: int = 1, num_workers: int = 0, **datamodule_kwargs: Any,
     ) -> Self:  # fmt: skip
-        """A data module over data sets (or lists or dicts of them): a loader for each, shuffled for training.
+        """Return a data module over data sets (or lists or dicts of them): a loader for each, shuffled for training.
 
         ``batch_size`` and ``num_workers`` reach the constructor as well where it takes them, like ``datamodule_kwargs``.
         """
@@ -132,7 +132,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         return made
 
     def __str__(self) -> str:
-        """The sizes of the data sets that are set up."""
+        """Return the sizes of the data sets that are set up."""
         return os.linesep.join(f"{{{title}: {_sizes(getattr(self, name, None))}}}" for name, title in _STAGES.items())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class DataModule(DataHooks, HyperparametersMixin):
 
 
 def _loaders(source: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """A loader for each data set in `source`."""
+    """Return a loader for each data set in `source`."""
 
     def loader(dataset: Any) -> DataLoader[Any]:
         shuffled = shuffle and not isinstance(dataset, IterableDataset)

@@ -114,7 +114,7 @@ def decode(value: Any, owner: type) -> Any:
 
 
 def _old_kind(value: dict[Any, Any]) -> str | None:
-    """The kind of object that a dict stood for before there was :data:`TAG`; None for a dict that is one."""
+    """Return the kind of object that a dict stood for before there was :data:`TAG`; None for a dict that is one."""
     if value.keys() == {"dataclass", "fields"} and _is_place(value["dataclass"]) and isinstance(value["fields"], dict):
         return "dataclass"
     if value.keys() == {"enum", "name"} and _is_place(value["enum"]) and isinstance(value["name"], str):
@@ -389,7 +389,7 @@ class HyperparametersMixin:
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
+        """Return a new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
 
         ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
         ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);
@@ -445,7 +445,7 @@ def _arguments(cls: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose(cls: type, arguments: dict[str, Any], chosen: tuple[Any, ...]) -> tuple[str | None, Any]:
-    """The name to keep them under, and what to keep."""
+    """Return the name to keep them under, and what to keep."""
     if not chosen:
         return ("kwargs" if arguments else None), arguments
     containers = [item for item in chosen if not isinstance(item, str)]
@@ -525,7 +525,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
-    """The entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again.
+    """Return the entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again.
 
     What only unpickling could bring back is left out, with a warning: whoever loads the checkpoint must give it.
     """
@@ -598,7 +598,7 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
 
 
 def find_attribute_owners(module: nn.Module, name: str) -> list[Any]:
-    """Every place that has ``name``: the module, its ``hparams``, the data module, its ``hparams``; the last one counts."""
+    """Return every place that has ``name``: the module, its ``hparams``, the data module, its ``hparams``; the last one counts."""
     trainer = getattr(module, "_trainer", None)
     data = trainer.datamodule if trainer is not None else None
     found: list[Any] = []
@@ -617,7 +617,7 @@ def has_setting(module: nn.Module, name: str) -> bool:
 
 
 def get_setting(module: nn.Module, name: str) -> Any:
-    """The value in the last place that has it. Raises AttributeError where none has."""
+    """Return the value in the last place that has it. Raises AttributeError where none has."""
     holder = _require_attribute_owners(module, name)[-1]
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
@@ -695,7 +695,7 @@ def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
 
 
 def convert(val: str) -> Any:
-    """The number, truth value, None or list that ``val`` spells; else the text itself."""
+    """Return the number, truth value, None or list that ``val`` spells; else the text itself."""
     spelled = {"True": "true", "False": "false", "None": "null"}.get(val, val)
     try:
         return json.loads(spelled)

@@ -62,7 +62,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
     # -- what a user writes ----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of one batch: a tensor, a dict with ``loss``, or None to skip the batch."""
+        """Return the loss of one batch: a tensor, a dict with ``loss``, or None to skip the batch."""
         raise NotImplementedError(f"{type(self).__name__} has no training_step(batch, batch_idx); fit needs one")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,11 +72,11 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         """Evaluate one batch of the test data."""
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output for one batch; by default ``self(batch)``."""
+        """Return the output for one batch; by default ``self(batch)``."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """An optimizer, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
+        """Return an optimizer, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(); fit needs one")
 
     def configure_callbacks(self) -> Callback | list[Callback]:
@@ -253,7 +253,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them. Their ``step`` runs hooks, takes out the scale of 16-bit gradients and is counted.
+        """Return the optimizer, or the list of them. Their ``step`` runs hooks, takes out the scale of 16-bit gradients and is counted.
 
         With ``use_pl_optimizer=False`` they are as ``configure_optimizers`` returned them.
         """
@@ -265,7 +265,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """Return the scheduler, the list of them, or None."""
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
@@ -393,7 +393,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
             print(*args, **kwargs)  # noqa: T201
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
+        """Return every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
 
         With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
         """

@@ -286,7 +286,7 @@ for _limit in (*_LIMITS[1:], "overfit_batches"):
 
 
 def _batches(value: int | float, name: str, asked: bool = True) -> int | float:
-    """A share in [0, 1] or a count of batches."""
+    """Return a share in [0, 1] or a count of batches."""
     if value == 1 and asked:
         rank_zero_info(f"`Trainer({name}={value!r})` was configured so {_ONE[name, type(value)]}.")
     if 0 <= value <= 1:

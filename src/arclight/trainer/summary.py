@@ -95,7 +95,7 @@ class ModelSummary:
         self._layer_summary = self.summarize()
 
     def summarize(self) -> dict[str, LayerSummary]:
-        """Every shown layer by its name."""
+        """Return every shown layer by its name."""
         summary = {name: LayerSummary(module) for name, module in self.named_modules}
         try:
             if self._example is not None:
@@ -236,7 +236,7 @@ class ModelSummary:
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> ModelSummary:
-    """A :class:`ModelSummary` of ``module``."""
+    """Return a :class:`ModelSummary` of ``module``."""
     return ModelSummary(module, max_depth)
 
 
@@ -248,7 +248,7 @@ def format_table(
     total_training_modes: dict[str, int],
     total_flops: int,
 ) -> str:
-    """The columns as text, and below them the totals."""
+    """Return the columns as text, and below them the totals."""
     widths = [max(map(len, [heading, *cells])) for heading, cells in columns]
     numeric = {"Params", "Params per Device", "FLOPs"}
 

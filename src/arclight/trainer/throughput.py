@@ -92,7 +92,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 def _chip(name: str) -> str | None:
-    """The row of the table for a device's name; a variant (Ti, Super) that is not in the table is another chip."""
+    """Return the row of the table for a device's name; a variant (Ti, Super) that is not in the table is another chip."""
     words = re.split(r"[\s_-]+", name.lower())
     words = ["pcie" if word == "hbm2e" else re.sub(r"^(nvl|pcie).*", r"\1", word) for word in words]
     for row in sorted(_PEAKS, key=len, reverse=True):
@@ -271,6 +271,6 @@ def measure_flops(
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """The type that matrix products are done in under ``precision``."""
+    """Return the type that matrix products are done in under ``precision``."""
     dtype: torch.dtype = getattr(precision, "compute_dtype", precision.dtype)
     return dtype

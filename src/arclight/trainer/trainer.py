@@ -159,11 +159,11 @@ class Trainer:
 
     @classmethod
     def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
-        """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``, which win: callbacks, logger, run folder."""
+        """Return a trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``, which win: callbacks, logger, run folder."""
         return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)} | objects)
 
     def _default_callbacks(self, given: Callback | list[Callback] | None) -> list[Callback]:
-        """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
+        """Return the user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
         from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
         from arclight.trainer.callbacks.monitoring.model_summary import ModelSummary, RichModelSummary
         from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
@@ -282,7 +282,7 @@ class Trainer:
         self.checkpoints.save(filepath, bool(weights_only), storage_options)
 
     def capture(self) -> dict[str, Any]:
-        """The whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
+        """Return the whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
 
         Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
         they lie, and whoever changes them in between changes what it takes up.

@@ -99,11 +99,11 @@ class EncodedShards(tree.Encoder):
         return self._known[key]
 
     def structure(self) -> str:
-        """A digest of which entries this process has, whatever their values."""
+        """Return a digest of which entries this process has, whatever their values."""
         return _digest(_outline(self.entries))
 
     def layout(self) -> str:
-        """A digest of the parts of tensors that this process has."""
+        """Return a digest of the parts of tensors that this process has."""
         return _digest(
             [(path, place.dtype, place.shape, place.boxes, place.same_as) for path, place in self.places.items()]
         )
@@ -122,7 +122,7 @@ class ShardPlan:
         return {path: shares for path, shares in mine.items() if shares and self.places[path].same_as is None}
 
     def filled(self, node: Any) -> Any:
-        """A JSON value with, in the place of each tensor, where its shares are."""
+        """Return a JSON value with, in the place of each tensor, where its shares are."""
         if isinstance(node, list):
             return [self.filled(item) for item in node]
         if not isinstance(node, dict):
@@ -136,7 +136,7 @@ class ShardPlan:
 
 
 def make_plan(everyones: list[dict[Path, TensorShards]], leading: Collection[int] = ()) -> ShardPlan:
-    """The plan for what each process has. A box that one of ``leading`` holds is written by one of these: they have one replica of
+    """Return the plan for what each process has. A box that one of ``leading`` holds is written by one of these: they have one replica of
     a model, and others may differ from it. Raises CheckpointError for a tensor that all parts together do not make up.
     """
     places: dict[Path, TensorShards] = {}
@@ -204,7 +204,7 @@ def _assign(
 
 
 def merge_entries(first: Any, other: Any) -> Any:
-    """One JSON value of two processes' values: dicts and lists of names are united, in all else the first counts."""
+    """Return one JSON value of two processes' values: dicts and lists of names are united, in all else the first counts."""
     if isinstance(first, dict) and isinstance(other, dict):
         kinds = first.get("$"), other.get("$")
         if kinds == (None, None):

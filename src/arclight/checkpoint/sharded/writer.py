@@ -100,7 +100,7 @@ class ShardedSaver:
         return ShardedSave(path, to_path(everyones[0][3]), own, encoded)
 
     def _unite(self, taken: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        """The entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
+        """Return the entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
         rank = self.processes.global_rank
         meshes, entries = list(taken.meshes), taken.entries
         if len(set(structures)) == 1:

@@ -185,7 +185,7 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
 
 
 def _fixed(word: str) -> tuple[str, Any]:
-    """A field of the plan and its value, from ``name=value``."""
+    """Return a field of the plan and its value, from ``name=value``."""
     name, equals, text = word.partition("=")
     known = {field.name: getattr(Plan(), field.name) for field in dataclasses.fields(Plan)}
     if not equals or name not in known:

@@ -46,7 +46,7 @@ def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """An empty table: the first column to the left, numbers to the right."""
+    """Return an empty table: the first column to the left, numbers to the right."""
     table = Table(
         title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0)
     )

@@ -33,7 +33,7 @@ class Share:
 
 
 def verify(best: Estimate, model: str, overrides: dict[str, Any]) -> list[Share]:
-    """The first, a middle and the last rank of the plan. Raises RuntimeError where a process of theirs fails, with what it said."""
+    """Return the first, a middle and the last rank of the plan. Raises RuntimeError where a process of theirs fails, with what it said."""
     size = best.plan.world_size
     return [_share(best, rank, model, overrides) for rank in sorted({0, size // 2, size - 1})]
 
@@ -52,7 +52,7 @@ def _share(best: Estimate, rank: int, model: str, overrides: dict[str, Any]) -> 
 
 
 def line(best: Estimate, shares: list[Share]) -> str:
-    """One line that says what was compared, and whether it is the same."""
+    """Return one line that says what was compared, and whether it is the same."""
     ranks = ", ".join(f"{share.rank:,}" for share in shares)
     sizes = ", ".join(f"{share.bytes / 2**20:,.1f}" for share in shares)
     start = f"of {best.plan.world_size:,} processes, ranks {ranks} have {sizes} MiB of weights (as much of gradients and each moment)"

@@ -251,7 +251,7 @@ class LightningCLI:
     # -- the parser --------------------------------------------------------------------------------------------
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser that knows ``--config``."""
+        """Return a parser that knows ``--config``."""
         kwargs.setdefault("dump_header", [f"arclight.compat.lightning.pytorch=={__version__}"])
         parser = self.parser_class(**kwargs)
         parser.add_argument(
@@ -285,7 +285,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The trainer's methods that can be run, and which of their arguments are no arguments here."""
+        """Return the trainer's methods that can be run, and which of their arguments are no arguments here."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}} | {
             name: set(evaluation) for name in ("validate", "test", "predict")
@@ -411,7 +411,7 @@ class LightningCLI:
         """Override to run something when everything is made and nothing run."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """The trainer, with the callbacks that the parser was told of, the defaults' and the one that saves the configuration."""
+        """Return the trainer, with the callbacks that the parser was told of, the defaults' and the one that saves the configuration."""
         parser = self._parser(self.subcommand)
         config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         if "callbacks" not in config:
@@ -496,20 +496,20 @@ class LightningCLI:
 
 
 def _made(callback: Any) -> Callback:
-    """A callback, or what ``{"class_path": ..., "init_args": ...}`` describes."""
+    """Return a callback, or what ``{"class_path": ..., "init_args": ...}`` describes."""
     made: Callback = instantiate_class((), callback) if isinstance(callback, dict) else callback
     return made
 
 
 def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
-    """An object of ``init["class_path"]``, made with ``args`` (one, or a tuple) and ``init["init_args"]``."""
+    """Return an object of ``init["class_path"]``, made with ``args`` (one, or a tuple) and ``init["init_args"]``."""
     module, _, name = init["class_path"].rpartition(".")
     positional = args if isinstance(args, tuple) else (args,)
     return getattr(importlib.import_module(module), name)(*positional, **init.get("init_args", {}))
 
 
 def instantiate_module(class_type: type[Owner], config: dict[str, Any]) -> Owner:
-    """A module from the arguments that a command line wrote into a checkpoint, objects among them made again."""
+    """Return a module from the arguments that a command line wrote into a checkpoint, objects among them made again."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     if "_class_path" in config:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)

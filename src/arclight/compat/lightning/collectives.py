@@ -85,7 +85,7 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """A group of some of them."""
+        """Return a group of some of them."""
 
     @classmethod
     @abstractmethod
@@ -259,7 +259,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def _convert_to_native_op(cls, op: Any) -> Any:
-        """The reduction of a name; one of torch's own stays. Raises ValueError for anything else."""
+        """Return the reduction of a name; one of torch's own stays. Raises ValueError for anything else."""
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return op
         if not isinstance(op, str):

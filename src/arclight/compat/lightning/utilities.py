@@ -45,7 +45,7 @@ class LightningEnum(StrEnum):
 
     @classmethod
     def try_from_str(cls, value: str, source: str = "key") -> Self | None:
-        """The same, None where there is none."""
+        """Return the same, None where there is none."""
         wanted = value.replace("-", "_").lower()
         matches = (
             member for member in cls if any(t.replace("-", "_").lower() == wanted for t in _texts(member, source))
@@ -161,12 +161,12 @@ def collect_init_args(
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """A collection with its tensors detached, and moved to the CPU where asked."""
+    """Return a collection with its tensors detached, and moved to the CPU where asked."""
     return map_tensors(in_dict, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 
 
 def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
-    """A collection with its numbers and NumPy arrays made tensors (bool as uint8), all on ``device``."""
+    """Return a collection with its numbers and NumPy arrays made tensors (bool as uint8), all on ``device``."""
     return move_batch(_map_leaves(data, _as_tensor), torch.device(device))
 
 
@@ -178,7 +178,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """A collection with its one-element tensors made numbers. Raises ValueError for a tensor of several elements."""
+    """Return a collection with its one-element tensors made numbers. Raises ValueError for a tensor of several elements."""
     return _map_leaves(data, _as_number)
 
 
@@ -310,14 +310,14 @@ def available_cpus() -> int:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """The most loader workers that leave a CPU for each of ``local_world_size`` training processes; at least 1."""
+    """Return the most loader workers that leave a CPU for each of ``local_world_size`` training processes; at least 1."""
     if local_world_size < 1:
         raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
     return max(1, available_cpus() // local_world_size - 1)
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The ``norm_type``-norm (2, 1, ``"inf"``, ...) of each parameter's gradient, and of all of them as one vector.
+    """Return the ``norm_type``-norm (2, 1, ``"inf"``, ...) of each parameter's gradient, and of all of them as one vector.
 
     Keys are ``grad_2.0_norm/<parameter>`` and ``grad_2.0_norm_total``; nothing where no parameter has a gradient.
     Raises ValueError for a norm that is not positive.
@@ -347,7 +347,7 @@ _WANDB_AVAILABLE = _is_there("wandb")
 
 
 def to_uncompiled(model: Any) -> Module:
-    """The Module as it was before it was compiled, from what ``torch.compile`` or :func:`arclight.trainer.loop.verification.from_compiled` returned.
+    """Return the Module as it was before it was compiled, from what ``torch.compile`` or :func:`arclight.trainer.loop.verification.from_compiled` returned.
 
     Raises ValueError for a module that is not compiled, and for anything else.
     """

@@ -54,7 +54,7 @@ class Table:
         return next(row for row in self.rows if row.name == name)
 
     def with_column(self, title: str, values: Mapping[str, float]) -> Table:
-        """The table with one more column: ``values`` by program name."""
+        """Return the table with one more column: ``values`` by program name."""
         rows = (
             replace(row, extra={**row.extra, title: values[row.name]}) if row.name in values else row
             for row in self.rows
@@ -62,7 +62,7 @@ class Table:
         return replace(self, rows=tuple(rows))
 
     def json(self) -> dict[str, float]:
-        """One flat object: ``<name>/<figure>`` to number."""
+        """Return one flat object: ``<name>/<figure>`` to number."""
         flat: dict[str, float] = {}
         for row in self.rows:
             figures = ("wall_ms", "cpu_ms", "speedup", "speedup_low", "speedup_high", "nbytes")

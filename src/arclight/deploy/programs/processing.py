@@ -18,10 +18,10 @@ class Processing(Protocol):
     """The two ends of ``Program.predict``."""
 
     def preprocess(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """The program's input for ``inputs`` (an array or a tuple of them, batch first), and what postprocess needs."""
+        """Return the program's input for ``inputs`` (an array or a tuple of them, batch first), and what postprocess needs."""
 
     def postprocess(self, outputs: Any, context: Any) -> Sequence[Any]:
-        """One result for each input, from what the program returned and the context of preprocess."""
+        """Return one result for each input, from what the program returned and the context of preprocess."""
 
 
 def check_name(name: object) -> str:

@@ -63,7 +63,7 @@ class LeastErrorObserver(pt2e.ObserverBase):
 
 
 def least_error_range(counts: Tensor, low: float, high: float, reader: Reader = "any") -> tuple[float, float]:
-    """The part of [low, high], 0 included, whose 256 levels change what ``reader`` computes least.
+    """Return the part of [low, high], 0 included, whose 256 levels change what ``reader`` computes least.
 
     ``counts``: how many values lie in each of as many equal parts of [low, high].
     """

@@ -155,7 +155,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         return self._quantized.get(source, self.activation)
 
     def _tail(self, node: Node) -> Node:
-        """The clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
+        """Return the clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
         readers = _readers(node)
         return readers[0] if len(readers) == 1 and readers[0].target in CLIPS and readers[0] not in self._kept else node
 
@@ -186,7 +186,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
-    """The bias as a node that only ``layer`` reads: layers that share a bias each hold it in units of their own."""
+    """Return the bias as a node that only ``layer`` reads: layers that share a bias each hold it in units of their own."""
     if len(bias.users) == 1:
         return bias
     with graph.graph.inserting_before(layer):
@@ -213,7 +213,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _activations(node: Node) -> list[Node]:
-    """The float tensors that ``node`` reads, each once; none where it also computes with a constant.
+    """Return the float tensors that ``node`` reads, each once; none where it also computes with a constant.
 
     Runtimes have no integer kernels for sums and products with plain numbers or parameters.
     """

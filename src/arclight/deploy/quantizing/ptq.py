@@ -120,7 +120,7 @@ def _accept(found: Mapping[str, Parity], least_db: float) -> float:
 
 
 def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> list[Inputs]:
-    """The first ``most`` batches, checked."""
+    """Return the first ``most`` batches, checked."""
     if isinstance(calibration, Tensor):
         raise QuantizeError("calibration must be an iterable of batches; for a single batch give [batch]")
     batches: list[Inputs] = []

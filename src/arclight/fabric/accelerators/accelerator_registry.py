@@ -20,7 +20,7 @@ class AcceleratorRegistry(Registry):
         super().__init__("accelerator", "accelerators")
 
     def available_accelerators(self) -> set[str]:
-        """Every name."""
+        """Return every name."""
         return set(self.names())
 
 
@@ -30,7 +30,7 @@ for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator):
 
 
 def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
-    """The accelerator a user asked for; ``auto`` takes the first of CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
+    """Return the accelerator a user asked for; ``auto`` takes the first of CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
 
     Raises ValueError for an unknown name and MissingDeviceError for a kind of device that this machine lacks.
     """

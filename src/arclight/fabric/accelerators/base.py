@@ -14,7 +14,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def name() -> str:
-        """The name that ``accelerator=`` knows it by."""
+        """Return the name that ``accelerator=`` knows it by."""
 
     @staticmethod
     @abstractmethod
@@ -37,7 +37,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def get_parallel_devices(devices: Any) -> list[Any]:
-        """The device of each local process."""
+        """Return the device of each local process."""
 
     @abstractmethod
     def setup_device(self, device: torch.device) -> None:

@@ -150,7 +150,7 @@ class CUDAAccelerator(Accelerator):
         torch.cuda.set_device(device)
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """The allocator's own statistics, ``torch.cuda.memory_stats``."""
+        """Return the allocator's own statistics, ``torch.cuda.memory_stats``."""
         return torch.cuda.memory_stats(device)
 
     def teardown(self) -> None:
@@ -240,7 +240,7 @@ class MPSAccelerator(Accelerator):
         check_kind(device, "mps")
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """The host's load (processor and GPU share the memory), and what Metal has allocated, in bytes. Needs psutil."""
+        """Return the host's load (processor and GPU share the memory), and what Metal has allocated, in bytes. Needs psutil."""
         load = {f"M1_{name}": value for name, value in host_load().items()}
         return load | {"mps_allocated_bytes": torch.mps.current_allocated_memory()}
 

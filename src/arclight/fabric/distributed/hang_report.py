@@ -30,7 +30,7 @@ def main_thread_stack() -> str:
 
 
 def main_thread_location() -> str:
-    """The same in a few words: ``all_reduce, in blocks.1.linear (Linear), train.py:30 training_step``."""
+    """Return the same in a few words: ``all_reduce, in blocks.1.linear (Linear), train.py:30 training_step``."""
     frame = _main_frame()
     operation, called, line = "", "", ""
     modules: list[Any] = []
@@ -54,7 +54,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _module_of(frame: FrameType) -> Any:
-    """The module whose method a frame is."""
+    """Return the module whose method a frame is."""
     nn: Any = sys.modules.get("torch.nn")
     count = frame.f_code.co_argcount
     if nn is None or not count:
@@ -64,7 +64,7 @@ def _module_of(frame: FrameType) -> Any:
 
 
 def _name(modules: list[Any]) -> str:
-    """The innermost module by its name in the outermost, and its class."""
+    """Return the innermost module by its name in the outermost, and its class."""
     inner, outer = modules[0], modules[-1]
     names = [name for name, module in outer.named_modules() if module is inner and name]
     return f"{names[0].removeprefix('module.')} ({type(inner).__name__})" if names else type(inner).__name__

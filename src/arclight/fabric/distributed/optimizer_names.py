@@ -19,7 +19,7 @@ Names = Mapping[torch.Tensor, str]
 
 
 def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
-    """The names of all parameters of ``modules``; none of one that two modules give different names."""
+    """Return the names of all parameters of ``modules``; none of one that two modules give different names."""
     found: dict[torch.Tensor, str] = {}
     unclear: set[torch.Tensor] = set()
     taken: dict[str, torch.Tensor] = {}
@@ -31,7 +31,7 @@ def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def add_parameter_names(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
-    """A ``state_dict`` of ``optimizer`` with its parameters' names; as it is where one of them has none."""
+    """Return a ``state_dict`` of ``optimizer`` with its parameters' names; as it is where one of them has none."""
     groups = optimizer.param_groups
     if _is_by_name(state) or not all(parameter in names for group in groups for parameter in group["params"]):
         return state
@@ -43,7 +43,7 @@ def add_parameter_names(optimizer: Optimizer, state: dict[str, Any], names: Name
 
 
 def key_by_name(state: dict[str, Any]) -> dict[str, Any]:
-    """A state :func:`add_parameter_names`, its parameters known by those alone. Raises ValueError for one without."""
+    """Return a state :func:`add_parameter_names`, its parameters known by those alone. Raises ValueError for one without."""
     if _is_by_name(state):
         return state
     numbered: dict[Any, str] = {}

@@ -36,16 +36,16 @@ class Region:
         return math.prod(self.shape)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view of this box in the whole tensor."""
+        """Return a view of this box in the whole tensor."""
         return _box(whole, self.offset, self.shape)
 
     def of_part(self, part: torch.Tensor) -> torch.Tensor:
-        """A view of this box in the part of the process."""
+        """Return a view of this box in the part of the process."""
         return _box(part, self.within, self.shape)
 
 
 def local_regions(tensor: Any) -> list[Region]:
-    """The boxes with elements that this process holds of ``tensor``; one with everything where it is not spread.
+    """Return the boxes with elements that this process holds of ``tensor``; one with everything where it is not spread.
 
     Raises ValueError for a tensor whose parts are still to be summed, or are not cut as its placements say.
     """
@@ -97,7 +97,7 @@ def _length(runs: _Runs) -> int:
 
 
 def _cut(runs: _Runs, low: int, high: int) -> _Runs:
-    """The indexes number ``low`` to ``high`` of those in ``runs``."""
+    """Return the indexes number ``low`` to ``high`` of those in ``runs``."""
     found, passed = [], 0
     for start, stop in runs:
         begin, end = max(start, start + low - passed), min(stop, start + high - passed)

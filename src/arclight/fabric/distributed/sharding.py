@@ -56,7 +56,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """The share of ``full`` that this process keeps, spread as ``like`` is; ``full`` itself where ``like`` is not spread. No communication.
+    """Return the share of ``full`` that this process keeps, spread as ``like`` is; ``full`` itself where ``like`` is not spread. No communication.
 
     It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that share is read. Shapes
     that differ are left for the caller's ``load_state_dict`` to name.
@@ -83,7 +83,7 @@ def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | No
 
 
 def from_local_tensor(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """The spread tensor of which this process holds ``part``, beside ``like``."""
+    """Return the spread tensor of which this process holds ``part``, beside ``like``."""
     made: torch.Tensor = DTensor.from_local(
         part.to(like.device) if not like.is_meta else part, like.device_mesh, like.placements, run_check=False,
         shape=like.shape, stride=like.stride(),
@@ -161,7 +161,7 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients, whichever meshes they are spread over; 0 where there are none."""
+    """Return the norm of all gradients, whichever meshes they are spread over; 0 where there are none."""
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)

@@ -183,7 +183,7 @@ class Watchdog:
     # -- who failed first ------------------------------------------------------------------------------------------
 
     def failed_first(self) -> int:
-        """The rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""
+        """Return the rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""
         try:
             return int(self.store.compare_set(FAILED_KEY, "", str(self.rank)).decode())
         except Exception:  # the store is in rank 0, which has ended: its own traceback says why

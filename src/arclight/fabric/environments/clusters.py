@@ -80,7 +80,7 @@ class ClusterEnvironment:
 
 
 def find_free_network_port() -> int:
-    """A TCP port of this host that nothing listens on at the moment."""
+    """Return a TCP port of this host that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -251,7 +251,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        """The job's number; None in an interactive job, whose runs must not share their logs, and where it is no number."""
+        """Return the job's number; None in an interactive job, whose runs must not share their logs, and where it is no number."""
         number = os.environ.get("SLURM_JOB_ID", "")
         return int(number) if number.isdigit() and not _interactive() else None
 
@@ -303,7 +303,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """The first host of a SLURM node list: of names between spaces or commas, with ranges such as ``host[5-9,12]``."""
+        """Return the first host of a SLURM node list: of names between spaces or commas, with ranges such as ``host[5-9,12]``."""
         first = re.match(r"(?:[^\[\s,]|\[[^\]]*\])*", nodes.strip())
         assert first is not None  # it matches the empty string
         return re.sub(r"\[\s*([^\],\s-]*)[^\]]*\]", r"\1", first.group())
@@ -479,7 +479,7 @@ KINDS: tuple[type[ClusterEnvironment], ...] = (
 
 
 def detect_environment() -> ClusterEnvironment:
-    """The environment that started this process; environments of installed packages (entry points in the group
+    """Return the environment that started this process; environments of installed packages (entry points in the group
     ``arclight.environments``) are asked first, :class:`LightningEnvironment` is what remains.
     """
     kinds = [*installed("environments").values(), *KINDS]

@@ -45,7 +45,7 @@ class Precision:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """A batch with its floating tensors in the type that the model computes in."""
+        """Return a batch with its floating tensors in the type that the model computes in."""
         return data
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -84,7 +84,7 @@ class Precision:
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        """The parameters that ``optimizer`` changes."""
+        """Yield the parameters that ``optimizer`` changes."""
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

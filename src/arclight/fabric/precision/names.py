@@ -19,7 +19,7 @@ NAMES = (
 
 
 def precision_name(choice: str | int | None) -> str:
-    """The full name of a precision: ``16`` is ``16-mixed``. Raises ValueError for what is none."""
+    """Return the full name of a precision: ``16`` is ``16-mixed``. Raises ValueError for what is none."""
     name = "32-true" if choice is None else _ALIASES.get(str(choice), str(choice))
     if name not in NAMES and name not in installed("precisions"):
         names = ", ".join([*NAMES, *installed("precisions")])
@@ -30,7 +30,7 @@ def precision_name(choice: str | int | None) -> str:
 
 
 def resolve_precision(choice: str | int | Precision | None, device: str) -> Precision:
-    """The precision a user asked for on a kind of device; ``auto`` measures.
+    """Return the precision a user asked for on a kind of device; ``auto`` measures.
 
     Precisions of installed packages are entry points in the group ``arclight.precisions``, called with the kind of device.
     Raises ValueError for an unknown name.

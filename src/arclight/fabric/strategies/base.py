@@ -160,7 +160,7 @@ class Strategy:
         return None
 
     def over_replicas(self, mesh: Any) -> Any:
-        """The mesh of all replicas' parts of a tensor that one replica spreads over ``mesh`` (None: it holds it whole).
+        """Return the mesh of all replicas' parts of a tensor that one replica spreads over ``mesh`` (None: it holds it whole).
 
         Its first dimension is that of :attr:`replica_mesh`; its last ones are ``mesh``'s.
         """
@@ -282,7 +282,7 @@ class Strategy:
         return step
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a step that no backward follows."""
+        """Do the same for a step that no backward follows."""
         return step
 
     def settle(self, module: nn.Module) -> None:
@@ -314,7 +314,7 @@ class Strategy:
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order."""
+        """Return every rank's ``value``, in rank order."""
         return [value]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
@@ -326,7 +326,7 @@ class Strategy:
         return self.all_reduce(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
+        """Return every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
 
         With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
         ranks where shapes or types differ (see :meth:`check_alike`).
@@ -426,11 +426,11 @@ class Strategy:
             target.load_state_dict(state)
 
     def parameter_names(self, parts: Iterable[Any]) -> dict[torch.Tensor, str]:
-        """The names that checkpoints have for the parameters of the modules among ``parts``."""
+        """Return the names that checkpoints have for the parameters of the modules among ``parts``."""
         return name_parameters(self.bare(part) for part in parts if isinstance(part, nn.Module))
 
     def bare(self, module: nn.Module) -> nn.Module:
-        """The user's module in what :meth:`setup_module` gave."""
+        """Return the user's module in what :meth:`setup_module` gave."""
         return module
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -451,7 +451,7 @@ class Strategy:
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
-        """A ``state_dict`` of ``optimizer`` in a form that fits any division of the model; every rank calls this."""
+        """Return a ``state_dict`` of ``optimizer`` in a form that fits any division of the model; every rank calls this."""
         return add_parameter_names(optimizer, state, names)
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -459,12 +459,12 @@ class Strategy:
         return whole
 
     def portable(self, tree: Any) -> Any:
-        """A state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
+        """Return a state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
         return tree
 
 
 def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
-    """The items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
+    """Return the items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
     if keep is None or not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if keep(key, item)} or None

@@ -17,7 +17,7 @@ class LayerSync(ABC):
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """The inverse."""
+        """Undo :meth:`apply`."""
 
 
 class TorchSyncBatchNorm(LayerSync):

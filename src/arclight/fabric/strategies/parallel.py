@@ -257,7 +257,7 @@ def record_flights() -> None:
 
 
 def default_backend(device: torch.device) -> str:
-    """The kind of process group in which tensors on such a device are exchanged."""
+    """Return the kind of process group in which tensors on such a device are exchanged."""
     return str(dist.Backend.default_device_backend_map.get(device.type, "gloo"))
 
 

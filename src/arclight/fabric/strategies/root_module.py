@@ -22,7 +22,7 @@ class StepRoot(nn.Module):
 
 
 def outermost_submodules(module: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that have a forward and parameters."""
+    """Return the outermost submodules that have a forward and parameters."""
     parts: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):

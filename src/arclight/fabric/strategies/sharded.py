@@ -61,7 +61,7 @@ class ShardedStrategy(ParallelStrategy):
         return nullcontext()
 
     def root_of(self, module: nn.Module) -> nn.Module:
-        """The outermost module around ``module`` that takes part in its forward."""
+        """Return the outermost module around ``module`` that takes part in its forward."""
         return module
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

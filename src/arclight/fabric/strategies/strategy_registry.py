@@ -21,7 +21,7 @@ class StrategyRegistry(Registry):
         super().__init__("strategy", "strategies")
 
     def available_strategies(self) -> list[str]:
-        """Every name."""
+        """Return every name."""
         return self.names()
 
 

@@ -313,7 +313,7 @@ def partial(
     keys: Sequence[str] | None = None,
     threads: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One key after another, the flat int64 sums of the terms of some contributors, for `merge` by whoever has the others.
+    """Yield one key after another, the flat int64 sums of the terms of some contributors, for `merge` by whoever has the others.
 
     scales: the plan for all contributors, the same wherever a part is summed. Keys that none of these has are left out.
     """
@@ -331,7 +331,7 @@ def partial(
 
 
 def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sums of one key over parts of its contributors, from those of each part, in any order.
+    """Return the sums of one key over parts of its contributors, from those of each part, in any order.
 
     Raises FederatedError without parts, for parts of different sizes, or several if one contributor was planned for.
     """

@@ -47,7 +47,7 @@ def decode_int8(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
 
 
 def encode_int4(feedback: ErrorFeedback) -> Parts:
-    """The nearest level times the block's largest value; two values in a byte, the first in its lower half."""
+    """Return the nearest level times the block's largest value; two values in a byte, the first in its lower half."""
     values = torch.empty((feedback.numel + 1) // 2, dtype=torch.uint8)
     scales = torch.empty(-(-feedback.numel // feedback.block))
     for where, chunk in feedback.chunks():
@@ -88,7 +88,7 @@ def _pairs() -> torch.Tensor:
 
 @cache
 def _nearest() -> torch.Tensor:
-    """The nearest level's number for each of the places from -1 to 1."""
+    """Return the nearest level's number for each of the places from -1 to 1."""
     levels = torch.tensor(_NORMAL_FLOAT, dtype=torch.float64)
     places = torch.arange(-_STEPS, _STEPS + 1, dtype=torch.float64) / _STEPS
     return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)

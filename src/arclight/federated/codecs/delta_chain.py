@@ -121,7 +121,7 @@ class WeightsReplica:
     def fetch(
         self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
     ) -> ManifestReader:
-        """The tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
+        """Return the tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
 
         wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError where blobs cannot be
         fetched or are not what their manifests say.

@@ -67,7 +67,7 @@ def shard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def unshard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """The inverse of :func:`shard_sequence`: whole sequences on every process. Gradients flow (and are summed)."""
+    """Invert :func:`shard_sequence`: gather whole sequences on every process. Gradients flow (and are summed)."""
     parts = collectives.all_gather_single_autograd(tensor.contiguous(), gather_dim=0, group=mesh)
     return _in_order(parts.unflatten(0, (mesh.size(), tensor.shape[0])), dim)
 
@@ -80,7 +80,7 @@ def _in_order(parts: Tensor, dim: int) -> Tensor:
 
 
 def _in_parts(whole: Tensor, dim: int, cp: int) -> Tensor:
-    """The inverse of :func:`_in_order`."""
+    """Invert :func:`_in_order`."""
     chunks = whole.unflatten(dim, (2 * cp, -1)).movedim(dim, 0)
     return torch.cat((chunks[:cp], chunks[cp:].flip(0)), dim + 1)
 
@@ -164,7 +164,7 @@ class ContextParallel:
 
     @staticmethod
     def _keys(mask: Any, first: int, stop: int, length: int) -> tuple[int, int]:
-        """The keys that queries ``first`` to ``stop`` may see, whatever documents there are."""
+        """Return the keys that queries ``first`` to ``stop`` may see, whatever documents there are."""
         if not mask.causal:
             return 0, length
         begin = 0

@@ -176,7 +176,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
 
 
 def _dimensions(experts: nn.Module, weight: str) -> tuple[int, int]:
-    """The dimension of a stacked weight that ``tp`` cuts, and the one that nothing but FSDP does."""
+    """Return the dimension of a stacked weight that ``tp`` cuts, and the one that nothing but FSDP does."""
     cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
     (other,) = {1, 2} - {cuts[weight]}
     return cuts[weight], other
@@ -215,7 +215,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = Non
 
 
 def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """A ``shard_placement_fn`` by which `fully_shard` spreads what ``ep`` shares out over the processes that are left.
+    """Return a ``shard_placement_fn`` by which `fully_shard` spreads what ``ep`` shares out over the processes that are left.
 
     Experts stay in the unit of their block (hooks within a block would differ between a checkpointed forward and its
     repetition), in a group of their own. They are cut along the dimension that neither ``ep`` nor ``tp`` cuts.

@@ -22,7 +22,7 @@ def take_rows(
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes ``order``."""
+    """Return the permutation that undoes ``order``."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 

@@ -84,7 +84,7 @@ _CUT = ("column", "head", "row", "part", "vocabulary")
 
 
 def _cut_dimension(style: str, parameter: str) -> int | None:
-    """The dimension of a parameter that is cut; None where each process has all of it."""
+    """Return the dimension of a parameter that is cut; None where each process has all of it."""
     if style not in _CUT:
         return None
     if style not in ("row", "part"):
@@ -140,7 +140,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh, style: str, outside: Placement, ma
 def _seeing_own_part(
     kind: type[nn.Module], gradients: tuple[tuple[str, Placement], ...], zeroed: frozenset[str]
 ) -> type[nn.Module]:
-    """A subclass whose parameters, read as attributes, are local tensors with gradients of the given placements.
+    """Return a subclass whose parameters, read as attributes, are local tensors with gradients of the given placements.
 
     One class for all that are alike: blocks of different classes would be compiled one by one.
     """
@@ -165,14 +165,14 @@ def _seeing_own_part(
 
 
 def _whole(x: Any, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """The tensor of which each process has a share (or a copy) whole; in backward parts of gradients are summed."""
+    """Return the tensor of which each process has a share (or a copy) whole; in backward parts of gradients are summed."""
     shared = DTensor.from_local(x, mesh, [placement], run_check=False)
     whole: Tensor = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return whole
 
 
 def _summed(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """The sum over processes of their ``x``, or each one's share of the sum."""
+    """Return the sum over processes of their ``x``, or each one's share of the sum."""
     summed: Tensor = (
         DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[placement]).to_local()
     )

@@ -29,7 +29,7 @@ def simulate(
     processes: int | None = None, *, measured: bool | None = None, device: Hardware | str | None = None,
     link: Link | None = None, reduction: float = 0.0, optimizer: float = 0.0,
 ) -> Prediction:  # fmt: skip
-    """A step of a pipeline as it would run: when which process does what, waits, and holds how much. No process is started.
+    """Simulate a step of a pipeline: when each process computes or waits, and how much it holds. No process is started.
 
         step = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)
         step.seconds; print(step); pipeline.timeline(step)

@@ -178,7 +178,7 @@ class Pipe:
         save(self.stages, folder, model=self._model, max_shard_size=max_shard_size, group=group)
 
     def remap_qualname(self, name: str) -> str:
-        """The name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
+        """Return the name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
 
         What lies below a known module is named as it is. Raises KeyError for other names.
         """

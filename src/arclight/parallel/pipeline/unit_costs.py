@@ -143,5 +143,5 @@ class ModelCosts:
         return max(unit.held for unit in self.units)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
+        """Return all of it, for a file."""
         return asdict(self)

@@ -233,7 +233,7 @@ class Chain:
         return set()
 
     def reduced(self, cut: LayerSharding, recorder: Recorder) -> tuple[nn.Module, nn.Module | None]:
-        """A copy of the model with one block of each kind, as one process of ``cut`` has it; and its container of blocks."""
+        """Return a copy of the model with one block of each kind, as one process of ``cut`` has it; and its container of blocks."""
         memo: dict[int, Any] = {}
         if self.container:
             container = self.model.get_submodule(self.container)
@@ -419,7 +419,7 @@ def _trace_block(traced: _Tracing, block: nn.Module, recompute: Recompute) -> Co
 
 
 def recomputed(block: nn.Module, recompute: Recompute, compiled: bool) -> Callable[..., Tensor]:
-    """The block's forward, keeping for backward what it would keep.
+    """Return the block's forward, keeping for backward what it would keep.
 
     A compiler keeps what is dear (products, attention, what was received) and computes the rest again, as it fuses it into
     backward's own operations: "none" when compiled. "selective" computes every second matrix product again too.

@@ -26,13 +26,13 @@ class RejectedPlan:
 
 
 def describe(plan: Plan) -> str:
-    """The dimensions of a plan that are not 1."""
+    """Return the dimensions of a plan that are not 1."""
     sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
     return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def memory_name(name: str) -> str:
-    """A class of memory as a person would call it."""
+    """Return a class of memory as a person would call it."""
     return {
         "parameters": "weights", "optimizer": "optimizer state", "in_flight": "activations in flight",
         "gathered": "gathered weights and gradients",

@@ -52,7 +52,7 @@ class Found:
 
 
 def search(chain: Chain, limits: Limits, keep: int = 5) -> Found:
-    """The fastest plans for ``limits.gpus`` processes that fit. Raises PlanError where none does, naming what comes nearest."""
+    """Return the fastest plans for ``limits.gpus`` processes that fit. Raises PlanError where none does, naming what comes nearest."""
     fitting: list[Estimate] = []
     too_large: list[Estimate] = []
     refused: list[tuple[Plan, str]] = []
@@ -125,7 +125,7 @@ def _choices(fixed: dict[str, Any], name: str, choices: list[int]) -> list[int]:
 
 
 def _whole_choices(fixed: dict[str, Any]) -> dict[str, Any]:
-    """Those of the decided fields that fit any mesh."""
+    """Return those of the decided fields that fit any mesh."""
     sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "micro_batches")
     return {name: value for name, value in fixed.items() if name not in sizes}
 

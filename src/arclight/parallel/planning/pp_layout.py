@@ -84,7 +84,7 @@ def _counted(name: str, processes: int, micro_batches: int) -> list[int]:
 
 
 def schedule(plan: Plan) -> str:
-    """The schedule's name, without the number of stages of each process."""
+    """Return the schedule's name, without the number of stages of each process."""
     return _kind(plan).name.partition(":")[0]
 
 

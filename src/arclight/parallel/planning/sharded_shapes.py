@@ -78,13 +78,13 @@ def _exchanged(x: Tensor, dim: int, size: int, collective: Collective | Literal[
 
 
 def gather(x: Tensor, dim: int, parts: int, dimension: Dimension) -> Tensor:
-    """All parts of dimension ``dim``; the gradient, a sum over processes, is scattered."""
+    """Gather all parts of dimension ``dim``; the gradient, a sum over processes, is scattered."""
     out: Tensor = _Exchange.apply(x, dim, x.shape[dim] * parts, "all_gather", "reduce_scatter", dimension)
     return out
 
 
 def scatter(x: Tensor, dim: int, parts: int, dimension: Dimension) -> Tensor:
-    """The own part of a sum over processes; its gradient is gathered."""
+    """Return the own part of a sum over processes; its gradient is gathered."""
     out: Tensor = _Exchange.apply(x, dim, x.shape[dim] // parts, "reduce_scatter", "all_gather", dimension)
     return out
 

@@ -232,7 +232,7 @@ class Folder:
         self._names = {prefix + name if bare else name: name for name in self._files}
 
     def names(self) -> set[str]:
-        """All tensors but the scales of 8-bit blocks, which belong to their weights."""
+        """Return all tensors but the scales of 8-bit blocks, which belong to their weights."""
         if self.block is None:
             return set(self._names)
         return {name for name in self._names if not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in self)}
@@ -244,7 +244,7 @@ class Folder:
         return tuple(self._files.part(self._names[name]).get_shape())
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
-        """The part ``bounds`` of a tensor, in its own type; 8-bit blocks as float32."""
+        """Return the part ``bounds`` of a tensor, in its own type; 8-bit blocks as float32."""
         part = self._part(name, bounds)
         if self.block is None or name + _SCALE not in self:
             return part

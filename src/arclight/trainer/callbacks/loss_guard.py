@@ -415,7 +415,7 @@ class LossGuard(Callback):
         trainer.notice(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:
-        """The newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""
+        """Return the newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""
         if hasattr(trainer.checkpoint_io, "wait"):
             trainer.checkpoint_io.wait()
         found: dict[str, int] = {}

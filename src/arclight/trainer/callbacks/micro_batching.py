@@ -48,7 +48,7 @@ class MicroBatching(Callback):
         self.micro_batch_size = state_dict["micro_batch_size"]
 
     def build_step(self, trainer: Trainer, module: Module, forward: Step) -> Step:
-        """The function that the loop calls per batch."""
+        """Return the function that the loop calls per batch."""
         self._check(trainer, module)
         optimizer = trainer.optimizers[0]
         parts, progress = StepBuilder(trainer, module).parts(optimizer), trainer.progress

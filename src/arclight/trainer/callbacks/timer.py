@@ -120,7 +120,7 @@ class Timer(Callback):
 
 
 def known_stage(stage: str) -> str:
-    """The name of a stage; ``validation`` is another word for validate. Raises ValueError for one that there is not."""
+    """Return the name of a stage; ``validation`` is another word for validate. Raises ValueError for one that there is not."""
     name = "validate" if stage == "validation" else str(stage)
     if name not in _STAGES:
         raise ValueError(f"Timer: there is no stage {stage!r}; choose one of {', '.join(_STAGES)}")

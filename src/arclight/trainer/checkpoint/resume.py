@@ -168,7 +168,7 @@ class CheckpointSelector:
         return found
 
     def _newest_of_callbacks(self) -> Path | None:
-        """The newest of what this trainer's callbacks keep as their last."""
+        """Return the newest of what this trainer's callbacks keep as their last."""
         paths: set[Path] = set()
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, KeepsLast):

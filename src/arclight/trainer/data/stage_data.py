@@ -90,7 +90,7 @@ class StageData:
         return logging_as(owner.trainer.lightning_module, hook, function)() if owner.trainer is not None else function()
 
     def request(self) -> Any:
-        """The user's loaders. Raises TypeError where there are none or something else was given."""
+        """Return the user's loaders. Raises TypeError where there are none or something else was given."""
         source = self.given if self.owner is None else self._ask(self.owner, HOOKS[self.stage])
         wrong = _invalid_dataloader_reason(source)
         if wrong is None:
@@ -169,7 +169,7 @@ class DataConnector:
         return self.stages[stage].counts if stage in self.stages else []
 
     def structure(self, stage: str) -> Any:
-        """The user's loaders of a stage, as they were given; None before they were asked for."""
+        """Return the user's loaders of a stage, as they were given; None before they were asked for."""
         return self.stages[stage].structure if stage in self.stages else None
 
     @property
@@ -179,7 +179,7 @@ class DataConnector:
         return loaders[0] if loaders else None
 
     def load(self, stage: str) -> StageData:
-        """The data of a stage: asked for the first time, and again where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Return the data of a stage: asked for the first time, and again where ``reload_dataloaders_every_n_epochs`` says so."""
         trainer, run, data = self._trainer, self._trainer.run_state, self.stages[stage]
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         if data.loaded and not (data.function == "fit" and every and epoch - data.loaded_at >= every):
@@ -277,7 +277,7 @@ class DataConnector:
     # -- where the training data stand ---------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """The training data's position, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
+        """Return the training data's position, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
         run, loader = self._trainer.run_state, self.train_loader
         progress, iterator = run.progress, run.batch_iterator
         if loader is None:
@@ -370,7 +370,7 @@ class DataConnector:
         )
 
     def sample_batch(self, module: Module, stage: str, given: Any = None) -> tuple[Callable[..., Any], Any]:
-        """The step of ``stage`` and the first batch that it will see in an epoch (or the one that is ``given``), moved as it will be then.
+        """Return the step of ``stage`` and the first batch that it will see in an epoch (or the one that is ``given``), moved as it will be then.
 
         For strategies that must know what a step does before optimizers are made. The loop reads that batch again, and no random
         number is drawn. Raises MisconfigurationError where there is none to see without taking it away.
@@ -402,7 +402,7 @@ class DataConnector:
 
 
 def in_order(loaders: list[Any], stage: str) -> list[Any]:
-    """The loaders with every epoch in the order of the data set, to fit the same few batches again and again."""
+    """Return the loaders with every epoch in the order of the data set, to fit the same few batches again and again."""
     if all(isinstance(loader.sampler, SequentialSampler) for loader in loaders if hasattr(loader, "sampler")):
         return loaders
     name = HOOKS[stage].removesuffix("_dataloader")

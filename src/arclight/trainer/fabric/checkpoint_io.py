@@ -143,7 +143,7 @@ class StateIO(FolderCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+        """Return the state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
         if to_path(path).is_file():
             found: dict[str, Any] = _read_file(to_path(path), map_location)
             return found
@@ -216,7 +216,7 @@ _OURS = {*_RENAMED.values(), *_POSITION}
 
 
 def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``.
+    """Return the entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``.
 
     What a user's hook added under one of these names gets another.
     """
@@ -230,7 +230,7 @@ def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_tree`."""
+    """Invert :func:`to_tree`."""
     back = {new: old for old, new in _RENAMED.items()} | {f"user_{key}": key for key in _OURS}
     checkpoint = {back.get(key, key): value for key, value in tree.items() if key not in _POSITION}
     checkpoint["loops"] = {key: tree[key] for key in _POSITION if key in tree}

@@ -272,7 +272,7 @@ class Fabric:
         return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
+        """Return every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
 
         With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
         """
@@ -382,7 +382,7 @@ class Fabric:
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> FabricModule:
-        """The module with its parameters' type and device set, wrapped where processes must agree on gradients."""
+        """Return the module with its parameters' type and device set, wrapped where processes must agree on gradients."""
         self._validate_launched()
         check_module(module, "setup_module")
         bare, how = uncompiled(module) if _reapply_compile else (module, None)
@@ -405,7 +405,7 @@ class Fabric:
         return FabricModule(prepared, self._strategy, original_module=bare)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """The optimizer, or a tuple of several, for a module that was set up before."""
+        """Return the optimizer, or a tuple of several, for a module that was set up before."""
         self._validate_launched()
         if not optimizers:
             raise ValueError("`setup_optimizers` requires at least one optimizer as input.")
@@ -485,7 +485,7 @@ class Fabric:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision's context, for what a loop computes outside the model."""
+        """Return the precision's context, for what a loop computes outside the model."""
         return self._precision.forward_context()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -498,7 +498,7 @@ class Fabric:
         return self._strategy.no_backward_sync(unwrap(bare), enabled) if enabled else nullcontext()
 
     def to_device(self, obj: Any) -> Any:
-        """A module (in place), tensor or tree of tensors on the device."""
+        """Return a module (in place), tensor or tree of tensors on the device."""
         if isinstance(obj, nn.Module):
             self._strategy.module_to_device(obj)
             return obj
@@ -583,7 +583,7 @@ class Fabric:
 
 
 def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``kwargs`` that ``method`` has a parameter for; all where that cannot be told."""
+    """Return those of ``kwargs`` that ``method`` has a parameter for; all where that cannot be told."""
     try:
         parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):

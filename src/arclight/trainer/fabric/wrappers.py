@@ -307,7 +307,7 @@ def unwrap(obj: Any) -> Any:
 
 
 def uncompiled(obj: Any) -> tuple[Any, Any]:
-    """The module inside a compiled one and how it was compiled; anything else and None."""
+    """Return the module inside a compiled one and how it was compiled; anything else and None."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it is not loaded, nothing has been compiled
     if dynamo is None or not isinstance(obj, dynamo.OptimizedModule):
         return obj, None

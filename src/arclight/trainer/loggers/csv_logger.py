@@ -311,12 +311,12 @@ def parse_rows(text: str) -> list[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of the file at ``path``, none where there is no file."""
+    """Return the rows of the file at ``path``, none where there is no file."""
     return parse_rows(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every metric in a ``metrics.csv`` as (step, value) in order of step; ``epoch`` is a metric like any other."""
+    """Return every metric in a ``metrics.csv`` as (step, value) in order of step; ``epoch`` is a metric like any other."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in read_rows(path):
         step = int(row.pop("step"))

@@ -66,7 +66,7 @@ class FolderLogger(Logger):
         return expanded(os.path.join(self._versions(), version, *([self.sub_dir] if self.sub_dir else [])))
 
     def _versions(self) -> str:
-        """The folder that versions are counted in."""
+        """Return the folder that versions are counted in."""
         return self.root_dir
 
     def _run_folder(self) -> str:
@@ -85,7 +85,7 @@ def expanded(path: str) -> str:
 
 
 def next_version(folder: str) -> int:
-    """The number after the highest ``version_<n>`` in ``folder``, local or remote."""
+    """Return the number after the highest ``version_<n>`` in ``folder``, local or remote."""
     files, path = fsspec.core.url_to_fs(expanded(folder))
     try:
         entries = files.ls(path, detail=True)

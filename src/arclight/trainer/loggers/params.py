@@ -111,7 +111,7 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff
 
 
 def yaml_text(values: Mapping[Any, Any]) -> str:
-    """A mapping as YAML: a line for each name, nested values in braces and brackets.
+    """Return a mapping as YAML: a line for each name, nested values in braces and brackets.
 
     Every reader of YAML 1.1 or 1.2 takes it the same way: texts are quoted, floats have a point. What YAML has no word
     for is written as text.

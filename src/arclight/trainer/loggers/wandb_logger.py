@@ -162,7 +162,7 @@ class WandbLogger(HostedLogger):
     def download_artifact(
         artifact: str, save_dir: Paths | None = None, artifact_type: str | None = None, use_artifact: bool | None = True
     ) -> str:
-        """The folder that ``artifact`` was downloaded to; with ``use_artifact`` the run under way is noted as its user."""
+        """Return the folder that ``artifact`` was downloaded to; with ``use_artifact`` the run under way is noted as its user."""
         wandb = require("wandb", extra="track")
         if wandb.run is not None and use_artifact:
             found = wandb.run.use_artifact(artifact)
@@ -171,7 +171,7 @@ class WandbLogger(HostedLogger):
         return found.download(root=None if save_dir is None else os.fspath(save_dir))  # type: ignore[no-any-return]
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """The artifact, noted as an input of this run."""
+        """Return the artifact, noted as an input of this run."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     @rank_zero_only

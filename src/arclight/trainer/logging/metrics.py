@@ -23,7 +23,7 @@ class Metrics:
         """Evaluation batches seen so far by kind of evaluation and loader: the x-axis of their step values."""
 
     def copy(self) -> Metrics:
-        """The values of now, which later ones leave alone."""
+        """Return the values of now, which later ones leave alone."""
         other = Metrics(self.rows)
         other.callback, other.logged, other.bar = dict(self.callback), dict(self.logged), dict(self.bar)
         return other
@@ -71,7 +71,7 @@ class Metrics:
             self.bar[name] = value
 
     def bar_values(self) -> dict[str, float]:
-        """The progress bar's values as numbers."""
+        """Return the progress bar's values as numbers."""
         tensors = {name: value for name, value in self.bar.items() if isinstance(value, torch.Tensor)}
         self.bar.update(read_scalars(tensors))
         return self.bar  # type: ignore[return-value]
@@ -97,12 +97,12 @@ class Metrics:
 
 
 def to_float32(value: torch.Tensor) -> torch.Tensor:
-    """A type that shows a value as it is: float32, or float64 where it came in that."""
+    """Return a type that shows a value as it is: float32, or float64 where it came in that."""
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def read_scalars(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Each value as a float, in one transfer from each device. Raises ValueError for a value of several numbers."""
+    """Return each value as a float, in one transfer from each device. Raises ValueError for a value of several numbers."""
     by_device: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, value in values.items():
         if value.numel() != 1:

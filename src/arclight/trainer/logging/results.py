@@ -44,7 +44,7 @@ class BatchInfo:
         return self.known_size
 
     def weight(self) -> int:
-        """The size, for a mean. Warns, once, where tensors differ in their first dimension.
+        """Return the size, for a mean. Warns, once, where tensors differ in their first dimension.
 
         Raises MisconfigurationError for a batch without any tensor.
         """
@@ -69,7 +69,7 @@ class BatchInfo:
 
 
 def metric_state(metric: Any) -> dict[str, Any] | None:
-    """The states of ``metric`` and of the metrics inside it, on the host; None for one that does not say what its state is."""
+    """Return the states of ``metric`` and of the metrics inside it, on the host; None for one that does not say what its state is."""
     parts = dict(_with_states(metric))
     if parts:
         return {
@@ -84,7 +84,7 @@ def metric_state(metric: Any) -> dict[str, Any] | None:
 
 
 def restore_metric(module: nn.Module, path: str, state: dict[str, Any] | None) -> Any:
-    """The metric that ``module`` holds at ``path``, with ``state`` put back; None where there is none any more."""
+    """Return the metric that ``module`` holds at ``path``, with ``state`` put back; None where there is none any more."""
     try:
         metric = _part(module, path)
     except AttributeError:
@@ -279,7 +279,7 @@ class ResultMetric:
         return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
 
     def compute_metric(self) -> torch.Tensor:
-        """The metric's value of the epoch. Raises ValueError if that is no tensor."""
+        """Return the metric's value of the epoch. Raises ValueError if that is no tensor."""
         value = self.metric.compute()
         if isinstance(value, torch.Tensor):
             return value if self.settings.enable_graph else value.detach()
@@ -410,7 +410,7 @@ class ResultCollection:
         """Whether batches are running: step values are what there is to see, else the epoch's."""
 
     def table(self, hook: str) -> dict[str, ResultMetric]:
-        """The entries of ``hook`` (and of the loader under way), by the name given to ``log``."""
+        """Return the entries of ``hook`` (and of the loader under way), by the name given to ``log``."""
         key = hook if self.loader is None else f"{hook}/{self.loader}"
         if key not in self.tables:
             self.tables[key] = {}
@@ -423,7 +423,7 @@ class ResultCollection:
     def entry(
         self, table: dict[str, ResultMetric], module: nn.Module, name: str, value: Any, given: tuple[Any, ...]
     ) -> ResultMetric:
-        """The entry in ``table`` for a call of ``log`` with the arguments ``given``, new or known.
+        """Return the entry in ``table`` for a call of ``log`` with the arguments ``given``, new or known.
 
         Raises MisconfigurationError where nothing can be logged (so), or where the name is logged with other arguments.
         """

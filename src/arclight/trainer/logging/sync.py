@@ -23,7 +23,7 @@ class LoggedNamesDifferError(RuntimeError):
 
 
 def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module) -> list[ResultMetric]:
-    """The ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
+    """Return the ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
 
     A process that did not log a name adds nothing to it, cannot block the others, and knows the result as they do. A metric
     computes over processes by itself: a process that did not log it takes part with its own. A collective. Raises
@@ -122,7 +122,7 @@ def _synced_step(entry: ResultMetric) -> bool:
 
 
 def _step_values(entries: Sequence[ResultMetric]) -> dict[Key, tuple[str, float, float]]:
-    """The values that have not been put together yet."""
+    """Return the values that have not been put together yet."""
     fresh = [(e, e.last.double()) for e in entries if e.last is not None and e.last is not e.synced]
     values = read_scalars({str(number): value for number, (_, value) in enumerate(fresh)})
     return {_key(e): (e.settings.reduce, value, 1.0) for (e, _), value in zip(fresh, values.values(), strict=True)}
@@ -137,7 +137,7 @@ def _take_step_values(entries: Sequence[ResultMetric], everyone: list[dict[str, 
 
 
 def _over_ranks(entry: ResultMetric, ranks: list[dict[Key, tuple[str, float, float]]]) -> tuple[torch.Tensor, float]:
-    """The entry's total and weight, put together from the ranks that it is shared with."""
+    """Return the entry's total and weight, put together from the ranks that it is shared with."""
     if entry.settings.rank_zero_only:
         own = entry.summary()
         return own[0].cpu(), own[1]

@@ -38,7 +38,7 @@ class AccumulationState:
         self.length, self.first_size, self.total = length, size, 0
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """The part of this rank, with its gradients; empty between two windows."""
+        """Return the part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
             return {}
         gradients = [None if p.grad is None else local_tensor(p.grad) for p in _parameters(optimizers)]

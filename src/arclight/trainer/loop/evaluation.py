@@ -248,7 +248,7 @@ class EvaluationLoop:
         return BatchIterator(batches, sum(counts))
 
     def _batches(self, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
-        """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
+        """Yield the batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
         batches: Iterator[Any] = data.loaders[number].batches(self.trainer.current_epoch, seed_epoch=0)
         limit, batches = counts[number], profile_items(self.trainer.profiler, _FETCHING[data.stage], batches)
         return islice(batches, None if limit == float("inf") else int(limit))
@@ -256,7 +256,7 @@ class EvaluationLoop:
 
 @contextmanager
 def evaluation_mode(module: Module, hook: str) -> Iterator[None]:
-    """The module in evaluation mode; afterwards every submodule is in the mode it was in."""
+    """Put the module into evaluation mode, and every submodule back into its own mode after."""
     modes = {name: m.training for name, m in module.named_modules()}
     logging_as(module, f"on_{hook}_model_eval", getattr(module, f"on_{hook}_model_eval"))()
     try:
@@ -284,5 +284,5 @@ def _check_arguments(module: Module, hook: str, loaders: int, stage: str) -> Non
 
 
 def _turns(data: StageData, calls: Calls) -> range:
-    """The loaders that are run one after another; an iterator goes through all of them by itself."""
+    """Return the loaders that are run one after another; an iterator goes through all of them by itself."""
     return range(1 if calls.takes_iterator else len(data.loaders))

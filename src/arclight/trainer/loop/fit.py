@@ -72,7 +72,7 @@ class FitPlan:
         )
 
     def refreshed(self, trainer: Trainer, module: Module) -> FitPlan:
-        """The same plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
+        """Return the same plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
         if self.trained != _trained(module):  # DDP must be rebuilt when requires_grad changes
             return FitPlan.build(trainer, module)
         return self if self.key == _plan_key(trainer, module) else FitPlan.build(trainer, module, self.forward)
@@ -240,7 +240,7 @@ class FitLoop:
         )
 
     def train_batches(self, plan: FitPlan) -> bool:
-        """The innermost loop; True if the epoch's batches came to their end."""
+        """Run the innermost loop; True if the epoch's batches came to their end."""
         trainer, run, enter = self.trainer, self.run_state, self.trainer.enter
         progress, current = run.progress, run.logged.batch
         step, move, on_progress, plateaus = plan.step, plan.move, plan.on_progress, plan.step_plateaus

@@ -80,7 +80,7 @@ def unused_hooks(callback: Callback) -> frozenset[str]:
 
 
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
-    """The callbacks' own versions of hook ``name``, with trainer and module bound."""
+    """Return the callbacks' own versions of hook ``name``, with trainer and module bound."""
     return tuple(
         profile_callback(trainer.profiler, callback, name, partial(getattr(callback, name), trainer, module))
         for callback in callbacks
@@ -89,7 +89,7 @@ def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callbac
 
 
 def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
-    """The module's own version of hook ``name``, if it has one."""
+    """Return the module's own version of hook ``name``, if it has one."""
     if not overridden(module, name, Module):
         return ()
     profiler = None if module._trainer is None else module._trainer.profiler

@@ -140,7 +140,7 @@ class StepSync:
 
 
 def _state(config: LRSchedulerConfig) -> dict[str, Any]:
-    """A schedule's state, and what it may have set in its optimizer's groups."""
+    """Return a schedule's state, and what it may have set in its optimizer's groups."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in config.scheduler.optimizer.param_groups]
     return copy.deepcopy({"scheduler": config.scheduler.state_dict(), "groups": groups})
 

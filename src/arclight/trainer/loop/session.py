@@ -267,7 +267,7 @@ class Session:
         trainer.limit_epochs(-1 if limited else 1000)
 
     def _checkpoint(self, choice: str | Path | Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """The checkpoint that a fit goes on from: read, or in memory already."""
+        """Return the checkpoint that a fit goes on from: read, or in memory already."""
         trainer = self._trainer
         if isinstance(choice, Mapping):
             trainer.selector.give(None)

@@ -126,7 +126,7 @@ class SignalConnector:
                 signal.signal(number, _settable(handler))
 
     def _requeue_signal(self) -> signal.Signals | None:
-        """The signal on which this job goes back into SLURM's queue; None where it does not."""
+        """Return the signal on which this job goes back into SLURM's queue; None where it does not."""
         environment = self._trainer.strategy.cluster_environment
         if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
             return None

@@ -94,7 +94,7 @@ class StepBuilder:
         return profile_strategy(self.trainer.profiler, self.strategy, "training_step", forward)
 
     def step(self, forward: Step) -> Step:
-        """The one function that the loop calls per batch; a callback may bring its own."""
+        """Return the one function that the loop calls per batch; a callback may bring its own."""
         trainer, module = self.trainer, self.module
         for callback in trainer.callbacks:
             if isinstance(callback, BuildsStep):

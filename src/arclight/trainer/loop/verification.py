@@ -105,7 +105,7 @@ def wrapped_module(model: object) -> nn.Module | None:
 
 
 def from_compiled(model: Any) -> Module:
-    """The Module inside what ``torch.compile`` returned, with its forward and its steps compiled in the same way.
+    """Return the Module inside what ``torch.compile`` returned, with its forward and its steps compiled in the same way.
 
     The module itself is changed. Raises ValueError for anything else.
     """

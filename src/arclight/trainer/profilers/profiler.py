@@ -44,7 +44,7 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} has no stop(action_name)")
 
     def summary(self) -> str:
-        """The report; empty where there is nothing to say."""
+        """Return the report; empty where there is nothing to say."""
         return ""
 
     @contextmanager
@@ -94,7 +94,7 @@ class Profiler:
         return (re.sub(r'[\\/:*?"<>|\n\r\t_]+', "_", name).strip() or "profile") + extension
 
     def _titled(self, title: str, sections: Iterable[tuple[str, str]]) -> str:
-        """A report with the stage in its title and a header for each section."""
+        """Return a report with the stage in its title and a header for each section."""
         rank = "" if self._local_rank is None else f" rank: {self._local_rank}"
         lines = [self._title(title)]
         for action, text in sections:
@@ -116,7 +116,7 @@ class PassThroughProfiler(Profiler):
 
 
 def resolve_profiler(choice: Profiler | str | None) -> Profiler:
-    """The profiler that ``Trainer(profiler=...)`` means: an object, ``"simple"``, ``"advanced"``, ``"pytorch"``, or None.
+    """Return the profiler that ``Trainer(profiler=...)`` means: an object, ``"simple"``, ``"advanced"``, ``"pytorch"``, or None.
 
     Raises MisconfigurationError for another name.
     """

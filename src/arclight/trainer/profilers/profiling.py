@@ -42,7 +42,7 @@ def profile_module_hook(profiler: Profiler | None, module: nn.Module, hook: str,
 
 
 def profile_data_hook(profiler: Profiler, data: Any, hook: str) -> Function:
-    """A data module's ``hook``."""
+    """Return a data module's ``hook``."""
     return profile_action(profiler, f"[LightningDataModule]{type(data).__name__}.{hook}", getattr(data, hook))
 
 

@@ -300,7 +300,7 @@ _SKIP_WARM_UP_RECORD = torch.profiler.schedule(wait=1, warmup=1, active=3)
 
 
 def default_schedule(step: int) -> ProfilerAction:
-    """One step skipped, one to warm up, three recorded: little enough to leave on."""
+    """Skip one step, warm up for one, record three: little enough to leave on."""
     return _SKIP_WARM_UP_RECORD(step)  # type: ignore[no-any-return]
 
 

@@ -56,7 +56,7 @@ def grouped(curves: Curves) -> dict[str, list[str]]:
 
 
 def charts_of(group: str, curves: Curves, most_points: int) -> list[Chart]:
-    """The charts of one group: rates share one, so do ``x_step`` and ``x_epoch``; ``train/x`` shows ``val/x`` too."""
+    """Return the charts of one group: rates share one, so do ``x_step`` and ``x_epoch``; ``train/x`` shows ``val/x`` too."""
     names = grouped(curves).get(group, [])
     if group == "lr":
         rates = [name for name in names if not name.endswith(("-momentum", "-weight_decay"))]
@@ -153,7 +153,7 @@ def last_finite(points: Sequence[Point]) -> float:
 
 
 def best_point(name: str, points: Sequence[Point]) -> Point | None:
-    """The best (step, value) of a metric whose name says what is better; None where it does not."""
+    """Return the best (step, value) of a metric whose name says what is better; None where it does not."""
     tail = name.rpartition("/")[2]
     finite = [point for point in points if math.isfinite(point[1])]
     if not finite:

@@ -43,7 +43,7 @@ class Duration:
 
     @classmethod
     def parse(cls, given: str | timedelta | dict[str, float] | Duration) -> Self:
-        """A duration from text (:data:`FORMS`), a timedelta, or a dict of timedelta's arguments.
+        """Return a duration from text (:data:`FORMS`), a timedelta, or a dict of timedelta's arguments.
 
         Raises MisconfigurationError for anything else, for a part of an epoch or batch, and for a fraction above 1.
         """
@@ -85,7 +85,7 @@ class Duration:
         return self.value if self.unit is Unit.SECONDS else None
 
     def of(self, whole: Duration) -> Duration:
-        """A fraction as that part of ``whole``, rounded up to a whole number where the unit counts; others stay as they are."""
+        """Return a fraction as that part of ``whole``, rounded up to a whole number where the unit counts; others stay as they are."""
         if self.unit is not Unit.FRACTION:
             return self
         if whole.unit is Unit.FRACTION:

@@ -33,7 +33,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """The run in ``path``, to go on with; FileNotFoundError where there is none."""
+        """Return the run in ``path``, to go on with; FileNotFoundError where there is none."""
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a run folder; runs are folders like runs/<name>/<number>")
@@ -45,7 +45,7 @@ class RunFolder:
     def newest(
         cls, root: str | Path = "runs", name: str = "run", *, having: str | Sequence[str] = ""
     ) -> RunFolder | None:
-        """The run of that name with the highest number, of those whose folder has a file ``having``, or one of several; None without any."""
+        """Return the run of that name with the highest number, of those whose folder has a file ``having``, or one of several; None without any."""
         parent = Path(root) / name
         files = [having] if isinstance(having, str) else having
         numbers = [n for n in run_numbers(parent) if any((parent / str(n) / file).exists() for file in files)]
@@ -103,7 +103,7 @@ class RunFolder:
         return self.environment
 
     def log_handler(self, level: int = logging.INFO) -> logging.Handler:
-        """A handler that appends to log.txt: ``logging.getLogger("arclight").addHandler(run.log_handler())``."""
+        """Return a handler that appends to log.txt: ``logging.getLogger("arclight").addHandler(run.log_handler())``."""
         handler = logging.FileHandler(self.log, encoding="utf-8", delay=True)
         handler.setLevel(level)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))

@@ -47,7 +47,7 @@ class RunPaths:
         return self.name or self._module_name or "run"
 
     def newest_run(self) -> RunFolder | None:
-        """The folder of this run, or the newest of its name; None if there is none yet."""
+        """Return the folder of this run, or the newest of its name; None if there is none yet."""
         return self.opened or RunFolder.newest(self.root, self.folder_name)
 
     def agree(self) -> None:
@@ -121,7 +121,7 @@ class RunPaths:
             self._loggers, self._agreed = before
 
     def own_loggers(self) -> list[Any]:
-        """The loggers that were given and know where to write by themselves; no folder is made for asking."""
+        """Return the loggers that were given and know where to write by themselves; no folder is made for asking."""
         given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
         if self._loggers is None and not self.run_folders:
             given = self.loggers

@@ -138,7 +138,7 @@ def alert(failure: str | None) -> str:
 
 
 def headline_numbers(curves: Curves) -> dict[str, float | str]:
-    """The last value of up to six metrics: of validation if there are any, else of the first group there is."""
+    """Return the last value of up to six metrics: of validation if there are any, else of the first group there is."""
     groups = {group: names for group, names in grouped(curves).items() if group != "lr"}
     names = next(iter(groups.values()), [])
     return {name: last_finite(curves[name]) for name in names[:6]}
@@ -201,7 +201,7 @@ def chart_figure(chart: Chart) -> str:
 
 
 def plots(folder: Path) -> str:
-    """Every image of ``folder``: in the order of its captions, then by name."""
+    """Return every image of ``folder``: in the order of its captions, then by name."""
     captions = {name: str(caption) for name, caption in read_json(folder / "captions.json").items()}
     files = (
         {file.name: file for file in sorted(folder.iterdir()) if file.suffix.lower() in _IMAGE_TYPES}
@@ -217,7 +217,7 @@ def plots(folder: Path) -> str:
 
 
 def plot_figure(file: Path, caption: str) -> str:
-    """An image as a data URI. An SVG goes in as an image too: scripts and links inside it do not run."""
+    """Return an image as a data URI. An SVG goes in as an image too: scripts and links inside it do not run."""
     kind, content = _IMAGE_TYPES[file.suffix.lower()], file.read_bytes()
     source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     name = file.stem.replace("_", " ").replace("-", " ")
@@ -295,7 +295,7 @@ def environment_table(environment: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """An HTML table; cells are HTML, columns whose index is in ``numbers`` are set flush right."""
+    """Return an HTML table; cells are HTML, columns whose index is in ``numbers`` are set flush right."""
 
     def cells(kind: str, row: Sequence[str]) -> str:
         return "".join(

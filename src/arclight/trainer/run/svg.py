@@ -57,7 +57,7 @@ class Axis:
 
 
 def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", log_y: bool = False) -> str:
-    """An ``<svg>`` element with axes and the given curves; an empty string where no point is finite.
+    """Return an ``<svg>`` element with axes and the given curves; an empty string where no point is finite.
 
     ``label`` is the description that a screen reader speaks. The numbers of the read-out lie in the
     attribute ``data-chart`` as JSON, for the page's script.
@@ -83,7 +83,7 @@ def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", lo
 
 
 def sparkline(points: Sequence[Point], *, width: int = 168, height: int = 30) -> str:
-    """A curve without axes, the last point marked; an empty string for fewer than two finite points."""
+    """Return a curve without axes, the last point marked; an empty string for fewer than two finite points."""
     finite = [point for run in finite_runs(points) for point in run]
     if len(finite) < 2:
         return ""
@@ -114,7 +114,7 @@ def path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
 
 
 def finite_runs(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """The stretches of ``points`` between gaps."""
+    """Yield the stretches of ``points`` between gaps."""
     run: list[Point] = []
     for x, y in points:
         if math.isfinite(y):

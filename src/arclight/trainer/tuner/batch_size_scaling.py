@@ -32,7 +32,7 @@ class Search:
 
 
 def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | None:
-    """The batch size found, which module and data then have; None in a development run, which tries nothing.
+    """Return the batch size found, which module and data then have; None in a development run, which tries nothing.
 
     Raises MisconfigurationError where not even one sample fits, and any error of a trial that is not about memory.
     """
@@ -109,7 +109,7 @@ class _Finder:
         return following
 
     def _larger(self, size: int) -> int:
-        """The next size up: no larger than the data or the limit; ``size`` itself where it is there already."""
+        """Return the next size up: no larger than the data or the limit; ``size`` itself where it is there already."""
         length = self._samples()
         if length is not None and size >= length:
             self.trainer.say(f"The batch size {size} is greater or equal than the length of your dataset: {length}.")

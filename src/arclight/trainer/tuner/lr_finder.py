@@ -42,14 +42,14 @@ class LRFinder:
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         share = step / max(1, self.num_training - 1)
         if self.mode == "linear":
             return self.lr_min + share * (self.lr_max - self.lr_min)
         return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the loss fell most steeply, leaving out that many steps at both ends.
+        """Return the rate at which the loss fell most steeply, leaving out that many steps at both ends.
 
         None, with an error in the log, where fewer than two finite losses remain.
         """
@@ -201,7 +201,7 @@ class _Ramp(TrialCallback):
             self._over = trainer.should_stop = True
 
     def _smoothed(self, trainer: Trainer, outputs: Any) -> float:
-        """The running mean of the losses so far, of all processes alike; NaN for a step without a loss."""
+        """Return the running mean of the losses so far, of all processes alike; NaN for a step without a loss."""
         loss = loss_of(outputs) if not isinstance(outputs, Mapping) or "loss" in outputs else None
         value = torch.tensor(math.nan) if loss is None else loss.detach().float()
         if trainer.world_size > 1:

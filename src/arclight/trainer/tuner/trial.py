@@ -101,7 +101,7 @@ def _gradients_aside(module: Module) -> Iterator[None]:
 
 
 def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
-    """The state of module, optimizers, schedules and precision, and a function that puts it back."""
+    """Return the state of module, optimizers, schedules and precision, and a function that puts it back."""
     tensors = _kept_tensors(module)
     modes = [(part, part.training) for part in module.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]

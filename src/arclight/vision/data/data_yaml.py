@@ -23,7 +23,7 @@ class DataSpec:
     test: tuple[Path, ...] = ()
 
     def images(self, split: str) -> list[Path]:
-        """The image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
+        """Return the image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
         entries: tuple[Path, ...] = {"train": self.train, "val": self.val, "test": self.test}[split]
         if not entries:
             raise DatasetError(f"{self.file} has no {split!r} split; add for example `{split}: images/{split}`")

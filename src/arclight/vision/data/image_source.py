@@ -103,7 +103,7 @@ class ImageSource:
 
 
 def _expand(source: Any) -> list[Path | Image]:
-    """The files or the array that one source stands for, at least one. Raises SourceError."""
+    """Return the files or the array that one source stands for, at least one. Raises SourceError."""
     if isinstance(source, np.ndarray):
         return [_checked(source)]
     if not isinstance(source, str | Path):

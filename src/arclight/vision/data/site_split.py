@@ -93,7 +93,7 @@ class SiteSplit:
         return self._listed[name]
 
     def _name(self, image: Path) -> str:
-        """An image's place in the data set, the same wherever the data set lies."""
+        """Return an image's place in the data set, the same wherever the data set lies."""
         folder = self.spec.file.parent.resolve()
         path = image.resolve()
         return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix()

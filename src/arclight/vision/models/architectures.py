@@ -91,7 +91,7 @@ COCO_TINY: AnchorLevels = (((10, 14), (23, 27), (37, 58)), ((81, 82), (135, 169)
 
 
 def _c3(channels: int, repeats: int = 3) -> Layer:
-    """A C3 of a neck: without residual connections."""
+    """Return a C3 of a neck: without residual connections."""
     return Layer("c3", channels, repeats=repeats, shortcut=False)
 
 

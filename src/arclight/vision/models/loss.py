@@ -65,7 +65,7 @@ def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 
 def yolo_loss(
     raw: Sequence[Tensor], targets: Tensor, anchors: Tensor, gains: Gains, anchor_t: float = ANCHOR_T
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
+    """Return the loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
 
     raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
     centre y, width, height as shares of the image. anchors: (levels, k, 2) in cells, ``Yolo.anchors``.

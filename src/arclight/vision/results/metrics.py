@@ -66,7 +66,7 @@ class DetectionResults:
     """Images seen."""
 
     def summary(self) -> dict[str, float]:
-        """The headline numbers by name, for logs and JSON."""
+        """Return the headline numbers by name, for logs and JSON."""
         names = ("map50", "map50_95", "precision", "recall", "f1", "confidence")
         return {name: float(getattr(self, name)) for name in names}
 
@@ -168,7 +168,7 @@ class DetectionMetrics:
             self._named.setdefault(image_id, image)
 
     def state_dict(self) -> dict[str, Any]:
-        """All images as a few plain arrays, to be sent to another process or kept."""
+        """Return all images as a few plain arrays, to be sent to another process or kept."""
         ids, images = [*self._named, *[-1] * len(self._unnamed)], [*self._named.values(), *self._unnamed]
         state: dict[str, Any] = {"num_classes": self.num_classes, "image_ids": np.array(ids, np.int64)}
         for field, empty in _EMPTY._asdict().items():

@@ -217,7 +217,7 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
 
 
 def _numbers(x: float, y: float, cell: int, count: int, part: float) -> str:
-    """The count of a cell and, below it, its share, in an ink that shows on the shade of either theme."""
+    """Return the count of a cell and, below it, its share, in an ink that shows on the shade of either theme."""
     middle, line = x + (cell - 1) / 2, y + cell * 0.5
     ink = "on" if part > 0.8 else "mid" if part > 0.55 else ""
     number = _text(middle, line, str(count), f"strong {ink}", anchor="middle", size=20 if cell > 80 else 14)
@@ -243,7 +243,7 @@ def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, f
 def _text(
     x: float, y: float, text: str, css: str = "", *, anchor: str = "start", size: int | None = None, turn: int = 0
 ) -> str:
-    """A line of text; ``turn`` in degrees around its anchor."""
+    """Return a line of text; ``turn`` in degrees around its anchor."""
     style = f' style="font-size:{size}px"' if size else ""
     transform = f' transform="rotate({turn} {x:g} {y:g})"' if turn else ""
     css = f' class="{css.strip()}"' if css else ""
@@ -251,7 +251,7 @@ def _text(
 
 
 def _svg(width: float, height: float, title: str, subtitle: str, marks: Iterable[str]) -> str:
-    """A chart of ``marks`` on a card, with its title."""
+    """Return a chart of ``marks`` on a card, with its title."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="arclight-chart" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}: {escape(subtitle)}">'

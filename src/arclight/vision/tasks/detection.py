@@ -318,7 +318,7 @@ class DetectionData(DataModule):
             )
 
     def calibration_dataset(self) -> DetectionDataset:
-        """The training images as they are, for calibration."""
+        """Return the training images as they are, for calibration."""
         return self._open("train")
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -397,7 +397,7 @@ REPEATS = 3
 def fastest_memory_format(
     model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4
 ) -> torch.memory_format:
-    """The layout in which forward and backward of ``model`` take less time on its device under ``context``.
+    """Return the layout in which forward and backward of ``model`` take less time on its device under ``context``.
 
     The model's weights, statistics, gradients and the random streams are as before when this returns.
     """

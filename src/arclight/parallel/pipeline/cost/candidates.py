@@ -99,7 +99,7 @@ class PlanEvaluator:
         return None
 
     def cut(self, setting: PlanCandidate) -> StageLayout:
-        """The setting with the best cut that a formula finds."""
+        """Return the setting with the best cut that a formula finds."""
         kind = schedule_kind(setting.schedule)
         local, number = self.batch // setting.replicas, setting.micro_batches
         whole, rest = divmod(local, number)
@@ -196,7 +196,7 @@ class StageLayout:
         return share * max(sum(self.parts[stage].seconds for stage in own) for own in self.own)
 
     def option(self) -> EvaluatedPlan:
-        """All of it simulated."""
+        """Simulate all of it."""
         units = [self._units(own) for own in self.own]
         parameters = [self._parameters(own) for own in units]
         exchanged = [self._exchange(own, size) for own, size in zip(units, parameters, strict=True)]
@@ -212,7 +212,7 @@ class StageLayout:
         )
 
     def improved(self, most: int) -> EvaluatedPlan:
-        """The option with a cut that simulation prefers, where a process has several stages; ``most`` are simulated."""
+        """Return the option with a cut that simulation prefers, where a process has several stages; ``most`` are simulated."""
         known: dict[tuple[int, ...], EvaluatedPlan] = {}
 
         def judge(cuts: tuple[int, ...]) -> tuple[float, ...]:

@@ -62,7 +62,7 @@ def choose(
     micro_batches: int | Literal["auto"] = "auto", memory: float | str | None = None, recompute: bool | Literal["auto"] = "auto",
     link: Link | None = None, states: float = 4.0, compiled: bool = False, overhead: float = 0.0, keep: int = 5,
 ) -> Choice:  # fmt: skip
-    """The plans whose step is predicted to be shortest, and why not others.
+    """Return the plans whose step is predicted to be shortest, and why not others.
 
     costs: see :data:`Costs`. batch: samples of a step, over all ``processes``. stages: processes of one pipeline (with the stages that a
     schedule gives each); None: any number that divides ``processes``, which then has several pipelines. schedules: names that may be
@@ -246,7 +246,7 @@ def _why(best: EvaluatedPlan, other: EvaluatedPlan) -> str:
 
 
 def _nothing_fits(search: _Search) -> str:
-    """The least that any plan needs, and whether more processes would help."""
+    """Return the least that any plan needs, and whether more processes would help."""
     forecast = search.forecast
     limit = forecast.limit or 0.0
     least = min(search.options, key=lambda one: (one.peak, one.seconds))

@@ -93,7 +93,7 @@ def predict(
 def _done(
     model: nn.Module, function: Callable[[nn.Module], Callable[..., Any]], graph: CallGraph, example: Any, figures: Hardware
 ) -> Done:  # fmt: skip
-    """A pass over a copy of the model that has shapes alone."""
+    """Return a pass over a copy of the model that has shapes alone."""
     recorder, fake = Recorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(tensor: Tensor) -> Tensor:

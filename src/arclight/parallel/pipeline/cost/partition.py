@@ -75,7 +75,7 @@ def partition(
     units: Sequence[UnitCost], stages: int, micro_batches: int = 1, *, link: Link | None = None, ties: Sequence[Tie] = (),
     crossing: Sequence[float] | None = None, room: Room | None = None, together: bool = False, closed: Collection[int] = (),
 ) -> Partition:  # fmt: skip
-    """The cut of ``units`` into ``stages`` contiguous stages, none of them empty, whose step takes least time.
+    """Return the cut of ``units`` into ``stages`` contiguous stages, none of them empty, whose step takes least time.
 
     link: between processes; None: what crosses a cut costs nothing. crossing: bytes that cross a cut before each unit (those that
     follow the last one need not be given), where that is more than the output of the unit before. ties: parameters of several
@@ -269,7 +269,7 @@ Judge = Callable[[tuple[int, ...]], tuple[float, ...]]
 def refine(
     cuts: Sequence[int], count: int, judge: Judge, most: int = 2000, closed: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """A cut that ``judge`` prefers to all whose stages begin a unit earlier or later in one place, in two, or in a row of places.
+    """Return a cut that ``judge`` prefers to all whose stages begin a unit earlier or later in one place, in two, or in a row of places.
 
     Hill climbing from ``cuts`` (the first unit of each stage) over ``count`` units, for schedules with several stages on a process,
     where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.

@@ -172,7 +172,7 @@ class Pass:
         return self.meter.seconds()
 
     def _pass_on(self, number: int, output: Any) -> Any:
-        """The outputs as new leaves; whatever works in place on them does so on a copy."""
+        """Return the outputs as new leaves; whatever works in place on them does so on a copy."""
         leaves, structure = tree_flatten(output)
         self.outputs.append(tuple(x.nbytes if isinstance(x, Tensor) else 0 for x in leaves))
         new: list[Any] = []

@@ -57,7 +57,7 @@ class BatchSplitter:
 
 
 def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:
-    """Each leaf of ``value`` with its name and the dimension along which it is cut; None for one that is not."""
+    """Yield each leaf of ``value`` with its name and the dimension along which it is cut; None for one that is not."""
     if isinstance(spec, Mapping) and isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner, spec.get(key, 0))
@@ -119,7 +119,7 @@ def _parts(value: Any, dim: int | None, count: int, samples: int) -> list[Any]:
 
 
 def merge_outputs(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
-    """One output of those of all micro-batches, in their own structure. weights: numbers of samples.
+    """Return one output of those of all micro-batches, in their own structure. weights: numbers of samples.
 
     ``spec`` says of all values, or of each in the same tree: a dimension to put tensors together along, "sum", "mean" (by samples), or a
     `Reducer`. What is no tensor must be the same in all. Raises PlanError where that does not fit.

@@ -93,7 +93,7 @@ def verify_fingerprints(
 
 
 def digest(value: Any) -> str:
-    """A few letters that stand for ``value``, by what it prints."""
+    """Return a few letters that stand for ``value``, by what it prints."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 

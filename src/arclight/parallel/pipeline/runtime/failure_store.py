@@ -87,7 +87,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def failure_to_raise(board: FailureStore | None, error: BaseException, where: str, waiting: bool) -> BaseException:
-    """The error to raise in place of ``error``, which happened at ``where``; word of it is left for the other processes.
+    """Return the error to raise in place of ``error``, which happened at ``where``; word of it is left for the other processes.
 
     waiting: whether nothing was computed then, so that it was another process that did not come.
     """

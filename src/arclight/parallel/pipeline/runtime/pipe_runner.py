@@ -221,7 +221,7 @@ class PipeRunner:
 
     @torch.no_grad()
     def total_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
+        """Return the norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
         own = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None and p not in self.shared.elsewhere]
         norm = (
             nn.utils.get_total_norm(own, norm_type).to(self.line.device)

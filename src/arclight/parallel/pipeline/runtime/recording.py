@@ -153,7 +153,7 @@ def stage_costs(trace: Trace) -> list[UnitCost]:
 def recorded_step(
     stages: list[Any], schedule: str, micro_batches: int, group: Any, device: torch.device
 ) -> Iterator[None]:
-    """One run of a schedule, recorded if that is asked for. stages: those of this process, whose ``recorder`` is set meanwhile."""
+    """Record one run of a schedule, if that is asked for. stages: those of this process, whose ``recorder`` is set meanwhile."""
     run = _current.get()
     if run is None or not run._wants_next():
         yield
@@ -228,7 +228,7 @@ class Recorder:
         self._marks.append((action, start, end, self._bytes))
 
     def spans(self) -> Iterator[Span]:
-        """All that was taken down, in seconds since the step began."""
+        """Yield all that was taken down, in seconds since the step began."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         for action, start, end, live in self._marks:
@@ -286,7 +286,7 @@ def _clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _together(parts: Iterable[tuple[Trace, float]]) -> Trace:
-    """One step from its parts, each with when it began on the common clock."""
+    """Return one step from its parts, each with when it began on the common clock."""
     parts = list(parts)
     first = min(begin for _, begin in parts)
     moved = [

@@ -139,7 +139,7 @@ def _below(roots: list[Node]) -> _Below:
 
 
 def _leading_to(below: _Below, ends: set[Node]) -> set[Node]:
-    """The nodes from which one of ``ends`` is reached, and the ends themselves."""
+    """Return the nodes from which one of ``ends`` is reached, and the ends themselves."""
     found: set[Node] = set()
     for node, children in below.items():
         if node in ends or not found.isdisjoint(children):

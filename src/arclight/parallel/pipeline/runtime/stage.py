@@ -28,7 +28,7 @@ from arclight.parallel.pipeline.schedule.actions import Action, Kind
 
 
 def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method of a stage that does ``kind`` for the micro-batch it is given, seen by the stage's recorder if there is one."""
+    """Return a method of a stage that does ``kind`` for the micro-batch it is given, seen by the stage's recorder if there is one."""
 
     def around(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -89,9 +89,9 @@ class PipelineTopology:
         return stages_of(rank, self.ranks, self.stages, self.kind.v_shaped)
 
     def place(self, stage: int) -> int:
-        """The process of the pipeline that has a stage."""
+        """Return the process of the pipeline that has a stage."""
         return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
 
     def owner(self, stage: int) -> int:
-        """The same, as all processes are numbered."""
+        """Return the same, as all processes are numbered."""
         return dist.get_global_rank(self.group, self.place(stage)) if self.group is not None else 0

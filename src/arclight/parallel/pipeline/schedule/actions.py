@@ -27,7 +27,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that ``text`` writes, as ``2F0``. Raises PlanError for anything else."""
+        """Return the action that ``text`` writes, as ``2F0``. Raises PlanError for anything else."""
         found = _WRITTEN.fullmatch(text.strip())
         if found is None:
             raise PlanError(f"{text!r} is no action: write <stage><F, B, I or W><micro-batch>, as 2F0")
@@ -44,7 +44,7 @@ def write_csv(order: Order) -> str:
 
 
 def read_csv(text: str) -> Order:
-    """The order that :func:`write_csv` or torch wrote; idle places (empty) are left out, pairs are one after the other.
+    """Return the order that :func:`write_csv` or torch wrote; idle places (empty) are left out, pairs are one after the other.
 
     Raises PlanError for what is no action.
     """

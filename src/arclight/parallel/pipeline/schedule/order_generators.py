@@ -18,7 +18,7 @@ from arclight.parallel.plan import PlanError
 
 
 def gpipe(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
-    """All forwards, then all backwards (Huang et al. 2019)."""
+    """Return all forwards, then all backwards (Huang et al. 2019)."""
     numbers = range(micro_batches)
     return tuple(
         (*(Action(rank, "F", number) for number in numbers), *(Action(rank, "B", number) for number in numbers))
@@ -27,7 +27,7 @@ def gpipe(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
 
 
 def looped_bfs(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """All micro-batches through one stage before the next, there and back (Lamy-Poirier 2022)."""
+    """Return all micro-batches through one stage before the next, there and back (Lamy-Poirier 2022)."""
     numbers = range(micro_batches)
 
     def of(rank: int) -> Iterator[Action]:
@@ -66,7 +66,7 @@ def per_round(ranks: int, micro_batches: int) -> int:
 def _alternating(
     rank: int, ranks: int, micro_batches: int, own: int, ahead: int, put_off: int | None = None
 ) -> tuple[Action, ...]:
-    """One process's turns: forwards ahead, then forward and backward by turns.
+    """Return one process's turns: forwards ahead, then forward and backward by turns.
 
     ahead: forwards that each process does ahead of the one after it. put_off: after how many others the gradients of the
     weights of a micro-batch are computed; None for backwards in one.
@@ -218,7 +218,7 @@ def v_min(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
 
 @lru_cache(maxsize=64)
 def _block(ranks: int, apart: tuple[int, int, int, int]) -> _Block:
-    """The block that is held least: ``apart`` units between neighbours, forth and back in forward, then in backward.
+    """Return the block that is held least: ``apart`` units between neighbours, forth and back in forward, then in backward.
 
     What is free are the waits at the three turns; nothing may fall on the same unit of the period on a process.
     """
@@ -246,7 +246,7 @@ def _passes(
 
 
 def _with_weights(times: list[dict[tuple[Kind, int], int]]) -> _Block:
-    """The block with gradients of weights in the two units of the period that are free, as early as they can."""
+    """Return the block with gradients of weights in the two units of the period that are free, as early as they can."""
     whole, held, each = [], [], []
     for one in times:
         free = set(range(PERIOD)) - {time % PERIOD for time in one.values()}

@@ -13,7 +13,7 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 def load_order(path: str | Path) -> Order:
-    """The order that a CSV file has, checked. Raises PlanError that names the file and the first wrong action."""
+    """Return the order that a CSV file has, checked. Raises PlanError that names the file and the first wrong action."""
     try:
         text = Path(path).read_text()
     except OSError as error:

@@ -102,7 +102,7 @@ def simulate(
 def _order(
     schedule: str | Order, stages: int, ranks: int | None, micro_batches: int | None
 ) -> tuple[str, Order]:  # fmt: skip
-    """A schedule's name, as it is written here, and its order."""
+    """Return a schedule's name, as it is written here, and its order."""
     if not isinstance(schedule, str):
         return "order", schedule
     if ranks is None or micro_batches is None:
@@ -149,7 +149,7 @@ class _Turn:
 
 @lru_cache(maxsize=64)
 def _turns(order: Order) -> tuple[_Turn, ...]:
-    """All actions, each after what it needs and after those before it on its process. Raises PlanError where there is no such order."""
+    """Return all actions, each after what it needs and after those before it on its process. Raises PlanError where there is no such order."""
     stages = shape_of(order)[0]
     owner = {action.stage: rank for rank, one in enumerate(order) for action in one}
     numbers: dict[Action, int] = {}

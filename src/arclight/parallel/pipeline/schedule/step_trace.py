@@ -36,7 +36,7 @@ class Trace:
     """Seconds that a process was held up before an action, by what had not arrived."""
 
     def __str__(self) -> str:
-        """A table: for each process how busy it was, and why it was not."""
+        """Return a table: for each process how busy it was, and why it was not."""
         return describe(self)
 
     @property
@@ -50,7 +50,7 @@ class Trace:
 
     @classmethod
     def merge(cls, parts: Iterable[Trace]) -> Trace:
-        """One trace of those that the processes of one pipeline took of themselves."""
+        """Return one trace of those that the processes of one pipeline took of themselves."""
         first, *rest = parts
         spans = (*first.spans, *(span for part in rest for span in part.spans))
         waits = first.waits | {action: wait for part in rest for action, wait in part.waits.items()}
@@ -90,7 +90,7 @@ CAUSES = tuple(Idle.__dataclass_fields__)
 
 
 def source(action: Action, trace: Trace, spans: dict[Action, Span]) -> Span | None:
-    """The action (of ``spans``, those of ``trace`` by action) that makes what ``action`` computes with.
+    """Return the action (of ``spans``, those of ``trace`` by action) that makes what ``action`` computes with.
 
     None for forwards of the first stage, whose input is there from the start.
     """
@@ -113,12 +113,12 @@ def busy(trace: Trace) -> list[float]:
 
 
 def bubble(trace: Trace) -> float:
-    """The idle share of all processes' time, in [0, 1]."""
+    """Return the idle share of all processes' time, in [0, 1]."""
     return 1 - sum(busy(trace)) / (trace.ranks * trace.seconds)
 
 
 def peak_bytes(trace: Trace) -> list[int]:
-    """The most bytes of activations that each process held at the end of an action."""
+    """Return the most bytes of activations that each process held at the end of an action."""
     peaks = [0] * trace.ranks
     for span in trace.spans:
         peaks[span.rank] = max(peaks[span.rank], span.live)
@@ -190,7 +190,7 @@ def _waits(lanes: list[list[Span]], before: dict[Action, Span | None], took: dic
 
 
 def describe(trace: Trace, predicted: Trace | None = None) -> str:
-    """A step as a table for terminals: for each process how busy it was, why it was not, and the most that it held."""
+    """Return a step as a table for terminals: for each process how busy it was, why it was not, and the most that it held."""
     head = (
         f"{trace.schedule}: {trace.ranks} processes, {trace.stages} stages, {trace.micro_batches} micro-batches; "
         f"step {1000 * trace.seconds:.1f} ms, bubble {bubble(trace):.1%}"

@@ -240,7 +240,7 @@ class _Observer:
         return all(name in used for name, p in self.root.named_parameters() if p.requires_grad)
 
     def so_far(self) -> CallGraph:
-        """The calls until now; what comes after them needs what the last one returned, and what none of them reads."""
+        """Return the calls until now; what comes after them needs what the last one returned, and what none of them reads."""
         read = frozenset().union(*(call.reads for call in self.calls))
         last = len(self.calls) - 1
         every = {Value(i, leaf) for i, call in enumerate(self.calls) for leaf, size in enumerate(call.outputs) if size}
@@ -261,7 +261,7 @@ class _Observer:
         }
 
     def innermost(self, error: BaseException) -> str | None:
-        """The path of the module whose code was running when ``error`` was raised."""
+        """Return the path of the module whose code was running when ``error`` was raised."""
         path, trace = None, error.__traceback__
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")

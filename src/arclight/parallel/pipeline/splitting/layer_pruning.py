@@ -27,7 +27,7 @@ class StageLayers:
 
 
 def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
-    """The parts of ``model`` for each stage, so that the slowest computes least; nothing is changed.
+    """Return the parts of ``model`` for each stage, so that the slowest computes least; nothing is changed.
 
     The model has its blocks in a ModuleDict ``layers``, keyed by names that stay, and computes without any of its children that is
     None. A layer counts with its parameters, the output too; embeddings are looked up and count nothing. Raises PlanError for
@@ -109,7 +109,7 @@ def prune(model: nn.Module, cuts: Sequence[StageLayers]) -> None:
 
 
 def pruned_view(model: nn.Module, cut: StageLayers) -> nn.Module:
-    """A model of its own that has of ``model`` what ``cut`` says: the same submodules, below a copy of the outermost one."""
+    """Return a model of its own that has of ``model`` what ``cut`` says: the same submodules, below a copy of the outermost one."""
     part = copy.copy(model)
     state: dict[str, Any] = part.__dict__
     for name, value in list(state.items()):

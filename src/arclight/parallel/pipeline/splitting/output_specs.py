@@ -49,7 +49,7 @@ class OutputSpecs:
         self._hooks: dict[str, int] = {}
 
     def part(self, path: str) -> nn.Module:
-        """The module at ``path`` as a copy without data, made when it is first asked for."""
+        """Return the module at ``path`` as a copy without data, made when it is first asked for."""
         if path not in self._parts:
             made = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
             made._forward_hooks.clear()  # those of who stands for it are called

@@ -93,7 +93,7 @@ class PlaceholderTensor(Tensor):
 
 
 def refusal(asked: PlaceholderTensor) -> DataDependentError:
-    """The error for code that asks ``asked`` for its data."""
+    """Return the error for code that asks ``asked`` for its data."""
     return DataDependentError(
         f"data-dependent control flow on what another stage computes: {asked.of}. Code between the parts of a model must "
         "take the same way whatever they return: move it into one of them, or use frontend='trace'"

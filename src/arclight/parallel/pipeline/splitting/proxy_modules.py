@@ -52,7 +52,7 @@ Visit = Callable[[str, nn.Module], "nn.Module | None"]
 
 
 def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module], None] | None = None) -> nn.Module:
-    """A copy of ``root``, where ``visit`` says what replaces a module; a module at several paths stays one unless it does.
+    """Return a copy of ``root``, where ``visit`` says what replaces a module; a module at several paths stays one unless it does.
 
     ``changed(path, copy)`` is told of each copied module, whose ``_parameters`` and ``_buffers`` it may change.
     """
@@ -100,7 +100,7 @@ class CallHandler(Protocol):
         ...
 
     def real(self, proxy: ModuleProxy) -> nn.Module | None:
-        """The module that the next call will be a call of, or None if nothing will be computed."""
+        """Return the module that the next call will be a call of, or None if nothing will be computed."""
         ...
 
 
@@ -222,5 +222,5 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All paths with their modules, those that are at several paths each time."""
+    """Yield all paths with their modules, those that are at several paths each time."""
     yield from root.named_modules(remove_duplicate=False)

@@ -11,7 +11,7 @@ from arclight.parallel.pipeline.splitting.proxy_modules import copy_tree
 
 
 def meta_skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model``'s tree on the meta device: what stages must know of the whole, which takes no memory.
+    """Return a copy of ``model``'s tree on the meta device: what stages must know of the whole, which takes no memory.
 
     Where parameters of the model are on the meta device themselves the copy has the same tensors, buffers with values included.
     """

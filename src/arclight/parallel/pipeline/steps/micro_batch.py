@@ -104,7 +104,7 @@ def split_step(
     reduction: ReductionKind,
     seed: int,
 ) -> tuple[list[MicroBatch], bool]:
-    """The micro-batches of a step's first argument, and whether their weights are the module's own counts.
+    """Return the micro-batches of a step's first argument, and whether their weights are the module's own counts.
 
     Weights are shares of 1 where the module does not count. A micro-batch that counts nothing is left out, where another does: its
     mean loss is no number.

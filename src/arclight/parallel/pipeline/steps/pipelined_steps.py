@@ -247,7 +247,7 @@ class PipelinedSteps:
         return found
 
     def parts_here(self) -> list[nn.Module]:
-        """The modules that this process calls, each once."""
+        """Return the modules that this process calls, each once."""
         return list(dict.fromkeys(self._decided.parts.values()))
 
     def blocks_here(self) -> list[nn.Module]:
@@ -312,7 +312,7 @@ class PipelinedSteps:
         return loss if outcome.output is None else {"loss": loss, **outcome.output}
 
     def forward(self, number: int, received: tuple[Tensor, ...], piece: MicroBatch) -> Any:
-        """One stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
+        """Run one stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
         torch.manual_seed(piece.seed + number * _SEEDS)
         self.recorder.piece = piece.number
         return self._sliced[piece.step].run(number, received, piece.args, piece.kwargs)

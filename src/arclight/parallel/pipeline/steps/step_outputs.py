@@ -84,11 +84,11 @@ class LogRecorder:
         self.pieces.setdefault(self.piece, []).append(_Call(name, value, size, given))
 
     def values(self) -> list[Any]:
-        """All that was logged."""
+        """Return all that was logged."""
         return [call.value for calls in self.pieces.values() for call in calls]
 
     def combined(self, weights: Mapping[int, float], device: torch.device) -> tuple[tuple[Name, ...], list[Tensor]]:
-        """Each value as if the step had run on the whole batch, and for each its number and batch size.
+        """Return each value as if the step had run on the whole batch, and for each its number and batch size.
 
         A mean counts with the batch sizes that were given, else with ``weights``; sums, least and greatest are those of all.
         """
@@ -177,7 +177,7 @@ def with_attribute(module: Any, call: _Call) -> dict[str, Any]:
 
 
 def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], what: str) -> Any:
-    """One output from those of micro-batches with ``sizes`` samples.
+    """Return one output from those of micro-batches with ``sizes`` samples.
 
     Tensors and lists that have a row for each sample are joined, single numbers averaged by ``weights``; what is the same in all is
     itself. Raises PlanError for anything else.
@@ -235,7 +235,7 @@ class OutputBroadcaster:
     with_output: bool = False
 
     def tell(self, outcome: StepOutput | None, check: int) -> StepOutput:
-        """The last stage's outcome, on every process; others give None. Raises RuntimeError where ``check`` differs."""
+        """Return the last stage's outcome, on every process; others give None. Raises RuntimeError where ``check`` differs."""
         if self.group is None:
             assert outcome is not None
             return outcome

@@ -99,7 +99,7 @@ class _Figures:
 
 
 def _page(trace: Trace, predicted: Trace | None, title: str | None, recorded: Sequence[Trace]) -> str:
-    """The whole page. recorded: all steps that ``trace`` is one of."""
+    """Return the whole page. recorded: all steps that ``trace`` is one of."""
     shown = _Figures(trace)
     before = _Figures(predicted) if predicted is not None else None
     data = {
@@ -122,7 +122,7 @@ def _page(trace: Trace, predicted: Trace | None, title: str | None, recorded: Se
 
 
 def _lanes(name: str, shown: _Figures) -> dict[str, Any]:
-    """A step as the page's script reads it: for each process a flat list of kind, stage, micro-batch, start, end (us), bytes."""
+    """Return a step as the page's script reads it: for each process a flat list of kind, stage, micro-batch, start, end (us), bytes."""
     kinds, lanes = list(KIND_NAMES), []
     for rank, lane in enumerate(by_process(shown.trace)):
         flat: list[float] = []
@@ -306,7 +306,7 @@ text { fill: #1a1c1f; } .muted { fill: #63686f; font-weight: 400; } .title { fon
 
 
 def figure(trace: Trace, predicted: Trace | None = None, title: str | None = None) -> str:
-    """An ``<svg>`` document: for each process what it did, above it what was predicted, over milliseconds."""
+    """Return an ``<svg>`` document: for each process what it did, above it what was predicted, over milliseconds."""
     steps = [one for one in (predicted, trace) if one is not None]
     scale = (WIDTH - LEFT - RIGHT) / max(one.seconds for one in steps)
     row = TALL + (LOW + 2 if predicted is not None else 0) + GAP

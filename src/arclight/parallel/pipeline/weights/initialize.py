@@ -211,14 +211,14 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _tensor_of(self, given: torch.Tensor) -> torch.Tensor | None:
-        """The tensor of the model that ``given`` is, or is a view of."""
+        """Return the tensor of the model that ``given`` is, or is a view of."""
         if not given.is_meta and not is_dtensor(given):
             return self._homes.get(given.untyped_storage().data_ptr()) if given.numel() else None
         return given if given in self._names else None
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call of the operator changes."""
+    """Yield the tensors that a call of the operator changes."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -234,7 +234,7 @@ def _depth(name: str) -> int:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """The name itself, and those of all modules around it."""
+    """Yield the name itself, and those of all modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

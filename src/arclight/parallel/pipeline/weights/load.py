@@ -154,7 +154,7 @@ def _given(known: list[str], files: WeightFiles, prefix: str) -> _Move:
 
 
 def _common(missing: Sequence[Sequence[str]], files: WeightFiles) -> list[_Move]:
-    """All the moves with which each of ``missing`` is found; those that find the same are one."""
+    """Return all the moves with which each of ``missing`` is found; those that find the same are one."""
     ends: dict[str, list[str]] = {}
     for stored_name in files:
         ends.setdefault(stored_name.rpartition(".")[2], []).append(stored_name)

@@ -116,7 +116,7 @@ def _files(writers: dict[str, int], everyones: list[dict[str, _Entry]], limit: i
 
 
 def _prepare(folder: Path) -> Path:
-    """A folder to write into; removes what killed saves left beside it."""
+    """Return a folder to write into; remove what killed saves left beside it."""
     atomic_replace.sweep(folder.parent)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: name a folder")

@@ -52,7 +52,7 @@ def format_name(
 
 
 def full_path(path: str | Path) -> str:
-    """A local path from the root on, links followed and ``~`` put out; an address such as ``s3://bucket/runs`` as it is."""
+    """Return a local path from the root on, links followed and ``~`` put out; an address such as ``s3://bucket/runs`` as it is."""
     path = to_path(path)
     return str(path) if is_remote(path) else os.path.realpath(os.path.expanduser(path))
 

@@ -58,7 +58,7 @@ class TopK:
         return math.inf if self.mode == "min" else -math.inf
 
     def score(self, value: Any) -> float:
-        """The value to rank by: NaN counts as the worst possible."""
+        """Return the value to rank by: NaN counts as the worst possible."""
         score = float(value)
         return self.worst_value if math.isnan(score) else score
 
@@ -66,12 +66,12 @@ class TopK:
         return (max if self.mode == "min" else min)(scores, key=lambda path: scores[path], default="")
 
     def best(self, scores: dict[str, float]) -> str:
-        """The best path; empty where there is none, or none with a value better than the worst possible."""
+        """Return the best path; empty where there is none, or none with a value better than the worst possible."""
         best = (min if self.mode == "min" else max)(scores, key=lambda path: scores[path], default="")
         return best if best and scores[best] != self.worst_value else ""
 
     def replaced(self, scores: dict[str, float]) -> str:
-        """The checkpoint that the next better one replaces; empty while there is room for more."""
+        """Return the checkpoint that the next better one replaces; empty while there is room for more."""
         return self.worst(scores) if self.keep == -1 or len(scores) >= self.keep > 0 else ""
 
     def qualifies(self, scores: dict[str, float], score: float) -> bool:
@@ -115,7 +115,7 @@ class CheckpointHistory:
         return self.attributes(ranking) | own
 
     def attributes(self, ranking: TopK) -> dict[str, Any]:
-        """The public attributes of the callback that say the same."""
+        """Return the public attributes of the callback that say the same."""
         scores = {path: torch.tensor(score) for path, score in self.scores.items()}
         replaced = ranking.replaced(self.scores)
         highest = (min if ranking.mode == "min" else max)(self.scores.values(), default=None)
@@ -131,7 +131,7 @@ class CheckpointHistory:
 
     @classmethod
     def load(cls, state: dict[str, Any], ranking: TopK, before: str, folder: str) -> CheckpointHistory:
-        """The record of ``state``, whose checkpoints were in ``before`` and are in ``folder`` now; lost ones are left out."""
+        """Return the record of ``state``, whose checkpoints were in ``before`` and are in ``folder`` now; lost ones are left out."""
 
         def find(path: str) -> str:
             inside = path and before and is_within(path, before)
@@ -178,7 +178,7 @@ class SavePlan:
         last: str | None = None,
         needed: str | None = "",
     ) -> SavePlan:
-        """The save at optimizer step ``step``, when ``old`` is the record.
+        """Return the save at optimizer step ``step``, when ``old`` is the record.
 
         ``rank``: it may be one of the kept (by its ``score``; None: the newest is best); ``keep``: it is written
         whatever its rank, until there is a newer one; ``last``: name of the one that is always the newest;
@@ -252,7 +252,7 @@ class CheckpointWriter:
         return trainer.world_size == 1 and (self._future is None or self._future.done())
 
     def take(self, trainer: Trainer, wait: bool = True) -> SavePlan | None:
-        """The plan whose checkpoint is complete; None where there is none, or (without ``wait``) it is still written.
+        """Return the plan whose checkpoint is complete; None where there is none, or (without ``wait``) it is still written.
 
         Raises CheckpointError on every rank where writing in the background failed.
         """

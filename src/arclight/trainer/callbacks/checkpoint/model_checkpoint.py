@@ -54,7 +54,7 @@ class SaveSchedule:
     def of(
         cls, steps: int | None, epochs: int | None, interval: timedelta | None, every: str | Duration | None
     ) -> SaveSchedule:
-        """A rhythm from ModelCheckpoint's arguments: every epoch where none of them is given.
+        """Return a rhythm from ModelCheckpoint's arguments: every epoch where none of them is given.
 
         Raises MisconfigurationError for negative numbers and for two rhythms at once.
         """
@@ -390,7 +390,7 @@ class ModelCheckpoint(Checkpoint):
     # -- saving ------------------------------------------------------------------------------------------------
 
     def _adopt_folder(self, trainer: Trainer) -> str:
-        """The folder to save in, settled when there is something to save."""
+        """Return the folder to save in, settled when there is something to save."""
         if self.dirpath is None:
             self.dirpath = trainer.checkpoint_folder
         return self.dirpath
@@ -478,7 +478,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def _free_path(self, values: Mapping[str, Any], template: str | None = None, replaces: str = "") -> str:
-        """A path that is not taken; that of the checkpoint which this one ``replaces`` is free."""
+        """Return a path that is not taken; that of the checkpoint which this one ``replaces`` is free."""
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
         while self.enable_version_counter and path != replaces and self._is_in_use(path):
             path, version = self.format_checkpoint_name(values, template, ver=version), version + 1
@@ -515,7 +515,7 @@ class ModelCheckpoint(Checkpoint):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """The path of a checkpoint with these values, with version ``ver`` if given."""
+        """Return the path of a checkpoint with these values, with version ``ver`` if given."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         name = file_ops.format_name(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]

@@ -132,7 +132,7 @@ def updates(trainer: Trainer) -> int:
 
 
 def momentum(group: dict[str, Any]) -> float | None:
-    """The momentum of a parameter group (the first beta, for Adam's kin); None for an optimizer without."""
+    """Return the momentum of a parameter group (the first beta, for Adam's kin); None for an optimizer without."""
     value = group["betas"][0] if "betas" in group else group.get("momentum")
     return None if value is None else float(value)
 
@@ -160,7 +160,7 @@ def _called(optimizer: Optimizer) -> str:
 
 
 def group_names(name: str, optimizer: Optimizer) -> list[str]:
-    """One name for each of an optimizer's parameter groups. Raises MisconfigurationError where two would be the same."""
+    """Return one name for each of an optimizer's parameter groups. Raises MisconfigurationError where two would be the same."""
     groups = optimizer.param_groups
     if len(groups) == 1:
         return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]

@@ -134,7 +134,7 @@ def count_text(done: int, total: float) -> str:
 
 
 def value_text(value: object, number_format: str) -> str:
-    """A metric as text."""
+    """Return a metric as text."""
     if isinstance(value, (str, int)) or not isinstance(value, float):
         return str(value)
     text = f"{value:{number_format}}"

@@ -113,7 +113,7 @@ class DiLoCo(Callback):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer's state, and what the replicas differ in as tensors with the replicas as first dimension."""
+        """Return the outer optimizer's state, and what the replicas differ in as tensors with the replicas as first dimension."""
         if self._mesh is None:
             return self._loaded
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
@@ -197,14 +197,14 @@ def _differing(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _beside(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A process's part of a tensor that is spread as ``weight`` is."""
+    """Return a process's part of a tensor that is spread as ``weight`` is."""
     from arclight.fabric.distributed.sharding import from_local_tensor
 
     return from_local_tensor(part, weight) if is_dtensor(weight) else part
 
 
 def _each(state: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
-    """An optimizer's state with every tensor changed."""
+    """Return an optimizer's state with every tensor changed."""
     return {
         key: {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
         for key, entries in state.items()
@@ -212,7 +212,7 @@ def _each(state: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
 
 
 def _one_further(placement: Any) -> Any:
-    """A placement along a tensor's dimensions when another one stands before them."""
+    """Return a placement along a tensor's dimensions when another one stands before them."""
     if placement.is_replicate():
         return placement
     # FSDP over tensor parallelism along one dimension is no kind of Shard to Python.
@@ -223,7 +223,7 @@ def _one_further(placement: Any) -> Any:
 def _mean(
     tensors: dict[str, torch.Tensor], group: Any, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The mean of each tensor over a group, by one all-reduce of ``dtype`` on ``device``."""
+    """Return the mean of each tensor over a group, by one all-reduce of ``dtype`` on ``device``."""
     flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors.values()]).to(device)
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)

@@ -25,7 +25,7 @@ Modules = nn.Module | Iterable["Modules"]
 
 
 def multiplicative(epoch: int) -> float:
-    """The default growth of the backbone's learning rate: doubled every epoch."""
+    """Return the default growth of the backbone's learning rate: doubled every epoch."""
     return 2.0
 
 
@@ -108,7 +108,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """The modules within ``modules`` (one, or lists of them) that have parameters of their own or no children."""
+        """Return the modules within ``modules`` (one, or lists of them) that have parameters of their own or no children."""
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, Iterable):
@@ -143,7 +143,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``params`` that ``optimizer`` does not have yet, with a warning about the others."""
+        """Return those of ``params`` that ``optimizer`` does not have yet, with a warning about the others."""
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         params = list(params)
         new = [parameter for parameter in params if id(parameter) not in present]

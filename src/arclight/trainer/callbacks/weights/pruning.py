@@ -125,7 +125,7 @@ class ModelPruning(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The masks, and the weights that a lottery ticket starts from, by place among the parameters to prune."""
+        """Return the masks, and the weights that a lottery ticket starts from, by place among the parameters to prune."""
         places = enumerate(self._parameters_to_prune)
         masks = {str(place): getattr(module, f"{name}_mask", None) for place, (module, name) in places}
         starts = {
@@ -236,7 +236,7 @@ class ModelPruning(Callback):
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: Parameters | None = (), parameter_names: Sequence[str] = ()
     ) -> Parameters:
-        """The pairs to prune: those given, checked, or else every parameter of one of the names.
+        """Return the pairs to prune: those given, checked, or else every parameter of one of the names.
 
         Raises MisconfigurationError for pairs of another shape or that are not in the model.
         """
@@ -270,7 +270,7 @@ class ModelPruning(Callback):
 def _method(
     choice: type[prune.BasePruningMethod] | str, dim: int | None, norm: int | None
 ) -> tuple[Any, dict[str, Any]]:
-    """The pruning method that ``choice`` means, and its settings."""
+    """Return the pruning method that ``choice`` means, and its settings."""
     if ModelPruning._is_pruning_method(choice):
         return choice, {}
     if not isinstance(choice, str):
@@ -300,7 +300,7 @@ def _now(choice: bool | Callable[[int], bool], epoch: int) -> bool:
 
 
 def _original(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter, under a mask or without one."""
+    """Return the parameter, under a mask or without one."""
     found: torch.Tensor | None = getattr(module, f"{name}_orig", None)
     return getattr(module, name) if found is None else found
 

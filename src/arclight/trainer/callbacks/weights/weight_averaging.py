@@ -324,6 +324,6 @@ def tensor_owners(module: nn.Module, buffers: bool) -> dict[str, dict[str, Any]]
 
 
 def averaged_copy(tensor: torch.Tensor, device: torch.device | str | int | None) -> torch.Tensor:
-    """A copy that an average can grow in: at least float32 where it is a floating-point tensor."""
+    """Return a copy that an average can grow in: at least float32 where it is a floating-point tensor."""
     half = tensor.is_floating_point() and tensor.element_size() < 4
     return tensor.detach().to(device=device, dtype=torch.float32 if half else tensor.dtype, copy=True)

@@ -194,7 +194,7 @@ def to_dynamic(text: str, amount: Decimal | int | str) -> str:
 
 
 def _payload(by_tag: dict[str, Field]) -> Payload:
-    """The typed view of fields that passed every check."""
+    """Return the typed view of fields that passed every check."""
 
     def value(tag: str) -> str | None:
         return by_tag[tag].value if tag in by_tag else None

@@ -92,7 +92,7 @@ class View:
     scale: Floats
 
     def back(self, read: DecodedCode) -> DecodedCode:
-        """A read in this view as a read in the whole picture."""
+        """Return a read in this view as a read in the whole picture."""
         return DecodedCode(read.text, np.asarray(read.corners / self.scale + self.origin, np.float32))
 
 

@@ -187,7 +187,7 @@ def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
 
 
 def _clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """The corners in the order in which a clock's hand passes them."""
+    """Return the corners in the order in which a clock's hand passes them."""
     x, y = quad.T
     area = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
     return quad if area > 0 else quad[::-1]
@@ -260,7 +260,7 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
 def _rough(
     picture: Floats, soft: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]]
 ) -> list[Grid]:
-    """The ten proposals that fit the blurred picture best, of all sources and versions."""
+    """Return the ten proposals that fit the blurred picture best, of all sources and versions."""
     shapes = parallelograms(box)
     if quads:
         shapes = np.concatenate([shapes, _shapes(np.stack([_clockwise(quad) for quad in quads]))])
@@ -285,7 +285,7 @@ def _rough(
 
 
 def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:
-    """The same grid as the neighbouring version that fits best: finder patterns alone say little about it."""
+    """Return the same grid as the neighbouring version that fits best: finder patterns alone say little about it."""
     around = range(max(1, grid.version - 2), min(largest, grid.version + 2) + 1)
     tried = [Grid(v, grid.shape, float(template_correlation(picture, grid.shape[None], v)[0])) for v in around]
     return min(tried, key=_worst_last)

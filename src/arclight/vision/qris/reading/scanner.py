@@ -165,7 +165,7 @@ def _checked(image: Image) -> Grey:
 
 
 def _boxes(detections: Detections, shape: tuple[int, ...]) -> list[_Box]:
-    """The detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
+    """Return the detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
     xyxy = np.asarray(detections.boxes.xyxy, np.float64).reshape(-1, 4)
     confidence = np.asarray(detections.boxes.conf, np.float64).reshape(-1)
     height, width = shape

@@ -74,13 +74,13 @@ def _near(rng: np.random.Generator, colour: Colour, spread: int) -> Colour:
 
 
 def plain(rng: np.random.Generator, size: int) -> Image:
-    """A table, wall or floor of nearly one colour."""
+    """Draw a table, wall or floor of nearly one colour."""
     base = choose(rng, (muted, pale, any_colour))(rng)
     return _coloured(clouds(rng, size, roughness=rng.uniform(0.3, 1.4)), [base, _near(rng, base, 30)])
 
 
 def studio(rng: np.random.Generator, size: int) -> Image:
-    """The white or dark seamless ground of product pictures."""
+    """Draw the white or dark seamless ground of product pictures."""
     light = int(rng.integers(225, 256)) if rng.random() < 0.7 else int(rng.integers(5, 60))
     ramp = np.linspace(0, 1, size, dtype=np.float32)[:, None] * np.ones((1, size), np.float32)
     other = max(0, light - int(rng.integers(0, 50)))
@@ -263,7 +263,7 @@ def bokeh(rng: np.random.Generator, size: int) -> Image:
 
 
 def print_page(rng: np.random.Generator, size: int) -> Image:
-    """A page, board or newspaper that fills the view."""
+    """Draw a page, board or newspaper that fills the view."""
     paper = choose(rng, (pale, pale, vivid, muted))(rng)
     picture = blank(size, size, paper)
     height = size * rng.uniform(0.008, 0.03)
@@ -278,7 +278,7 @@ BACKGROUNDS: tuple[tuple[Callable[[np.random.Generator, int], Image], float], ..
 
 
 def background(rng: np.random.Generator, size: int, shares: Sequence[float] | None = None) -> Image:
-    """One of the surroundings, seen from some angle, in or out of focus: (size, size, 3) RGB.
+    """Draw one of the surroundings, seen from some angle, in or out of focus: (size, size, 3) RGB.
 
     shares: how often each of BACKGROUNDS is drawn, where that is not as usual.
     """

@@ -65,7 +65,7 @@ def _cast(rng: np.random.Generator) -> Field:
 
 
 def _shadow(rng: np.random.Generator, size: int) -> Field:
-    """A darker region with a soft edge, or blinds' stripes: (size, size) factors."""
+    """Return a darker region with a soft edge, or blinds' stripes: (size, size) factors."""
     small = 80
     mask = np.zeros((small, small), np.float32)
     if rng.random() < 0.25:
@@ -80,7 +80,7 @@ def _shadow(rng: np.random.Generator, size: int) -> Field:
 
 
 def _glare(rng: np.random.Generator, picture: Image) -> Image:
-    """A streak or blob of reflected light, as lamination and glass show."""
+    """Return a streak or blob of reflected light, as lamination and glass show."""
     size, small = picture.shape[0], 96
     mask = np.zeros((small, small), np.float32)
     centre = tuple(int(v) for v in rng.integers(0, small, 2))
@@ -120,7 +120,7 @@ def _grain(rng: np.random.Generator, picture: Image) -> Image:
 
 
 def surface_light(rng: np.random.Generator, image: Image) -> Image:
-    """The light on one thing: brighter or darker than its surroundings, and uneven."""
+    """Return the light on one thing: brighter or darker than its surroundings, and uneven."""
     gain = float(np.clip(rng.normal(0.92, 0.13), 0.45, 1.2))
     if rng.random() < 0.5:
         return np.asarray(cv2.convertScaleAbs(image, alpha=gain), np.uint8)
@@ -171,7 +171,7 @@ class Bend:
         return np.asarray(abs(self.bow) - self.bow * rise if self.bow > 0 else -self.bow * rise)
 
     def warp(self, image: Image, *, shaded: bool) -> Image:
-        """The picture of the bent sheet; its sides darker where ``shaded``."""
+        """Return the picture of the bent sheet; its sides darker where ``shaded``."""
         height, width = image.shape[0] + round(abs(self.bow)), max(2, round(self.seen))
         across = (np.arange(width) + 0.5) / width * 2 - 1
         theta = np.arcsin(across * np.sin(self.angle))
@@ -200,7 +200,7 @@ class PlacedSprite:
 
 
 def bend_sprite(rng: np.random.Generator, item: Sprite) -> tuple[Sprite, Bend]:
-    """The item as it looks around a bottle or cup; corners of its codes stay those of the flat item."""
+    """Return the item as it looks around a bottle or cup; corners of its codes stay those of the flat item."""
     height, width = item.image.shape[:2]
     bend = Bend(float(width), float(rng.uniform(0.35, 1.15)), float(rng.normal(0, 0.06)) * height)
     bent = replace(item, image=bend.warp(item.image, shaded=True), mask=bend.warp(item.mask, shaded=False))

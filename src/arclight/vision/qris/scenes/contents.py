@@ -48,7 +48,7 @@ class Content:
 
 
 def choose(rng: np.random.Generator, options: Sequence[T]) -> T:
-    """One of ``options``, each as likely."""
+    """Return one of ``options``, each as likely."""
     return options[int(rng.integers(len(options)))]
 
 
@@ -61,7 +61,7 @@ def words(rng: np.random.Generator, count: int) -> str:
 
 
 def qris_content(rng: np.random.Generator) -> Content:
-    """A valid QRIS of an invented merchant, static or dynamic."""
+    """Return a valid QRIS of an invented merchant, static or dynamic."""
     name = f"{choose(rng, _SHOPS)} {choose(rng, _NAMES)}"
     name = f"{name} {digits(rng, int(rng.integers(1, 4)))}" if rng.random() < 0.3 else name
     city, postal_code = choose(rng, _CITIES)

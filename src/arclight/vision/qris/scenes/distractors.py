@@ -29,7 +29,7 @@ from arclight.vision.qris.scenes.symbols import Colour
 
 
 def _cells(cells: npt.NDArray[np.generic], side: float) -> Image:
-    """A grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide, square cells, a small light border."""
+    """Draw a grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide, square cells, a small light border."""
     grid = np.pad(np.where(cells, 25, 240).astype(np.uint8), 1, constant_values=240)
     width, height = max(4, round(side)), max(4, round(side * grid.shape[0] / grid.shape[1]))
     large = np.kron(grid, np.ones((4, 4), np.uint8))
@@ -80,7 +80,7 @@ def aztec(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def marker(rng: np.random.Generator, side: float) -> Sprite:
-    """A square fiducial: a few large random cells inside a thick black frame."""
+    """Draw a square fiducial: a few large random cells inside a thick black frame."""
     count = int(rng.integers(4, 8))
     cells = np.pad(rng.random((count, count)) < 0.5, 1, constant_values=True)
     picture = _cells(cells, side)
@@ -156,7 +156,7 @@ def text_block(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def sign(rng: np.random.Generator, side: float) -> Sprite:
-    """A few large words on a coloured board, or a symbol made of nested squares or rings."""
+    """Draw a few large words on a coloured board, or a symbol made of nested squares or rings."""
     ground = vivid(rng) if rng.random() < 0.6 else pale(rng)
     canvas = blank(side, side * rng.uniform(0.3, 1.1), ground)
     height, width = canvas.shape[:2]
@@ -220,7 +220,7 @@ _SKIN: tuple[Colour, ...] = (
 
 
 def _shaded(rng: np.random.Generator, mask: Image, colour: Colour) -> Sprite:
-    """A rounded thing of one colour: bright in the middle, dark towards its edge."""
+    """Draw a rounded thing of one colour: bright in the middle, dark towards its edge."""
     depth = cv2.GaussianBlur(mask, (0, 0), max(1.0, mask.shape[0] / 22))
     shade = (0.45 + 0.55 * depth.astype(np.float32) / 255) * np.float32(rng.uniform(0.75, 1.05))
     image = shade[..., None] * np.array(colour, np.float32)
@@ -228,7 +228,7 @@ def _shaded(rng: np.random.Generator, mask: Image, colour: Colour) -> Sprite:
 
 
 def fingers(rng: np.random.Generator, side: float) -> Sprite:
-    """One to four fingers that point up, ``side`` pixels high, with nails now and then."""
+    """Draw one to four fingers that point up, ``side`` pixels high, with nails now and then."""
     count = int(rng.integers(1, 5))
     height = max(12, round(side))
     thick = max(3, round(height * rng.uniform(0.2, 0.3)))
@@ -251,7 +251,7 @@ def fingers(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def hand(rng: np.random.Generator, side: float) -> Sprite:
-    """A fist or open hand from the side: a palm with fingers and an arm, ``side`` pixels high."""
+    """Draw a fist or open hand from the side: a palm with fingers and an arm, ``side`` pixels high."""
     height = max(24, round(side))
     width = round(height * 0.8)
     mask = np.zeros((height, width), np.uint8)
@@ -268,7 +268,7 @@ def hand(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def strap(rng: np.random.Generator, side: float) -> Sprite:
-    """A cable, rubber band or strip of tape."""
+    """Draw a cable, rubber band or strip of tape."""
     length, thick = max(8, round(side)), max(2, round(side * rng.uniform(0.02, 0.09)))
     mask = np.zeros((max(8, round(length * 0.5)), length), np.uint8)
     x = np.linspace(0, length, 24)

@@ -33,7 +33,7 @@ def around(side: float, share: float) -> float:
 
 
 def blank(width: float, height: float, colour: Colour) -> Image:
-    """An RGB canvas of one colour."""
+    """Return an RGB canvas of one colour."""
     row = np.tile(np.array(colour, np.uint8), max(2, round(width)))
     return np.tile(row, (max(2, round(height)), 1)).reshape(max(2, round(height)), -1, 3)
 
@@ -43,7 +43,7 @@ def solid(canvas: Image) -> Image:
 
 
 def rounded(canvas: Image, radius: float) -> Image:
-    """The mask of a rectangle with round corners, as large as ``canvas``."""
+    """Return the mask of a rectangle with round corners, as large as ``canvas``."""
     height, width = canvas.shape[:2]
     r = max(0, min(round(radius), min(height, width) // 2 - 1))
     mask = np.zeros((height, width), np.uint8)
@@ -56,13 +56,13 @@ def rounded(canvas: Image, radius: float) -> Image:
 
 
 def vivid(rng: np.random.Generator) -> Colour:
-    """A strong colour, as packaging and signs have."""
+    """Return a strong colour, as packaging and signs have."""
     hue, saturation, value = int(rng.integers(180)), int(rng.integers(110, 256)), int(rng.integers(70, 250))
     return _from_hsv(hue, saturation, value)
 
 
 def muted(rng: np.random.Generator) -> Colour:
-    """A quiet colour, as walls, tables and cloth have."""
+    """Return a quiet colour, as walls, tables and cloth have."""
     warm = rng.random() < 0.5
     hue = int(rng.integers(5, 30)) if warm else int(rng.integers(180))
     return _from_hsv(hue, min(90, int(rng.exponential(35.0))), int(rng.integers(40, 245)))

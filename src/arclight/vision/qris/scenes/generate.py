@@ -103,7 +103,7 @@ def generate(
 
 
 def _drawn(job: _Job, workers: int) -> Generator[tuple[str, list[dict[str, Any]]]]:
-    """Every image's name and codes, as they get done; the files are written on the way."""
+    """Yield every image's name and codes, as they get done; the files are written on the way."""
     draw = partial(draw_files, job)
     if workers <= 1 or job.count < 8:
         yield from map(draw, range(job.count))

@@ -55,7 +55,7 @@ class MerchantStyle:
         return np.asarray(cv2.LUT(picture, table[:, None, :]), np.uint8)
 
     def sign(self, rng: np.random.Generator, width: float) -> Sprite:
-        """A board in the merchant's colours with its logo and name."""
+        """Return a board in the merchant's colours with its logo and name."""
         ground, accent = self.brand
         canvas = blank(width, width * rng.uniform(0.3, 0.5), ground)
         height, wide = canvas.shape[:2]

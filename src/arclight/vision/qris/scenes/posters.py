@@ -100,7 +100,7 @@ def _decorate(rng: np.random.Generator, canvas: Image, count: int) -> None:
 
 
 def own_poster(rng: np.random.Generator, side: float) -> Sprite:
-    """A shop's own design: any colours and shapes, a headline, a code somewhere in the middle."""
+    """Draw a shop's own design: any colours and shapes, a headline, a code somewhere in the middle."""
     ground = any_colour(rng)
     wide = around(side, rng.uniform(0.3, 0.75))
     canvas = blank(wide, max(side * 1.15, wide * rng.uniform(0.6, 1.7)), ground)
@@ -124,7 +124,7 @@ def own_poster(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def table_stand(rng: np.random.Generator, side: float) -> Sprite:
-    """A poster in an acrylic or wooden frame with a foot."""
+    """Draw a poster in an acrylic or wooden frame with a foot."""
     inner = official_poster(rng, side) if rng.random() < 0.5 else own_poster(rng, side)
     high, wide = inner.image.shape[:2]
     rim, foot = max(1, round(wide * rng.uniform(0.01, 0.06))), round(wide * rng.uniform(0.05, 0.2))
@@ -137,7 +137,7 @@ def table_stand(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def sticker(rng: np.random.Generator, side: float) -> Sprite:
-    """A small label with round corners: the code, a line above or below it."""
+    """Draw a small label with round corners: the code, a line above or below it."""
     look = random_look(rng)
     extra = rng.uniform(0.0, 0.35)
     margin = side * rng.uniform(1.06, 1.5)
@@ -157,7 +157,7 @@ def sticker(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def phone_screen(rng: np.random.Generator, side: float) -> Sprite:
-    """A phone that shows a code: light or dark theme, bars, a button."""
+    """Draw a phone that shows a code: light or dark theme, bars, a button."""
     dark = rng.random() < 0.4
     ground: Colour = (int(rng.integers(8, 40)),) * 3 if dark else pale(rng)
     if rng.random() < 0.3:
@@ -196,7 +196,7 @@ def phone_screen(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def receipt(rng: np.random.Generator, side: float) -> Sprite:
-    """A narrow till receipt: lines of prices, the code near its end."""
+    """Draw a narrow till receipt: lines of prices, the code near its end."""
     wide = side / rng.uniform(0.4, 0.75)
     canvas = blank(wide, wide * rng.uniform(1.5, 2.6), pale(rng))
     height, width = canvas.shape[:2]
@@ -215,7 +215,7 @@ def receipt(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def wallet_card(rng: np.random.Generator, side: float) -> Sprite:
-    """A business or membership card with a code at one end."""
+    """Draw a business or membership card with a code at one end."""
     ground = any_colour(rng)
     canvas = blank(side / rng.uniform(0.3, 0.55), side * rng.uniform(1.15, 1.9), ground)
     height, width = canvas.shape[:2]

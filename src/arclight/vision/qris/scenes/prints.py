@@ -30,7 +30,7 @@ from arclight.vision.qris.scenes.symbols import Look, PrintedCode, random_look, 
 
 
 def document(rng: np.random.Generator, side: float) -> Sprite:
-    """A page of running text around one or two codes."""
+    """Draw a page of running text around one or two codes."""
     paper = pale(rng)
     wide = around(side, rng.uniform(0.18, 0.6))
     canvas = blank(wide, wide * rng.uniform(0.9, 1.45), paper)
@@ -56,7 +56,7 @@ def document(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def product_box(rng: np.random.Generator, side: float) -> Sprite:
-    """The face of a carton: brand, bands, small print, a code, sometimes a bar code."""
+    """Draw the face of a carton: brand, bands, small print, a code, sometimes a bar code."""
     ground = vivid(rng) if rng.random() < 0.5 else any_colour(rng)
     canvas = blank(around(side, rng.uniform(0.15, 0.5)), around(side, rng.uniform(0.2, 0.6)), ground)
     height, width = canvas.shape[:2]
@@ -87,7 +87,7 @@ def product_box(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def small_label(rng: np.random.Generator, side: float) -> Sprite:
-    """A white pharmacy label: a code at one side, a few lines of print at the other or below."""
+    """Draw a white pharmacy label: a code at one side, a few lines of print at the other or below."""
     paper = int(rng.integers(215, 256))
     beside = rng.random() < 0.6
     size = (
@@ -117,7 +117,7 @@ def _paste(canvas: Image, item: Sprite, left: float, top: float) -> list[Printed
 
 
 def _quarter_turn(item: Sprite, turns: int) -> Sprite:
-    """The item turned by 90 degrees ``turns`` times, clockwise; corners stay those of the code itself."""
+    """Draw the item turned by 90 degrees ``turns`` times, clockwise; corners stay those of the code itself."""
     for _ in range(turns % 4):
         high = item.image.shape[0]
         codes = [
@@ -129,7 +129,7 @@ def _quarter_turn(item: Sprite, turns: int) -> Sprite:
 
 
 def blister_pack(rng: np.random.Generator, side: float) -> Sprite:
-    """A strip of tablets in foil or plastic with a small label stuck on it."""
+    """Draw a strip of tablets in foil or plastic with a small label stuck on it."""
     label = _quarter_turn(small_label(rng, side), int(rng.integers(4)))
     high, wide = label.image.shape[:2]
     foil = choose(rng, ((190, 192, 195), (60, 35, 30), (225, 225, 228), (70, 120, 190), muted(rng)))
@@ -162,7 +162,7 @@ def blister_pack(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def small_pack(rng: np.random.Generator, side: float) -> Sprite:
-    """A long carton or tube with large print and a small label stuck on it."""
+    """Draw a long carton or tube with large print and a small label stuck on it."""
     label = _quarter_turn(small_label(rng, side), int(rng.integers(4)))
     high, wide = label.image.shape[:2]
     ground = choose(rng, (vivid, pale, any_colour))(rng)
@@ -202,7 +202,7 @@ def code_sheet(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def screen(rng: np.random.Generator, side: float) -> Sprite:
-    """A monitor or television that shows a code among windows and text."""
+    """Draw a monitor or television that shows a code among windows and text."""
     ground = choose(rng, (vivid, pale, muted))(rng)
     canvas = blank(around(side, rng.uniform(0.2, 0.5)), around(side, rng.uniform(0.35, 0.75)), (25, 25, 27))
     height, width = canvas.shape[:2]

@@ -72,14 +72,14 @@ class Canvas:
         return int(self.canvas.shape[0])
 
     def cells(self, polygon: npt.NDArray[np.float64]) -> Image:
-        """The coarse map of a polygon in scene pixels: 1 where it covers."""
+        """Return the coarse map of a polygon in scene pixels: 1 where it covers."""
         area = np.zeros((COARSE, COARSE), np.uint8)
         points = np.clip(polygon * (COARSE / self.size), -4 * COARSE, 5 * COARSE)
         cv2.fillPoly(area, [points.round().astype(np.int32)], 1)
         return area
 
     def hides(self, area: Image) -> float:
-        """The largest share of any code so far that ``area`` covers."""
+        """Return the largest share of any code so far that ``area`` covers."""
         shares = [float((code & area).sum() / max(1, int(code.sum()))) for code in self.taken]
         return max(shares, default=0.0)
 
@@ -112,7 +112,7 @@ def draw_scene(rng: np.random.Generator, size: int, merchant: MerchantStyle | No
 
 
 def _at(merchant: MerchantStyle, rng: np.random.Generator, size: int, story: float) -> Scene:
-    """A scene as one merchant's photos are: surroundings, carriers, sizes, sign and light of that place."""
+    """Return a scene as one merchant's photos are: surroundings, carriers, sizes, sign and light of that place."""
     stage = Canvas(np.ascontiguousarray(background(rng, size, merchant.surroundings)))
     _add_distractors(rng, stage, int(rng.integers(0, 3)))
     if rng.random() < merchant.sign_share:
@@ -195,7 +195,7 @@ def _seen(
 
 
 def _moved_inside(rng: np.random.Generator, size: int, placed: PlacedSprite, side: float) -> PlacedSprite:
-    """The placement scaled so that its first code spans ``side`` and shifted so that all codes are in the picture."""
+    """Return the placement scaled so that its first code spans ``side`` and shifted so that all codes are in the picture."""
     codes = placed.item.codes
     factor = side / _side(placed.to_scene(codes[0].corners))
     points = np.concatenate([placed.to_scene(outline(code.corners)) for code in codes]) * factor
@@ -235,7 +235,7 @@ def _composite(rng: np.random.Generator, stage: Canvas, placed: PlacedSprite, *,
 
 
 def _shrunk(item: Sprite, matrix: Matrix) -> tuple[Image, Image, Matrix]:
-    """The item reduced by area averaging where the view would skip its pixels, as a camera averages them."""
+    """Return the item reduced by area averaging where the view would skip its pixels, as a camera averages them."""
     height, width = item.image.shape[:2]
     quad = project([[0, 0], [width, 0], [width, height], [0, height]], matrix)
     scale = _side(quad) / float(np.sqrt(width * height))

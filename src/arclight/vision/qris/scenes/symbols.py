@@ -45,7 +45,7 @@ class PrintedCode:
     """Modules along one side."""
 
     def moved(self, x: float, y: float) -> PrintedCode:
-        """The same code after the thing it is on was drawn at (x, y) of something larger."""
+        """Return the same code after the thing it is on was drawn at (x, y) of something larger."""
         return replace(self, corners=self.corners + np.array([x, y], np.float32))
 
 
@@ -65,7 +65,7 @@ def random_look(rng: np.random.Generator, *, plain: float = 0.6) -> Look:
 
 
 def encode_modules(rng: np.random.Generator, content: Content, *, logo: bool) -> npt.NDArray[np.uint8]:
-    """The symbol as (n, n) of 0 and 1; the error correction level is any, but high where a logo hides modules."""
+    """Return the symbol as (n, n) of 0 and 1; the error correction level is any, but high where a logo hides modules."""
     level = "h" if logo else choose(rng, "lmqh")
     # The mask is drawn, not searched for: readers take any, and the search is most of segno's time.
     symbol = segno.make(content.text, error=level, boost_error=False, micro=False, mask=int(rng.integers(8)))
@@ -90,7 +90,7 @@ def _shaped(modules: npt.NDArray[np.uint8], shape: str) -> Image:
 
 
 def draw_symbol(rng: np.random.Generator, content: Content, look: Look, side: float) -> tuple[Image, float, int]:
-    """A symbol in its quiet zone as an RGB square, its modules about ``side`` pixels; the zone's width; its modules."""
+    """Return a symbol in its quiet zone as an RGB square, its modules about ``side`` pixels; the zone's width; its modules."""
     modules = encode_modules(rng, content, logo=look.logo)
     cover = _shaped(modules, look.modules)
     size = cover.shape[0]

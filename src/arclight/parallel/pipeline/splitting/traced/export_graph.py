@@ -122,7 +122,7 @@ class Frame:
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exported:
-    """The graph of ``model(*args, **kwargs)``; nothing is computed or changed, and the model may be on the meta device.
+    """Return the graph of ``model(*args, **kwargs)``; nothing is computed or changed, and the model may be on the meta device.
 
     Regions under ``torch.no_grad`` stay such. Raises PlanError, with the line of the model, for what a graph cannot say: control
     flow that depends on values, functions with a backward of their own, results that are no tensors, inputs that are written to.
@@ -192,7 +192,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _hollow(model: nn.Module, mode: Any) -> nn.Module:
-    """A copy whose parameters and buffers have shapes and no memory, on the device of the model's (meta counts as the CPU)."""
+    """Return a copy whose parameters and buffers have shapes and no memory, on the device of the model's (meta counts as the CPU)."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_fake(parameter, mode), requires_grad=parameter.requires_grad)

@@ -67,7 +67,7 @@ def _within(node: Node, parts: Mapping[str, nn.Module]) -> list[fx.GraphModule]:
 
 
 def _arguments(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[tuple[Node, bool, bool]]:
-    """Each tensor that goes into an operation: whether a result may be a view of it, and whether it is written to."""
+    """Yield each tensor that goes into an operation: whether a result may be a view of it, and whether it is written to."""
     schema = getattr(node.target, "_schema", None)
     within = _within(node, parts)
     if within:
@@ -138,7 +138,7 @@ class TracedCalls:
 
 
 def find_calls(exported: Exported) -> TracedCalls:
-    """The calls of a traced graph. Raises PlanError where an input or a constant is written to, or no parameter is used."""
+    """Return the calls of a traced graph. Raises PlanError where an input or a constant is written to, or no parameter is used."""
     order = list(_operations(exported.graph))
     memory = GraphMemory(order, exported.parts)
     _refuse_writes(exported, memory)

@@ -107,7 +107,7 @@ class TracedStage(NamePreservingStage):
         return f"stage {known.number} of a traced graph, receives {len(known.receives)}, sends {len(known.sends)}"
 
     def _on(self, device: torch.device) -> fx.GraphModule:
-        """The graph where tensors that it makes (masks, positions) are made on ``device``."""
+        """Return the graph where tensors that it makes (masks, positions) are made on ``device``."""
         if device not in self._programs:
             self._programs[device] = _moved(self._program.module, self._frame.device, device)
         return self._programs[device]
@@ -147,7 +147,7 @@ class TracedModel:
                 )
 
     def stages(self, cuts: StageAssignment | Sequence[int]) -> list[TracedStage]:
-        """The stages of ``cuts`` (or from each of these calls, the first is 0, to the next). They share the model's live parameters."""
+        """Return the stages of ``cuts`` (or from each of these calls, the first is 0, to the next). They share the model's live parameters."""
         if not isinstance(cuts, StageAssignment):
             cuts = StageAssignment.of(self.graph, cuts)
         programs = [self._program(cuts, number) for number in range(len(cuts.begins))]
@@ -169,7 +169,7 @@ class TracedModel:
                 owned[next(beside, 0)].add(name)
 
     def _program(self, cuts: StageAssignment, number: int) -> _Program:
-        """The graph of one stage, and what goes into it."""
+        """Return the graph of one stage, and what goes into it."""
         exported, calls = self.exported, self.calls
         last = number == len(cuts.begins) - 1
         receives, sends = cuts.crossing(number), cuts.crossing(number + 1)
@@ -223,7 +223,7 @@ class TracedModel:
 
 
 def _moved(module: fx.GraphModule, before: torch.device, after: torch.device) -> fx.GraphModule:
-    """A copy that makes its tensors on another device, and so do the graphs within it."""
+    """Return a copy that makes its tensors on another device, and so do the graphs within it."""
 
     def move(value: Any) -> Any:
         return after if isinstance(value, torch.device) and value == before else value
