@@ -258,6 +258,20 @@ def test_a_run_in_a_folder_that_may_not_be_written_is_read(tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
+def test_a_log_in_a_folder_that_may_not_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed server's run on read-only media: SQLite would make an index of the log beside it."""
+    with RunDatabase.open(tmp_path / "run") as database:
+        database.append(RECORDS)
+        left = as_killed(tmp_path / "run", tmp_path / "left")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    names = sorted(path.name for path in left.iterdir())
+    assert read_journal(left) == RECORDS
+    assert sorted(path.name for path in left.iterdir()) == names == [NAME, f"{NAME}-wal"]
+    (left / f"{NAME}-wal").write_bytes(b"")
+    read_journal(left)
+    assert sorted(path.name for path in left.iterdir()) == names
+
+
 def test_threads_share_a_database(tmp_path: Path) -> None:
     with RunDatabase.open(tmp_path) as database:
 
@@ -321,6 +335,40 @@ def test_a_disk_that_fails_altogether_ends_the_database(tmp_path: Path) -> None:
     with pytest.raises(RunDatabaseError, match="closed"):
         database.append(RECORDS[1:])
     assert held(tmp_path)[0] == RECORDS[:1]
+
+
+@pytest.mark.parametrize("when", ["before its end", "after its end"])
+def test_an_interrupted_commit_has_happened_or_not(tmp_path: Path, when: str) -> None:
+    class Interrupted(Broken):
+        def execute(self, sql: str, *rest: object) -> object:
+            if sql == "COMMIT":
+                if when == "after its end":
+                    self._connection.execute(sql)
+                raise KeyboardInterrupt
+            return self._connection.execute(sql, *rest)
+
+    with RunDatabase.open(tmp_path) as database:
+        database.append(RECORDS[:1])
+        real = database._connection
+        database._connection = Interrupted(real, "")  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            database.append(RECORDS[1:])
+        database._connection = real
+        assert database.closed == (when == "after its end"), "whoever asked does not know that it has happened"
+        if database.closed:
+            with pytest.raises(RunDatabaseError, match=f"{NAME} is closed"):
+                database.records()
+        else:
+            database.append(RECORDS[1:])
+    assert held(tmp_path)[0] == RECORDS
+
+
+def test_a_row_that_cannot_be_encoded_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    with RunDatabase.open(tmp_path) as database:
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            database.write_history(0, [*ROUNDS, (True, {"round": 2, "norm": float("nan")})])
+        database.append(RECORDS)
+    assert held(tmp_path) == (RECORDS, [])
 
 
 @pytest.mark.parametrize(("code", "waits"), [(errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EIO, False)])
@@ -475,6 +523,9 @@ def test_a_kill_while_a_former_layout_is_read_loses_nothing(tmp_path: Path, poin
 
     with pytest.raises(KilledError):
         RunDatabase.open(tmp_path, inject=inject)
+    assert (tmp_path / NAME).exists()
+    assert has_begun(tmp_path)
+    assert (read_journal(tmp_path), read_history(tmp_path)) == (RECORDS, [entry for _, entry in ROUNDS])
     assert held(tmp_path) == (RECORDS, [entry for _, entry in ROUNDS])
 
 
@@ -516,6 +567,7 @@ def test_damage_of_a_former_journal_is_refused_and_its_line_named(tmp_path: Path
         (tmp_path / "journal.jsonl").write_bytes(content)
         with pytest.raises(RunDatabaseError, match=f"line {int(number)} of .* is damaged"):
             RunDatabase.open(tmp_path)
+        assert has_begun(tmp_path), "nobody is to remove it"
         (tmp_path / NAME).unlink()
         assert (tmp_path / "journal.jsonl").read_bytes() == content
 

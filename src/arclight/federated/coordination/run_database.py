@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from arclight.checkpoint import remote
 from arclight.federated.coordination import records as kinds
 from arclight.federated.coordination.records import Record
 from arclight.federated.coordination.run_state import StateSaved
@@ -89,6 +91,7 @@ class RunDatabase:
         path = folder / NAME
         with ExitStack() as held:
             held.enter_context(locked(folder))
+            _check_log(path)
             database = cls(path, held.enter_context(_connected(path, create=True)), inject)
             with _explained(path):
                 database._prepare(folder)
@@ -162,7 +165,12 @@ class RunDatabase:
 
     def _query(self, sql: str, *values: int) -> list[Any]:
         with self._lock, _explained(self.path):
+            self._check_open()
             return self._connection.execute(sql, values).fetchall()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RunDatabaseError(f"{self.path} is closed")
 
     def close(self) -> None:
         with self._lock:
@@ -181,21 +189,26 @@ class RunDatabase:
         The write-ahead log is copied into the database only after commits that nobody waits for.
         """
         with self._lock:
-            if self.closed:
-                raise RunDatabaseError(f"{self.path} is closed")
-            connection = self._connection
+            self._check_open()
+            connection, begun = self._connection, False
             self._hit(f"before {what}")
             try:
                 connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
                 connection.execute(f"PRAGMA wal_autocheckpoint = {0 if durable else _LOG_PAGES}")
                 connection.execute("BEGIN IMMEDIATE")
+                begun = True
                 for sql, rows in statements:
                     connection.execute(sql) if rows is None else connection.executemany(sql, rows)
                 self._hit(f"in {what}")
                 connection.execute("COMMIT")
-            except (sqlite3.Error, OSError) as error:
+            except BaseException as error:
+                over = begun and not connection.in_transaction
                 with suppress(sqlite3.Error):
                     connection.rollback()
+                if not isinstance(error, sqlite3.Error | OSError):
+                    if over:  # interrupted after its end: the caller does not know that it has happened
+                        self.close()
+                    raise
                 failure = _explain(self.path, error)
                 if not isinstance(failure, UnavailableError):
                     self.close()  # what is on the disk is unknown
@@ -227,20 +240,23 @@ def read_journal(folder: Path) -> list[Record]:
 
     Raises FileNotFoundError if there is none, RunDatabaseError if it is damaged.
     """
-    path = folder / NAME
-    if path.exists():
-        return [decode(text, path) for text in _texts(_read(path, _RECORDS), path)]
-    return [decode(text, path) for _, text, _ in _former_records(folder / FORMER_JOURNAL)]
+    path, former = folder / NAME, folder / FORMER_JOURNAL
+    rows = _read(path, _RECORDS) if path.exists() else None
+    if rows is None and (former.exists() or not path.exists()):
+        return [decode(text, path) for _, text, _ in _former_records(former)]
+    return [decode(text, path) for text in _texts(rows or [], path)]
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Read the history of a run that may be served at this moment; in a folder at an address, from its JSON lines.
+    """Read the history of a run that may be served at this moment, also of a former layout or at an address.
 
     Raises FileNotFoundError if there is none, RunDatabaseError if it is damaged.
     """
-    if (folder / NAME).exists():
-        return [json.loads(entry) for (entry,) in _read(folder / NAME, _ROUNDS, 0)]
-    return [entry for _, entry in _former_history(folder / HISTORY_LINES)]
+    path, former = folder / NAME, folder / HISTORY_LINES
+    rows = _read(path, _ROUNDS, 0) if path.exists() else None
+    if rows is None and (former.exists() or not path.exists()):
+        return [entry for _, entry in _former_history(former)]
+    return [json.loads(entry) for (entry,) in rows or []]
 
 
 @contextmanager
@@ -314,10 +330,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 @contextmanager
 def _connected(path: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
     """Connect to a database. Whoever only reads never blocks a writer; without a log nobody writes in a read-only folder."""
-    log_file = path.with_name(f"{path.name}-wal")
-    if log_file.exists() and log_file.stat().st_size and not (path.exists() and path.stat().st_size):
-        raise RunDatabaseError(_DAMAGED.format(what=path, error=f"it is empty, {log_file.name} is not"))
-    reader = "rw" if os.access(path.parent, os.W_OK) else "ro" if log_file.exists() else "ro&immutable=1"
+    reader = "rw" if os.access(path.parent, os.W_OK) else "ro" if _size(_log_of(path)) else "ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else reader}"
     with _explained(path):
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -325,6 +338,38 @@ def _connected(path: Path, *, create: bool = False) -> Iterator[sqlite3.Connecti
         yield connection
     finally:
         connection.close()
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file, 0 if there is none; another process may delete it at any moment."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _log_of(path: Path) -> Path:
+    return path.parent / f"{path.name}-wal"
+
+
+def _check_log(path: Path) -> None:
+    if _size(_log_of(path)) and not _size(path):
+        raise RunDatabaseError(_DAMAGED.format(what=path, error=f"it is empty, {_log_of(path).name} is not"))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[Path]:
+    """Return a database where SQLite can read it: a copy if it is at an address, or a read-only folder has a log and no index."""
+    log_file, index = _log_of(path), path.parent / f"{path.name}-shm"
+    if not remote.is_remote(path) and (index.exists() or not _size(log_file) or os.access(path.parent, os.W_OK)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in (path, log_file):
+            if file.exists():
+                with file.open("rb") as source, (Path(folder) / file.name).open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+        yield Path(folder) / path.name
 
 
 def _has_tables(connection: sqlite3.Connection, path: Path) -> bool:
@@ -395,10 +440,11 @@ def _history_row(row: HistoryRow) -> tuple[int, bool, str]:
     return entry["round"], more, json.dumps(entry, allow_nan=False)
 
 
-def _read(path: Path, sql: str, *values: int) -> list[Any]:
-    """Read rows of a database that may be written at this moment; none of one without tables."""
-    with _connected(path) as connection, _explained(path):
-        return connection.execute(sql, values).fetchall() if _has_tables(connection, path) else []
+def _read(path: Path, sql: str, *values: int) -> list[Any] | None:
+    """Read rows of a database that may be written at this moment; None if it has no tables yet."""
+    _check_log(path)
+    with _readable(path) as readable, _connected(readable) as connection, _explained(path):
+        return connection.execute(sql, values).fetchall() if _has_tables(connection, path) else None
 
 
 def _texts(rows: list[tuple[int, int, str]], path: Path) -> list[str]:
