@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from tests.federated.fakes import CALM, Quadratic, ScriptedNode
@@ -247,3 +248,37 @@ def test_a_fork_tells_what_was_before_it(tmp_path: Path) -> None:
     assert [here.base for here in fork.history] == [here.base for here in whole.history]
     assert [here.samples for here in fork.history] == [here.samples for here in whole.history]
     assert tools.inspect_round(tmp_path / "fork", 5).clients == tools.inspect_round(tmp_path / "whole", 5).clients
+
+
+def test_a_run_at_an_address_is_forked_with_its_history(tmp_path: Path) -> None:
+    """Its folder was copied there as it was, with its database."""
+    whole = served(tmp_path / "whole", 2, keep_rounds=0)
+    address = f"memory://{tmp_path.name}/run"
+    fsspec.filesystem("memory").put(str(tmp_path / "whole"), f"/{tmp_path.name}/run", recursive=True)
+    assert read_rounds(address) == whole.history
+    tools.fork(address, tmp_path / "fork", 1)
+    assert read_rounds(tmp_path / "fork") == whole.history[:2]
+
+
+def test_a_run_whose_database_is_damaged_is_forked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the message about the damage advises."""
+    whole = served(tmp_path / "whole", 3, keep_rounds=0)
+    told, content = whole.history, (tmp_path / "whole" / NAME).read_bytes()
+    (tmp_path / "whole" / NAME).write_bytes(content[: len(content) // 2])
+    tools.fork(tmp_path / "whole", tmp_path / "fork", 2)
+    assert "begins without the history of rounds before its own" in caplog.text
+    fork = served(tmp_path / "fork", 3)
+    assert [(here.round, here.base) for here in fork.history] == [(here.round, here.base) for here in told[2:]]
+
+
+def test_a_database_that_was_copied_without_its_log_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Federation(clients=2, rounds=3, local_steps=1, evaluate_every=0, keep_rounds=0, waiting=CALM)
+    with Server(settings, START, folder=tmp_path / "run").opened() as run:
+        ScriptedNode(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(at(3))
+        shutil.copytree(tmp_path / "run", tmp_path / "copy", ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    assert "run.db-wal" not in caplog.text
+    served(tmp_path / "copy", 3, keep_rounds=0)
+    assert "knows none of the 3 rounds" in caplog.text
+    assert "copied without its log (run.db-wal)" in caplog.text

@@ -17,7 +17,7 @@ from arclight.checkpoint.remote import to_path
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination import run_database
-from arclight.federated.coordination.run_database import HISTORY_LINES, RunDatabase
+from arclight.federated.coordination.run_database import HISTORY_LINES, RunDatabase, RunDatabaseError
 from arclight.federated.coordination.run_state import StateSaved
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,12 @@ def read_rounds(run: str | Path) -> list[Round]:
 
 
 def copy_history(source: str | Path, target: str | Path, until: int) -> None:
-    """Copy the history of rounds up to ``until`` to a new run, as JSON lines; nothing if the source has none."""
-    lines = [json.dumps(asdict(here)) + "\n" for here in read_rounds(source) if here.round <= until]
+    """Copy the history of rounds up to ``until`` to a new run, as JSON lines; nothing if the source has none, or a damaged one."""
+    try:
+        lines = [json.dumps(asdict(here)) + "\n" for here in read_rounds(source) if here.round <= until]
+    except RunDatabaseError as error:
+        log.warning("the new run begins without the history of rounds before its own: %s", error)
+        return
     copy = to_path(target) / HISTORY_LINES
     if lines:
         if isinstance(copy, Path):

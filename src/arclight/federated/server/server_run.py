@@ -283,6 +283,12 @@ class ServerRun:
                 self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}, self._spent)
             )
             number = 0
+        elif len(numbers := self.rounds.numbers()) > 1:
+            log.warning(
+                "%s knows none of the %d rounds in %s: the run continues from round %d as a fork does, without the updates received "
+                "since; if the database was copied without its log (run.db-wal), stop, and copy both",
+                self._database.path, len(numbers), self.folder, number,
+            )  # fmt: skip
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
         self.history.load(number, number - 1)
         self._take_up(trees, number)
