@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from arclight.federated.coordination.events import Decision
 from arclight.federated.coordination.records import UpdateAccepted
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.protocol import Ask, Close, Fit, Join, Leave, Message, Receipt, Wait
+from arclight.federated.server.runtime import Runtime
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
@@ -244,6 +246,26 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
         held.join(60)
         assert run.runtime.wait(60)
     assert [type(answer) for answer in answers] == [Close]
+
+
+def test_a_machine_that_is_always_late_loses_its_nodes_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standstills are compensated, also one soon after the other, and time goes on all the same."""
+    passed, silence = [0.0], CALM.silence_s
+    monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: passed[0])
+    coordinator = SimpleNamespace(next_alarm=lambda: 100.0, settings=SimpleNamespace(waiting=CALM))
+    quiet = {name: lambda what: None for name in ("after", "on_record", "on_command")}
+    runtime = Runtime(coordinator, None, lambda task: task, **quiet)  # type: ignore[arg-type,return-value]
+    compensated = 0
+    while compensated < 1000:
+        passed[0] += 100.0 - runtime.now() + 0.9 * silence
+        runtime._compensate_for_stall()
+        if runtime.now() >= 100.0:
+            break
+        assert runtime.now() == pytest.approx(100.0 - silence)
+        compensated += 1
+    assert 3 <= compensated < 100
 
 
 def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_journal_stays_right(

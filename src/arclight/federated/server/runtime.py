@@ -38,6 +38,8 @@ _ANSWER_MARGIN_S = 30.0
 """Seconds beyond a request's own wait after which a missing answer is a fault of the server."""
 _STALL_S = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
+_MOST_STALLS = 10
+"""Standstills in a row that are compensated before one alarm."""
 T = TypeVar("T")
 
 
@@ -70,8 +72,8 @@ class Runtime:
         self._answers: dict[str, Plan] = {}
         self._tasks: queue.SimpleQueue[ServerTask | None] = queue.SimpleQueue()
         self._disk_full_timeout_s, self._paused_for, self._paused = disk_full_timeout_s, 0.0, ""
-        self._compensated_until = 0.0
-        """Time of the run up to which a standstill was compensated."""
+        self._compensated_until, self._stalls = 0.0, 0
+        """Time of the run up to which a standstill was compensated, and how many were before it."""
         self._threads: list[threading.Thread] = []
         self._closing, self._doing = False, ""
         self.ended: events.RunOver | None = None
@@ -225,8 +227,10 @@ class Runtime:
         late = 0.0 if due is None else self.now() - due
         if due is None or late <= _STALL_S or self._paused:  # a pause counts by itself
             return
-        # Once for one alarm, so that time goes on however slow this machine is; again where nothing but a standstill is as late.
-        if due >= self._compensated_until or late > waiting.silence_s / 2:
+        # Once for one alarm; again where little but a standstill is as late, but not for ever: time goes on however slow this machine is.
+        self._stalls = 0 if due >= self._compensated_until else self._stalls
+        if self._stalls == 0 or (late > waiting.silence_s / 2 and self._stalls < _MOST_STALLS):
+            self._stalls += 1
             if late > waiting.silence_s:
                 log.warning(
                     "the server stood still for %.1f s: its nodes have %g s to be heard",
