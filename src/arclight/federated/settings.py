@@ -132,6 +132,11 @@ class Federation(Checked):
                 "krum compares whole updates, and clients with masks.experts send their own experts: use another robust mean, or "
                 "leave masks.experts out"
             )
+        if isinstance(self.robust, Krum) and self.buffered is not None and self._has_periods_of_weights():
+            raise ValueError(
+                "krum compares whole updates, and a buffer has updates of several rounds, which send different weights by masks.periods: "
+                "use another robust mean, or leave buffered out, or masks.periods of weights"
+            )
         wanted = self.buffered.size if self.buffered is not None else self.sampling.per_round or self.clients
         if (closes := self.waiting.need(wanted)) < self.least_folded:
             raise ValueError(
@@ -139,6 +144,10 @@ class Federation(Checked):
                 f"{self.least_folded}: raise waiting.quorum{'' if wanted >= self.least_folded else ' and the clients of a round'}, or lower "
                 "robust.byzantine and robust.keep"
             )
+
+    def _has_periods_of_weights(self) -> bool:
+        patterns = (pattern for pattern, every in self.masks.periods.items() if every > 1)
+        return any(pattern.partition("/")[0] not in self.moments for pattern in patterns)
 
     def _check_noise(self, noise: Noise) -> None:
         """Check that noise is accounted for: every client moves the sum by at most the clip, once a round."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from arclight import recipe
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.strategy_step import StrategyStep
+from arclight.federated.coordination.settings import Buffered, Waiting
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.masks.settings import Experts, Masks
 from arclight.federated.privacy.robust import bounded, closest, folding
@@ -139,6 +140,18 @@ def test_krum_chooses_whatever_moments_come_along() -> None:
 def test_krum_is_refused_where_clients_send_their_own_experts() -> None:
     with pytest.raises(ValueError, match="krum compares whole updates"):
         Federation(clients=5, robust=Krum(byzantine=1), masks=Masks(experts=Experts(per_client=2)))
+
+
+def test_krum_is_refused_where_a_buffer_mixes_rounds_that_send_different_weights() -> None:
+    some: dict[str, Any] = {"clients": 6, "robust": Krum(byzantine=1), "moments": ("exp_avg",)}
+    for pattern in ("w", "model", "model/w"):
+        masks = Masks(periods={pattern: 2})
+        with pytest.raises(ValueError, match="krum compares whole updates, and a buffer has updates of several rounds"):
+            Federation(**some, buffered=Buffered(size=5), waiting=Waiting(quorum=1.0), masks=masks)
+        Federation(**some, masks=masks, waiting=Waiting(quorum=1.0))
+    for pattern in ("exp_avg", "exp_avg/w"):
+        masks = Masks(periods={pattern: 2})
+        Federation(**some, buffered=Buffered(size=5), waiting=Waiting(quorum=1.0), masks=masks)
 
 
 def test_what_cannot_be_is_said() -> None:
