@@ -248,9 +248,7 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
     assert [type(answer) for answer in answers] == [Close]
 
 
-def test_a_machine_that_is_always_late_loses_its_nodes_at_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_is_always_late_loses_its_nodes_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standstills are compensated, also one soon after the other, and time goes on all the same."""
     passed, silence = [0.0], CALM.silence_s
     monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: passed[0])
