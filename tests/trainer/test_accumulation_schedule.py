@@ -49,6 +49,23 @@ def test_the_weights_are_those_of_larger_batches(fit: Any, scripted: Any) -> Non
     assert torch.equal(scheduled.line.weight, fixed.line.weight)
 
 
+@pytest.mark.parametrize("schedule", [{0: 2, 1: 1}, {1: 2, 2: 1}])
+def test_every_step_of_a_closure_counts_after_a_change_back(
+    fit: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, schedule: dict[int, int]
+) -> None:
+    """A plan of an earlier epoch would wait for an optimizer that tells a later one of its steps."""
+    steps, taken = Steps(), []
+
+    def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        taken.append(self.trainer.progress.batches + 1)
+        optimizer.step(closure=closure)
+
+    monkeypatch.setattr(scripted, "optimizer_step", optimizer_step)
+    trainer = fit(scripted(), GradientAccumulationScheduler(schedule), steps, max_epochs=4)
+    assert steps.seen == taken
+    assert trainer.global_step == len(taken) == 14
+
+
 def test_wrong_use_is_refused(fit: Any, scripted: Any) -> None:
     with pytest.raises(TypeError, match="at least one epoch"):
         GradientAccumulationScheduler({})

@@ -103,13 +103,16 @@ def _plan_key(trainer: Trainer, module: Module) -> tuple[Any, ...]:
 class FitLoop:
     """Run the epochs of a fit, from where its progress stands until a limit or a stop request."""
 
+    plan: FitPlan
+    """The newest one. No earlier one is used again: the optimizers tell the newest of their steps."""
+
     def __init__(self, trainer: Trainer, module: Module) -> None:
         self.trainer, self.module, self.run_state = trainer, module, trainer.run_state
         self.strategy, self.evaluation = trainer.strategy, EvaluationLoop(trainer, module)
 
     def run(self) -> None:
         trainer, run = self.trainer, self.run_state
-        plan = FitPlan.build(trainer, self.module)
+        self.plan = FitPlan.build(trainer, self.module)
         self.strategy.stop.begin()
         trainer.call("on_train_start")
         if evaluating := sum(not part.training for part in self.module.modules()):
@@ -119,7 +122,7 @@ class FitLoop:
                 PossibleUserWarning,
             )
         while not trainer.fit_is_over:
-            complete = profile_action(trainer.profiler, "run_training_epoch", self.train_epoch)(plan)
+            complete = profile_action(trainer.profiler, "run_training_epoch", self.train_epoch)()
             self.agree_on_stop()
             if not complete:
                 run.left_within_epoch = True
@@ -168,7 +171,7 @@ class FitLoop:
             self.evaluation.validate_during_fit()
         return True
 
-    def train_epoch(self, plan: FitPlan) -> bool:
+    def train_epoch(self) -> bool:
         """Train the rest of the epoch that the progress points into; True if it was completed."""
         trainer, run, progress = self.trainer, self.run_state, self.run_state.progress
         trainer.data.load("train")  # again, where it is time to
@@ -176,7 +179,7 @@ class FitLoop:
             self._take_up_rng()
         trainer.call("on_train_epoch_start")
         self._take_up_rng()
-        plan = plan.refreshed(trainer, self.module)
+        plan = self.plan = self.plan.refreshed(trainer, self.module)
         if progress.batch == trainer.next_validation():  # left to do by the run that saved
             self.evaluation.validate_during_fit()
         complete = progress.batch >= run.num_training_batches
