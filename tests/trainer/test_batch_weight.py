@@ -59,6 +59,25 @@ def test_a_window_is_weighed_by_what_the_module_counts(tensor_weight: bool) -> N
     assert not torch.allclose(weights_after(2, 2, by_samples(), accumulate_grad_batches=4), whole, atol=1e-4)
 
 
+class Spectral(Masked):
+    """The same with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1, dtype=torch.complex128)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y, valid = batch
+        errors = (self.net(x.to(torch.complex128))[..., 0] - y).abs().square() * valid
+        return errors.sum() / valid.sum().clamp(min=1)
+
+
+def test_complex_gradients_are_weighed_by_real_numbers() -> None:
+    whole = weights_after(8, 2, Spectral())
+    parts = weights_after(2, 2, Spectral(), accumulate_grad_batches=4)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
 def test_two_processes_equal_one(kind: Any, window: int) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,8 +125,7 @@ class GradientAccumulator:
         if not self.weigh:
             return True
         if self.exchanged:  # on the device: nothing here waits for it
-            wide = torch.promote_types(gradients[0].dtype, torch.float32)
-            total = torch.as_tensor(samples, dtype=wide, device=gradients[0].device)
+            total = torch.as_tensor(samples, dtype=_weight_dtype(gradients[:1]), device=gradients[0].device)
             total = self.strategy.all_reduce(total, self.strategy.step_group) if self.several else total
             torch._foreach_mul_(local_tensors(gradients), window.length / total.clamp(min=EPS))
         elif samples != window.first_size * window.length:  # shorter, or uneven batches
@@ -143,12 +141,18 @@ def weigh_across_ranks(
     The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
     share = torch.tensor(1.0)
-    wide = reduce(torch.promote_types, (parameter.dtype for parameter in module.parameters()), torch.float32)
+    dtype = _weight_dtype(module.parameters())
 
     def step(batch: Any, index: int) -> Any:
         nonlocal share
-        weight = torch.as_tensor(module.batch_weight(batch), dtype=wide, device=strategy.root_device)
+        weight = torch.as_tensor(module.batch_weight(batch), dtype=dtype, device=strategy.root_device)
         share = weight / strategy.all_reduce(weight, strategy.step_group).clamp(min=EPS)
         return forward(batch, index)
 
     return step, lambda loss: backward(loss * share)
+
+
+def _weight_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Choose the type of weights of gradients or losses of ``tensors``: real ones, and as wide as the widest."""
+    double = (torch.float64, torch.complex128)
+    return torch.float64 if any(tensor.dtype in double for tensor in tensors) else torch.float32
