@@ -425,6 +425,24 @@ def test_a_row_that_was_cut_off_is_not_glued_to_the_next(tmp_path: Path, cut: in
     assert read_rows(path) == [*before, row(7, loss="3.0"), row(8, loss="3.0")]
 
 
+@pytest.mark.parametrize("note", ["short", "long" * 40_000])
+def test_rows_stay_whatever_number_their_step_is(tmp_path: Path, note: str) -> None:
+    """A new column has the file written again: rows from before step 0, or between two, are no damage."""
+    writer = ExperimentWriter(str(tmp_path))
+    for step in (-1, 0.5, 2.0):
+        writer.log_metrics({"loss": 1.0}, step)  # type: ignore[arg-type]
+        writer.save()
+    writer.log_metrics({"note": note}, 3)
+    writer.save()
+    writer.log_metrics({"other": 1.0}, 4)
+    writer.save()
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.csv")]
+    assert steps == (["-1", "0.5", "2.0", "3", "4"] if note == "short" else ["-1", "0.5", "2.0", "4"])
+    assert read_metrics(tmp_path / "metrics.csv")["loss"] == [(-1, 1.0), (0, 1.0), (2, 1.0)]
+    writer.resume(2)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv")] == ["-1", "0.5", "2.0"]
+
+
 def test_a_resume_after_a_crash_within_a_text_keeps_whole_rows(tmp_path: Path) -> None:
     path = file_with(tmp_path, WHOLE[: WHOLE.index("c")])
     writer = ExperimentWriter(str(path.parent), keep=True)

@@ -22,7 +22,7 @@ from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, yaml_text
 
 Row = dict[str, str]
-_STEP = re.compile(r"\d{1,18}")
+_STEP = re.compile(r"-?\d{1,18}(\.\d+)?")
 
 
 class CSVLogger(FolderLogger):
@@ -229,7 +229,7 @@ class ExperimentWriter:
         if self._aside is not None:  # it was this run's own file
             self._files.mv(self._aside, self.metrics_file_path)
             self._aside = None
-        rows = [row for row in parse_rows(self._read()) if int(row["step"]) <= step]
+        rows = [row for row in parse_rows(self._read()) if step_of(row) <= step]
         if not self._files.exists(self.metrics_file_path):
             return
         self._columns, self._torn = sorted({name for row in rows for name in row}), False
@@ -243,7 +243,7 @@ class ExperimentWriter:
         self.resume(step)
 
     def _highest_step(self) -> int:
-        steps = [int(row["step"]) for row in self.metrics] or [int(row["step"]) for row in parse_rows(self._read())]
+        steps = [int(row["step"]) for row in self.metrics] or [step_of(row) for row in parse_rows(self._read())]
         return max(steps, default=-1)
 
     def _read(self) -> str:
@@ -297,17 +297,27 @@ def parse_rows(text: str) -> list[Row]:
     So are rows that a disk has damaged: others than the header says, or without a step. A warning counts them.
     """
     rows, damaged = list[Row](), 0
-    try:
-        for row in csv.DictReader(io.StringIO(complete_rows(text.replace("\0", "")))):
-            if None in row or None in row.values() or not _STEP.fullmatch(row.get("step", "")):
-                damaged += 1
-            else:
-                rows.append({name: cell for name, cell in row.items() if cell})
-    except csv.Error:  # a cell without an end
-        damaged += 1
+    reader = csv.DictReader(io.StringIO(complete_rows(text.replace("\0", ""))))
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error:  # a cell that is too long; the reader goes on with the next line
+            damaged += 1
+            continue
+        if row is None:
+            break
+        if None in row or None in row.values() or not _STEP.fullmatch(row.get("step", "")):
+            damaged += 1
+        else:
+            rows.append({name: cell for name, cell in row.items() if cell})
     if damaged:
         rank_zero_warn(f"{damaged} damaged rows of {ExperimentWriter.NAME_METRICS_FILE} are left out")
     return rows
+
+
+def step_of(row: Row) -> int:
+    """Return the step of a row, which a user may have counted from below 0 or in parts."""
+    return int(row["step"].partition(".")[0])
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -319,7 +329,8 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Return every metric in a ``metrics.csv`` as (step, value) in order of step; ``epoch`` is a metric like any other."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in read_rows(path):
-        step = int(row.pop("step"))
+        step = step_of(row)
+        del row["step"]
         for name, cell in row.items():
             try:
                 curves.setdefault(name, []).append((step, float(cell)))
