@@ -205,7 +205,7 @@ class Saves(al.Callback):
 
 def checkpoint_stall(saves: int, every: int) -> Ratio:
     """Measure how long training waits for a save in the background, as a share of the time since the one before."""
-    from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
+    from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 
     with tempfile.TemporaryDirectory() as folder:
         watched = Saves(Path(folder), every)
