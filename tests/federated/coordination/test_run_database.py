@@ -195,6 +195,15 @@ def test_databases_of_others_are_refused_and_stay_as_they_are(tmp_path: Path, sq
     assert (tmp_path / NAME).read_bytes() == content
 
 
+def test_a_name_of_a_file_that_is_no_text_is_read_again(tmp_path: Path) -> None:
+    """Errors name files, and names of files may be any bytes."""
+    name = os.fsdecode(b"\xff.jpg")
+    said = [RunEnded(why=f"{name} and \U0001f4f7 cannot be read"), RunEnded(why="\\ud83d")]
+    with RunDatabase.open(tmp_path) as database:
+        database.append(said)
+        assert database.records() == [RunEnded(why="?.jpg and \U0001f4f7 cannot be read"), said[1]]
+
+
 def test_what_another_version_wrote_is_refused(tmp_path: Path) -> None:
     class Unknown(Record):
         pass

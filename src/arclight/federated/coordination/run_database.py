@@ -294,11 +294,14 @@ def decode(text: str, path: Path) -> Record:
     """Decode a record of the journal at ``path``. Raises RunDatabaseError if this version cannot."""
     from pydantic import ValidationError
 
-    name = json.loads(text)["is"]
+    table = json.loads(text)
+    name = table["is"]
     if _kind(name) is None:
         raise RunDatabaseError(f"{path} has a record of a kind that this version does not know: {text[:80]}")
     try:
-        record: Record = _adapter(name).validate_json(text, strict=True)
+        # Half a surrogate pair, of a file's name in an error, is no text to a strict reader.
+        readable = json.dumps(table, ensure_ascii=False).encode(errors="replace") if "\\ud" in text else text
+        record: Record = _adapter(name).validate_json(readable, strict=True)
     except ValidationError as error:
         raise RunDatabaseError(f"{path} has a record that this version cannot read: {error}") from error
     return record
