@@ -248,14 +248,44 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
     assert [type(answer) for answer in answers] == [Close]
 
 
+def with_alarm(at: float, *, silent: bool) -> Runtime:
+    """A runtime whose coordinator waits for one alarm. silent: a node would be lost then."""
+    cluster = SimpleNamespace(awaits_nodes=lambda now: silent)
+    coordinator = SimpleNamespace(next_alarm=lambda: at, settings=SimpleNamespace(waiting=CALM), cluster=cluster)
+    quiet = {name: lambda what: None for name in ("after", "on_record", "on_command")}
+    return Runtime(coordinator, None, lambda task: task, **quiet)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_only_nodes_that_would_be_lost_get_a_whole_silence_after_a_standstill(
+    monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """With heartbeats of 20 s, a minute: too long for a round's grace that a slow disk has delayed a little."""
+    runtime = with_alarm(100.0, silent=silent)
+    monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: 100.3)
+    runtime._compensate_for_stall()
+    more = CALM.silence_s if silent else CALM.heartbeat_interval_s
+    assert runtime.now() == pytest.approx(100.0 - more)
+
+
+def test_silent_nodes_are_awaited_and_lost_ones_are_not(tmp_path: Path) -> None:
+    server = Server(settings(), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        cluster = run.coordinator.cluster
+        assert not cluster.awaits_nodes(1e9)
+        ScriptedNode(InProcessLink(run.service), both()).join()
+        (node,) = cluster.sessions.values()
+        assert not cluster.awaits_nodes(node.last_contact + 0.9 * CALM.silence_s)
+        assert cluster.awaits_nodes(node.last_contact + CALM.silence_s)
+        node.lost = node.last_contact
+        assert not cluster.awaits_nodes(node.last_contact + CALM.silence_s)
+
+
 def test_a_machine_that_is_always_late_loses_its_nodes_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Standstills are compensated, also one soon after the other, and time goes on all the same."""
     passed, silence = [0.0], CALM.silence_s
     monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: passed[0])
-    coordinator = SimpleNamespace(next_alarm=lambda: 100.0, settings=SimpleNamespace(waiting=CALM))
-    quiet = {name: lambda what: None for name in ("after", "on_record", "on_command")}
-    runtime = Runtime(coordinator, None, lambda task: task, **quiet)  # type: ignore[arg-type,return-value]
-    compensated = 0
+    runtime, compensated = with_alarm(100.0, silent=True), 0
     while compensated < 1000:
         passed[0] += 100.0 - runtime.now() + 0.9 * silence
         runtime._compensate_for_stall()

@@ -168,6 +168,12 @@ class ClusterState:
         """Note that a second process wants to join under the name of a node that is here."""
         self.challengers[node] = (process, now)
 
+    def awaits_nodes(self, now: float) -> bool:
+        """Return True if a node is silent for too long, or nodes have yet to rejoin."""
+        silence_s = self._waiting.silence_s
+        here = (node for node in self.sessions.values() if node.lost is None)
+        return not self.rejoin_over or any(node.last_contact + silence_s <= now for node in here)
+
     def mark_empty(self, now: float) -> None:
         """Note that no node is here from now on."""
         self.empty_since = now

@@ -237,9 +237,11 @@ class Runtime:
                     late,
                     waiting.silence_s,
                 )
-            # A request that met the standstill may be given up and sent again: nodes get as long as they have at other times.
-            self._paused_for += late + waiting.silence_s
-            self._compensated_until = due + waiting.silence_s
+            # A request that met the standstill may be given up and sent again: nodes that would be lost get as long as at other times.
+            silent = self.coordinator.cluster.awaits_nodes(self.now())
+            more = waiting.silence_s if silent else waiting.heartbeat_interval_s
+            self._paused_for += late + more
+            self._compensated_until = due + more
 
     def _journal_records(self, records: Sequence[Record]) -> None:
         """Journal records; while that cannot be, wait: nothing of the step has happened, and time stands still."""
