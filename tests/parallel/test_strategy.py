@@ -200,11 +200,11 @@ class Plain(al.Module):
             Plan(pp=2, cp=2),
             "32-true",
             Plain,
-            "cannot spread over cp = 2: write them as arclight.parallel.step_protocol says",
+            "cannot shard over cp = 2: write them as arclight.parallel.step_protocol says",
         ),
         (Plan(cp=2), "32-true", Plain, "Plain has no runner, so nothing can cut its sequences"),
         (Plan(pp=2), "16-mixed", Language, "use precision bf16-mixed or 32, or pp = 1"),
-        (Plan(cp=3, context="ulysses"), "32-true", Plain, "cannot be shared out among cp = 3 processes"),
+        (Plan(cp=3, context="ulysses"), "32-true", Plain, "cannot be divided among cp = 3 processes"),
     ],
 )
 def test_a_module_that_cannot_be_run_is_refused(

@@ -73,7 +73,7 @@ class Inspection:
                 sizes[match[1]] = sizes.get(match[1], 0) + size
         meshes = "; ".join(" x ".join(f"{name} {size}" for name, size in mesh.items()) for mesh in self.meshes)
         share = f", {min(sizes.values()) / 1e6:,.1f} to {max(sizes.values()) / 1e6:,.1f} MB each" if sizes else ""
-        return f"\nwritten by {self.ranks} processes{share}; tensors spread over {meshes or 'none of them'}"
+        return f"\nwritten by {self.ranks} processes{share}; tensors sharded over {meshes or 'none of them'}"
 
 
 _OF_RANK = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")

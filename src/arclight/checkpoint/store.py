@@ -59,7 +59,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
 
 
 def write(path: Path, encoded: tree.Encoded) -> None:
-    """Write a state that has been taken apart."""
+    """Write an encoded state."""
     staging = None
     try:
         if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):

@@ -41,7 +41,7 @@ class Encoded:
     epoch: int | None = None
     processes: int = 1
     meshes: list[dict[str, int]] = field(default_factory=list)
-    """Over which meshes of processes tensors were spread: dimension -> size."""
+    """Device meshes that tensors are sharded over: dimension -> size."""
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:

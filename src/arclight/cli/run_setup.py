@@ -142,7 +142,7 @@ def resume_from(
     """Choose the run folder to resume in (None: a new or the newest one) and the checkpoint to load.
 
     ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
-    if there is nothing to go on from: who asks for it does not want to begin anew.
+    if there is nothing to go on from: who asks for it does not want to begin again.
     """
     from arclight.checkpoint import find_last, remote
     from arclight.checkpoint.manifest import is_checkpoint

@@ -256,7 +256,7 @@ class ResumableLoader:
             with isolated_rng(where.seed()):
                 return iter(source)
         if self._inner is None:
-            # Workers are started anew for each epoch: a running one can be told neither the epoch nor its seed.
+            # Workers are started again for each epoch: a running one can be told neither the epoch nor its seed.
             self._inner = self._clone(
                 dataset=self.loader.dataset,
                 batch_size=self.loader.batch_size,
@@ -357,7 +357,7 @@ class ResumableLoader:
             warnings.warn(
                 f"all {self.world_size} ranks will read the same samples: nothing in {type(source).__name__} keeps to "
                 "its rank's share; skip the others' samples (torch.distributed.get_rank() and get_world_size()) or use "
-                "a map-style dataset, which is shared out for you",
+                "a map-style dataset, which is divided among ranks for you",
                 stacklevel=3,
             )
 

@@ -119,7 +119,7 @@ def read_header(path: Path) -> ShardFacts:
 
 
 def hash_shard(path: Path) -> str:
-    """SHA-256 of what is behind the header, read anew."""
+    """SHA-256 of what is behind the header, read again."""
     with path.open("rb") as file:
         file.seek(_HEADER)
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -159,7 +159,7 @@ def _even_rows(
 
 
 def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros (..., R, 1), spread as the rows of ``parameter`` are."""
+    """Zeros (..., R, 1), sharded as the rows of ``parameter`` are."""
     part = local_tensor(parameter)
     zeros = torch.zeros(*part.shape[:-1], 1, dtype=dtype, device=part.device)
     if not is_dtensor(parameter):
@@ -199,9 +199,7 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
     known = all(isinstance(placement, (Replicate, Shard, _StridedShard)) for placement in placements)
     strided = [n for n, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
     if not known or len(strided) > 1:
-        raise NotImplementedError(
-            f"Muon cannot put a matrix together that is spread as {placements}: gather it by hand"
-        )
+        raise NotImplementedError(f"Muon cannot gather a matrix with placements {placements}: gather it by hand")
     lengths, found = list(tensor.shape), []
     plain = [n for n in range(len(placements)) if n not in strided]
     for number in (*plain, *strided):  # a strided share is a share of what the dimensions behind it left

@@ -151,7 +151,7 @@ class MixedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
 
-        Options are there by name too, so that the states of a pipeline's stages can be put together.
+        Options are there by name too, so that the states of a pipeline's stages can be merged.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

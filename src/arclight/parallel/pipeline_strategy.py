@@ -29,7 +29,7 @@ class Pipeline(PlanStrategy):
     whole module under its own names, whatever the number of stages. With one stage the same code runs in one process.
 
     * The loss is the mean over the samples of a batch, or over what the module's ``batch_weight`` counts ("token_mean"), the plain
-      mean of the micro-batches' losses ("micro_mean"), or their sum ("sum"). What is logged is put together in the same way.
+      mean of the micro-batches' losses ("micro_mean"), or their sum ("sum"). What is logged is merged in the same way.
     * What mixes samples (batch normalization, contrastive losses) sees micro-batches, and code of a step outside of the parts of the
       model may run on several processes: what it gathers in attributes of the module is that of the last stage.
     * A batch's tensors have samples in dimension 0; else the module has ``part_of_batch(batch, start, stop)``.
@@ -62,7 +62,7 @@ class Pipeline(PlanStrategy):
             "dp_shard": shards,
         }
         super().__init__(_joined(plan, fields), **options)
-        self.wishes = PipelineRequest(
+        self.request = PipelineRequest(
             memory, evaluation_micro_batches, reduction, schedule == "auto", micro_batches == "auto", example
         )
 
@@ -79,15 +79,15 @@ class Pipeline(PlanStrategy):
 
     def _refuse_wishes(self, module: nn.Module) -> None:
         """Raise PlanError for what is done for steps that are cut, where the model is cut by deletion; warn of "auto"."""
-        plan, wishes, usual = self.plan, self.wishes, PipelineRequest()
+        plan, request, usual = self.plan, self.request, PipelineRequest()
         spread = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
         for name in ("memory", "evaluation_micro_batches", "reduction", "example"):
-            if getattr(wishes, name) is not getattr(usual, name) and getattr(wishes, name) != getattr(usual, name):
+            if getattr(request, name) is not getattr(usual, name) and getattr(request, name) != getattr(usual, name):
                 raise PlanError(
                     f"Pipeline({name}=...) needs stages that are cut by what their parts cost, and {spread} spreads "
                     f"{type(module).__name__} over more than stages: leave {name} out, or use stages, replicas and shards alone"
                 )
-        left = [name for name in ("schedule", "micro_batches") if getattr(wishes, f"choose_{name}")]
+        left = [name for name in ("schedule", "micro_batches") if getattr(request, f"choose_{name}")]
         if left:
             rank_zero_warn(
                 f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {plan.pieces} micro-batches '

@@ -84,7 +84,7 @@ class Plan:
             raise PlanError(str(error)) from None
         if (self.dp_shard * self.cp) % self.ep:
             raise PlanError(
-                f"ep = {self.ep} must divide dp_shard * cp = {self.dp_shard * self.cp}: experts are shared out among those processes"
+                f"ep = {self.ep} must divide dp_shard * cp = {self.dp_shard * self.cp}: experts are divided among those processes"
             )
         self._check_choices()
 

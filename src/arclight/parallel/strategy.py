@@ -66,7 +66,7 @@ class PlanStrategy(ShardedStrategy):
         if plan.pp > 1:
             check_pipeline(plan)
         self.plan, self.sequence_length = plan, sequence_length
-        self.wishes = PipelineRequest()
+        self.request = PipelineRequest()
         self._steps: dict[nn.Module, PipelinedSteps] = {}
         self._mesh: Mesh | None = None
         self._roots: dict[nn.Module, nn.Module] = {}
@@ -201,7 +201,7 @@ class PlanStrategy(ShardedStrategy):
             )
         self._draw_alike()
         self._steps[module] = parallelize_steps(
-            module, self.mesh, example=self.example(self.wishes.example), wishes=self.wishes, **options
+            module, self.mesh, example=self.example(self.request.example), request=self.request, **options
         )
         return StepRoot(module, shared=False)
 
@@ -326,7 +326,7 @@ class PlanStrategy(ShardedStrategy):
 
     @torch.no_grad()
     def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are spread over.
+        """Return the norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are sharded over.
         Every process calls this.
         """
         holders = self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.apart else 1)

@@ -346,7 +346,7 @@ def peak_memory(device: torch.device) -> int:
 class TextSamples(Callback):
     """Let the model write after each validation, into the run's log, as far as its positions go.
 
-    Where weights are spread over processes it does not.
+    Where weights are sharded over processes it does not.
     """
 
     def __init__(self, settings: Sampling) -> None:

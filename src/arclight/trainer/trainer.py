@@ -428,7 +428,7 @@ class Trainer:
         """Run something with a state of its own, and then go on with that of now; a SIGTERM is not forgotten."""
         before = self.run_state
         self.run_state = tried = before.for_trial()
-        self.optimizers = before.optimizers  # managed anew: a fit under way has hooks in the present ones
+        self.optimizers = before.optimizers  # managed again: a fit under way has hooks in the present ones
         try:
             yield
         finally:

@@ -50,7 +50,7 @@ class ShardFile:
 
 
 class EncodedShards(tree.Encoder):
-    """A state taken apart on one process, its tensors left where they are."""
+    """Hold one rank's encoded state; its tensors stay where they are."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__()

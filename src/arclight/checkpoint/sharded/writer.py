@@ -46,7 +46,7 @@ def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy)
 
 
 class ShardedSaver:
-    """Plans saves of states of one kind: what processes hold is compared anew, but told again only where it changed."""
+    """Plans saves of states of one kind: what processes hold is compared again, but told again only where it changed."""
 
     def __init__(self, processes: Strategy) -> None:
         self.processes = processes

@@ -57,7 +57,7 @@ def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
         return
     try:
         task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
-    except ValueError:  # damaged, and written anew by the run that begins now
+    except ValueError:  # damaged, and written again by the run that begins now
         return
     before = str(task.get("kind", "")) if isinstance(task, dict) else str(task or "")
     here = kind_of(type(recipe.task))

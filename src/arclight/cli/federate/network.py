@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from arclight.federated.transports.settings import Listening
 
 
-SAY_AFTER = 3.0
+REPORT_AFTER_S = 3.0
 """Seconds after which a node reports that it cannot reach its server; it keeps retrying."""
-OF_THE_NODE = ("task.", "trainer.")
+NODE_SETTINGS = ("task.", "trainer.")
 """Settings in which a node may differ from the server: paths of its data, its devices."""
 
 
@@ -106,7 +106,7 @@ def join(arguments: list[str]) -> None:
     link = LoggingLink(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
-            patience=min(SAY_AFTER, options.patience), stores=options.blobs,
+            patience=min(REPORT_AFTER_S, options.patience), stores=options.blobs,
         ),
         site,
         options.address,
@@ -269,10 +269,10 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     options, overrides = parser.parse_known_args(arguments)
     parser.check_spelling(overrides)
     check_address(options)
-    wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
+    wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(NODE_SETTINGS)]
     if wrong:
         raise UsageError(
-            f"{wrong[0]} is set by the server: a node may set fields that begin with --{' or --'.join(OF_THE_NODE)}"
+            f"{wrong[0]} is set by the server: a node may set fields that begin with --{' or --'.join(NODE_SETTINGS)}"
         )
     if strange := [name for name in options.client if not name.isdigit()]:
         raise UsageError(f"--client {strange[0]}: clients are numbered, from 0 to one less than federation.clients")

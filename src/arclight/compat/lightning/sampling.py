@@ -38,7 +38,9 @@ class _Indices(Dataset[int]):
                 " Either provide `__len__` or set `use_distributed_sampler=False`"
             )
         if len(sampler) == float("inf"):
-            raise TypeError("A sampler of infinite length cannot be shared out: set `use_distributed_sampler=False`")
+            raise TypeError(
+                "A sampler of infinite length cannot be divided among ranks: set `use_distributed_sampler=False`"
+            )
         self.sampler = sampler
         self._drawn: list[Any] | None = None
 
@@ -55,7 +57,7 @@ class _Indices(Dataset[int]):
 
 
 class DistributedSamplerWrapper(DistributedSampler[int]):
-    """Any sampler of known length, shared out: each rank gets every ``num_replicas``-th of what it draws."""
+    """Divide any sampler of known length among ranks: each gets every ``num_replicas``-th index."""
 
     def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_Indices(sampler), *args, **kwargs)

@@ -98,7 +98,7 @@ def bias_spec(source: Node, layer: Node) -> Any:
 
 
 def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) -> None:
-    """Ask for ``inputs`` (producer -> spec) and the output of ``node`` to be quantized, beside earlier wishes."""
+    """Ask for ``inputs`` (producer -> spec) and the output of ``node`` to be quantized, beside earlier requests."""
     annotation = node.meta.setdefault(_ANNOTATION_KEY, _quantizer.QuantizationAnnotation(_annotated=True))
     annotation.input_qspec_map.update(inputs)
     if output is not None:

@@ -13,7 +13,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this process's part of ``tensor``; all of it where it is not spread."""
+    """Return the memory of this process's part of ``tensor``; all of it where it is not sharded."""
     part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return part
 

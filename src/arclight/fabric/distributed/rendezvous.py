@@ -58,7 +58,7 @@ def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: float) -> 
     """Return a name that all ranks of this attempt get and nobody had before; every rank calls this.
 
     Each rank greets with a number of its own, and rank 0 answers every new greeting with the name until all have confirmed
-    it: names and numbers are drawn anew, so that nothing old can be taken for an answer. Raises TimeoutError with the ranks
+    it: names and numbers are drawn again, so that nothing old can be taken for an answer. Raises TimeoutError with the ranks
     that did not come.
     """
     deadline = time.monotonic() + timeout

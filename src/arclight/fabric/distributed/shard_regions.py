@@ -45,7 +45,7 @@ class Region:
 
 
 def local_regions(tensor: Any) -> list[Region]:
-    """Return the boxes with elements that this process holds of ``tensor``; one with everything where it is not spread.
+    """Return the boxes with elements that this process holds of ``tensor``; one with everything where it is not sharded.
 
     Raises ValueError for a tensor whose parts are still to be summed, or are not cut as its placements say.
     """
@@ -60,7 +60,7 @@ def local_regions(tensor: Any) -> list[Region]:
         if tuple(_length(run) for run in runs) == local:
             return [region for region in _boxes(runs) if region.numel]
     raise ValueError(
-        f"a tensor of shape {tuple(tensor.shape)}, spread as {tensor.placements} over {tensor.device_mesh}, has a part of shape "
+        f"a tensor of shape {tuple(tensor.shape)}, sharded as {tensor.placements} over {tensor.device_mesh}, has a part of shape "
         f"{local} on this process, which these placements do not give"
     )
 

@@ -56,7 +56,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return the share of ``full`` that this process keeps, spread as ``like`` is; ``full`` itself where ``like`` is not spread. No communication.
+    """Return the share of ``full`` that this process keeps, sharded as ``like`` is; ``full`` itself where ``like`` is not sharded. No communication.
 
     It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that share is read. Shapes
     that differ are left for the caller's ``load_state_dict`` to name.
@@ -149,7 +149,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter
 
 @torch.no_grad()
 def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
-    """Clip by the norm of all gradients, whichever meshes they are spread over; the norm before, equal on every process.
+    """Clip by the norm of all gradients, whichever meshes they are sharded over; the norm before, equal on every process.
 
     Raises RuntimeError with ``error`` where the norm is no number.
     """
@@ -161,7 +161,7 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients, whichever meshes they are spread over; 0 where there are none."""
+    """Return the norm of all gradients, whichever meshes they are sharded over; 0 where there are none."""
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)

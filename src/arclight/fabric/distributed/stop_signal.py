@@ -42,7 +42,7 @@ class StopSignal:
         self._store: Store | None = None
         self._rank, self._world_size, self._timeout = 0, 1, 60.0
         self._run = 0
-        self._wish: str | None = None
+        self._requested: str | None = None
         self._agreed: int | None = None
         self._decided = threading.Event()
         self._lost = ""
@@ -67,14 +67,14 @@ class StopSignal:
         """Start counting again, for another loop. All ranks must do so; a request that came too late is dropped."""
         with self._lock:
             if self._store is not None and not self.asked:
-                self._store.set(self._key(f"note/{self._rank}"), "ended")
+                self._store.set(self._key(f"position/{self._rank}"), "ended")
             self._run += 1
-            self.position, self.asked, self.reason, self._wish, self._agreed = -1, False, "", None, None
+            self.position, self.asked, self.reason, self._requested, self._agreed = -1, False, "", None, None
             self._decided.clear()
 
     def request(self, reason: str = "") -> None:
         """Ask all ranks to stop at the next position that none of them has passed. Safe in a signal handler and any thread."""
-        self._wish = reason
+        self._requested = reason
         if self._store is None:
             self.reason, self._agreed = reason, self.position  # whatever the loop comes to next
             self._decided.set()
@@ -97,7 +97,7 @@ class StopSignal:
             return f"the other ranks are out of reach: {self._lost}"
         store = self._store
         assert store is not None
-        ranks = [str(rank) for rank in range(self._world_size) if not store.check([self._key(f"note/{rank}")])]
+        ranks = [str(rank) for rank in range(self._world_size) if not store.check([self._key(f"position/{rank}")])]
         return f"rank {', '.join(ranks)} did not answer within {self._timeout:g} s"
 
     def _key(self, name: str) -> str:
@@ -111,19 +111,22 @@ class StopSignal:
             store = self._store
             if store is None or self._decided.is_set():
                 return False
-            if self._wish is not None and not store.check([self._key("wish")]):
-                store.set(self._key("wish"), f"rank {self._rank}: {self._wish}" if self._wish else f"rank {self._rank}")
+            if self._requested is not None and not store.check([self._key("request")]):
+                store.set(
+                    self._key("request"),
+                    f"rank {self._rank}: {self._requested}" if self._requested else f"rank {self._rank}",
+                )
             if not self.asked:
-                if not store.check([self._key("wish")]):
+                if not store.check([self._key("request")]):
                     return False
-                self.reason = store.get(self._key("wish")).decode()
+                self.reason = store.get(self._key("request")).decode()
                 self.asked = True  # before the position is read: from here on the loop passes nothing unseen
-                store.set(self._key(f"note/{self._rank}"), str(self.position))
-            keys = [self._key(f"note/{rank}") for rank in range(self._world_size)]
+                store.set(self._key(f"position/{self._rank}"), str(self.position))
+            keys = [self._key(f"position/{rank}") for rank in range(self._world_size)]
             if not store.check(keys):
                 return True
-            notes = [store.get(key).decode() for key in keys]
-            self._agreed = None if "ended" in notes else max(map(int, notes)) + 1
+            positions = [store.get(key).decode() for key in keys]
+            self._agreed = None if "ended" in positions else max(map(int, positions)) + 1
             self._decided.set()
             return False
 

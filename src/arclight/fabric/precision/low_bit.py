@@ -25,7 +25,7 @@ class Float8Precision(MixedPrecision):
     """Linear layers multiply in float8, everything else as under ``bf16-mixed``; parameters stay in float32.
 
     ``filter(layer, name)`` says which linear layers; by default those whose sizes are multiples of 16, which the
-    hardware needs. Scales are taken from each tensor anew. GPUs from compute capability 8.9 and processors multiply in 8 bits;
+    hardware needs. Scales are computed from each tensor at each call. GPUs from compute capability 8.9 and processors multiply in 8 bits;
     elsewhere, or with ``emulate=True``, values are rounded to 8 bits and multiplied in 16: the same kind of numbers, no gain
     in speed. Needs torchao (the extra ``deploy``). Raises ValueError for a model in which no layer is converted.
     """

@@ -459,7 +459,7 @@ class Strategy:
         return whole
 
     def portable(self, tree: Any) -> Any:
-        """Return a state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
+        """Return a state tree whose tensors are whole, on rank 0; a collective where tensors are sharded over processes."""
         return tree
 
 

@@ -268,7 +268,7 @@ def _walk(module: nn.Module, policy: Callable[..., bool], chosen: list[nn.Module
 
 
 def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
-    """Raise ValueError for a parameter that two units have: shared out twice, its copies would part company."""
+    """Raise ValueError for a parameter that two units have: sharded twice, its copies would diverge."""
     owner: dict[nn.Module, nn.Module] = {}
     for unit in units:  # inner ones first
         for part in unit.modules():

@@ -59,7 +59,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def replica_mesh(self) -> Any:
-        """The mesh: what is not shared out over ``data_parallel`` is not kept alike there either."""
+        """The mesh: what is not sharded over ``data_parallel`` is not replicated there either."""
         return self.device_mesh
 
     def setup_environment(self) -> None:

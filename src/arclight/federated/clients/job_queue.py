@@ -153,7 +153,7 @@ class JobQueue:
                 if (other.work, other.sum) == (job.work, job.sum) and not other.cancelled:
                     if other.base in ("", job.base):
                         return False
-                    other.cancelled = f"round {job.round} of {job.client} was begun anew from other weights"
+                    other.cancelled = f"round {job.round} of {job.client} was begun again from other weights"
             put = self._requeued.get(job.client)
             if put is not None and ask <= put.asked and job.kind == "fit" and job.round > put.after:
                 return False

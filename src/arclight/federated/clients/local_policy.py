@@ -140,7 +140,7 @@ def reset_randomised(module: nn.Module, policy: LocalPolicy, seed: int) -> dict[
         reset = getattr(part, "reset_parameters", None)
         if not callable(reset):
             raise ProtocolError(
-                f"{next(iter(wanted))} cannot be drawn anew: {type(part).__name__} has no reset_parameters()"
+                f"{next(iter(wanted))} cannot be drawn again: {type(part).__name__} has no reset_parameters()"
             )
         before = {name: p.detach().clone() for name, p in own.items()}
         with isolate_rng(), torch.no_grad():

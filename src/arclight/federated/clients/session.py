@@ -60,7 +60,7 @@ class Session:
         self._welcome: Welcome | None = None
         self._stopping = stopping
         self.another = False
-        """Whether the server has begun another run meanwhile, which the node can join when it starts anew."""
+        """Whether the server has begun another run meanwhile, which the node can join when it starts again."""
         self.failed = False
         """Whether the server has ended it because the run could not go on, or has no place for the node."""
 

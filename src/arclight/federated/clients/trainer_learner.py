@@ -237,7 +237,7 @@ class TrainingCheckpoints:
         if found:
             raise FederatedError(
                 f"none of the {len(found)} saved states in {self.folder} is sound: put one back from a backup, or remove that folder "
-                "to let the client begin anew"
+                "to let the client begin again"
             )
         return None
 

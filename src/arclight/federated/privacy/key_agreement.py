@@ -16,7 +16,7 @@ from arclight.federated.privacy.random_stream import KEY_BYTES
 _CIPHERS = "cryptography.hazmat.primitives.ciphers.aead"
 _X25519 = "cryptography.hazmat.primitives.asymmetric.x25519"
 NONCE, TAG = 12, 16
-"""Bytes that `enclose` adds."""
+"""Bytes that `encrypt_share` adds."""
 
 
 @dataclass(frozen=True, kw_only=True)

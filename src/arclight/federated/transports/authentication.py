@@ -103,7 +103,7 @@ class Authenticator:
             node = self._nodes.get(token)
         if node is None:
             raise SessionError(
-                "the server does not know this session (it was started anew, or the node joined again): join again"
+                "the server does not know this session (it was restarted, or the node joined again): join again"
             )
         return node
 

@@ -545,7 +545,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
 class UnavailableError(Exception):
     """An attempt that failed for a reason that may pass.
 
-    progress: something got across, so that waiting begins anew. after: seconds that the other side asked to be left alone.
+    progress: something got across, so that waiting begins again. after: seconds that the other side asked to be left alone.
     """
 
     def __init__(self, why: str, *, progress: bool = False, after: float = 0.0) -> None:

@@ -211,11 +211,11 @@ class ContextParallel:
 def kv_repeats(heads: int, kv_heads: int, cp: int) -> int:
     """Count how often Ulysses repeats each key head.
 
-    Raises PlanError for numbers of heads that cannot be shared out.
+    Raises PlanError for numbers of heads that cannot be divided.
     """
     if heads % cp:
         raise PlanError(
-            f"{heads} heads (of this tensor-parallel part) cannot be shared out among cp = {cp} processes: choose a cp that divides "
+            f"{heads} heads (of this tensor-parallel part) cannot be divided among cp = {cp} processes: choose a cp that divides "
             "them, or context parallelism by gather"
         )
     if kv_heads % cp == 0:

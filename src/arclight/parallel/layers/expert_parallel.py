@@ -196,7 +196,7 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
 def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
     """Cut the experts of every mixture in ``model`` over ``mesh``, whose dimensions are named ``ep``, ``tp`` or both, in place.
 
-    Stacked weights become DTensors: their experts are shared out over ``ep``, with the all-to-all exchange put in, and each
+    Stacked weights become DTensors: their experts are sharded over ``ep``, with the all-to-all exchange inserted, and each
     expert's hidden width over ``tp``, so that what a layer computes is a part of a sum over ``tp``, which the layer makes.
     Call it before `fully_shard`, with the same weights on all processes or on the meta device. capacity: see
     `AllToAllDispatcher`.

@@ -33,13 +33,13 @@ class Call:
     parameters: tuple[str, ...] = ()
     """Of the parameters that it uses, in or directly before it, by the first of each parameter's names."""
     reads: frozenset[Value] = frozenset()
-    """What of earlier calls it depends on through glue alone."""
+    """Values of earlier calls that it depends on, through glue alone."""
     outputs: tuple[int, ...] = ()
     """Bytes of each leaf that it returned for the example (0 for what is no tensor)."""
     draws: frozenset[int] = frozenset()
     """Which random numbers, drawn by glue, it depends on."""
     modifies: frozenset[Value] = frozenset()
-    """What of earlier calls it changes in place."""
+    """Values of earlier calls that it changes in place."""
     buffers: tuple[str, ...] = ()
     """Its buffers (by their first names) that it changes in training."""
 

@@ -126,7 +126,7 @@ class Pipe:
         micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
         ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how
         arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
-        how results are put together: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
+        how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
         other batches through the same stages; gradients become those of all batches.
 
         Raises PlanError where schedule, stages and processes do not fit.

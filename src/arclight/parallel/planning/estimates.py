@@ -121,7 +121,7 @@ def _passes(chain: Chain, plan: Plan, samples: int) -> int:
     if rest or not passes:
         unit = plan.data_parallel * samples
         raise PlanError(
-            f"{workload.samples} samples cannot be shared out to dp_replicate * dp_shard = {plan.data_parallel} processes in "
+            f"{workload.samples} samples cannot be divided among dp_replicate * dp_shard = {plan.data_parallel} processes in "
             f"micro-batches of {samples}: use a multiple of {unit}, such as {-(-workload.samples // unit) * unit}"
         )
     plan.check(sequence_length=workload.sequence, layers=len(chain.kinds) or None)

@@ -33,7 +33,7 @@ class Memory:
     logits: int = 0
     """What the last part and the loss need for the moment."""
     gathered: int = 0
-    """Weights gathered from other processes, and gradients that are not shared out yet."""
+    """Weights gathered from other processes, and gradients that are not scattered yet."""
 
     @property
     def total(self) -> int:

@@ -183,7 +183,7 @@ def _nothing_fits(chain: Chain, too_large: list[Estimate], refused: list[tuple[P
         return (
             f"no plan for {limits.gpus} GPUs fits into {limits.memory / gib:.1f} GiB: the smallest ({describe(least.plan)}) needs "
             f"{worst.total / gib:.1f} GiB, {getattr(worst, worst.largest) / gib:.1f} of them {memory_name(worst.largest)}; take more GPUs, "
-            "shorter sequences, or let go of what you have fixed"
+            "shorter sequences, or leave more of the plan open"
         )
     whole = [reason for plan, reason in refused if plan.world_size == limits.gpus]
     uncut = [reason for plan, reason in refused if {"tp", "cp"} & limits.fixed.keys() or plan.world_size == 1]

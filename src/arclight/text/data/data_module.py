@@ -31,7 +31,7 @@ from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerErro
 from arclight.trainer import DataModule
 
 _LOG = logging.getLogger("arclight")
-_FORMAT = 1  # of what is cached: another number makes everything anew
+_FORMAT = 1  # of what is cached: another number rebuilds everything
 
 
 class TextDataModule(DataModule):
@@ -269,7 +269,7 @@ class TextDataModule(DataModule):
             )
         if self.train is not None and state_dict["tokens"] != self._digests():
             rank_zero_warn(
-                "the training text is not what the checkpoint was trained on: its order begins anew with other samples"
+                "the training text is not what the checkpoint was trained on: its order begins again with other samples"
             )
 
         elif changed := [name for name, value in state_dict.get("order", {}).items() if value != self._order()[name]]:

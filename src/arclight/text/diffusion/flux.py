@@ -34,7 +34,7 @@ class FluxConfig:
     double_layers: int = 19
     single_layers: int = 38
     axes: tuple[int, ...] = (16, 56, 56)
-    """How the width of a head is shared out to the coordinates that turn it: sequence, row, column."""
+    """How the width of a head is divided among the coordinates that turn it: sequence, row, column."""
     rope_theta: float = 10_000.0
     guidance: bool = False
     """Whether the strength of guidance is told to the model, as to one that was distilled from guided samples."""

@@ -96,7 +96,7 @@ class DeepSeekConfig(DecoderConfig):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024).
 
-    The cache holds latents and turned keys, kv_lora_rank + qk_rope_head_dim numbers per token; keys and values are made from them anew.
+    The cache holds latents and turned keys, kv_lora_rank + qk_rope_head_dim numbers per token; keys and values are made from them again.
     """
 
     sharding: ClassVar[dict[str, str]] = {

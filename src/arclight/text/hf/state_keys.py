@@ -83,7 +83,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to be written: parts of ours, put together along ``dim``."""
+    """A tensor to be written: parts of ours, concatenated along ``dim``."""
 
     theirs: str
     shape: tuple[int, ...]

@@ -83,7 +83,7 @@ def kept_on_device(key: tuple[Any, ...], make: Callable[[], Tensor], positions: 
     """Return the small table that ``make`` computes on the host, copied once to the device of ``positions``.
 
     A copy from pageable memory waits for the device, in each forward and for each generated token. Tensors without data and those of
-    inference mode are made anew, as no other forward could use them.
+    inference mode are made again, as no other forward could use them.
     """
     place = (*key, positions.device)
     ordinary = type(positions) is Tensor and not positions.is_meta and not torch.compiler.is_compiling()

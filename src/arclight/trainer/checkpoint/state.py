@@ -13,7 +13,7 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
                         metrics: the newest epoch values, which plateau schedulers and callbacks go by
                         precision: its name and its state
                         rng, window: every rank's generators and accumulation window
-                        data: the seed of the sample order and of each loader, the loaders' own state, and how the work was shared out
+                        data: the seed of the sample order and of each loader, the loaders' own state, and how the work was divided
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class _Share(NamedTuple):
     """The batches that the loaders of one process have."""
 
     lengths: list[Count]
-    """Of each of the user's loaders, before they are shared out."""
+    """Of each of the user's loaders, before they are divided among ranks."""
     counts: list[Count]
     """Of each of them, within the limits and of this process's share."""
     total: Count
@@ -125,7 +125,7 @@ def _check_even(strategy: Strategy, data: StageData, shares: list[_Share]) -> No
             raise MisconfigurationError(
                 f"`{data.stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
                 f"with strategy={strategy.name!r} all processes take part in each: use a number of samples that as many "
-                "processes as read data divide, batches of more than one sample (whose rest is shared out), or a limit on batches"
+                "processes as read data divide, batches of more than one sample (whose rest is divided among ranks), or a limit on batches"
             )
 
 
@@ -149,7 +149,7 @@ def nothing_to_train(ranks: list[int]) -> MisconfigurationError:
     """Say that some processes have no training batch, for which the others would wait for ever."""
     return MisconfigurationError(
         f"rank {_listed(ranks)} has no training batch while others have some, and would be waited for in every step: give every "
-        "process as many batches (a map-style data set in a plain DataLoader is shared out evenly by itself)"
+        "process as many batches (a map-style data set in a plain DataLoader is divided evenly among ranks by itself)"
     )
 
 

@@ -284,7 +284,7 @@ class DataConnector:
             return {}
         if iterator is None or not progress.batch:
             ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
-            window = progress.batch - run.window.count  # where its gradients could be summed anew
+            window = progress.batch - run.window.count  # where its gradients could be summed again
             place = {
                 "epoch": progress.epoch,
                 "ranks": ranks,
@@ -308,7 +308,7 @@ class DataConnector:
             run.loader_state = {"fetched": state["fetched"]} if "fetched" in state else {}
 
     def _restore_place(self, loader: ResumableLoader | ResumableCombination, place: dict[str, Any] | None) -> None:
-        """Count the batches that are done anew where batches are of another size now, or shared by other ranks."""
+        """Count the batches that are done again where batches are of another size now, or shared by other ranks."""
         progress = self._trainer.run_state.progress
         ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         if place is None or place["epoch"] != progress.epoch:

@@ -72,7 +72,7 @@ class FolderCheckpointIO(CheckpointIO):
         checkpoints.save(path, to_tree(checkpoint))
 
     def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
-        """The same where tensors are spread over processes, each of which writes its part."""
+        """The same where tensors are sharded over processes, each of which writes its part."""
         checkpoints.save_shares(path, to_tree(checkpoint), processes)
 
     def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def check_filter(filter: Any, state: dict[str, Any]) -> None:
 
 
 def warn_of_devices(module: nn.Module) -> None:
-    """Warn where a module that is about to be moved was spread over devices, perhaps on purpose."""
+    """Warn where a module that is about to be moved was sharded over devices, perhaps on purpose."""
     devices = [(name, parameter.device) for name, parameter in module.named_parameters()]
     others = [(name, device) for name, device in devices if device != devices[0][1]]
     if others:

@@ -122,7 +122,7 @@ class Reporter:
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> ResultCollection:
-        """Collect an evaluation's values anew; those of the training that it interrupts are put on show first."""
+        """Collect an evaluation's values again; those of the training that it interrupts are published first."""
         run = self.run
         run.metrics.look(run.logged)
         kind = "fit" if run.logged.stage == "train" else run.stage
@@ -163,7 +163,7 @@ def load_logged_state(
 ) -> None:
     """Take up each rank's part; if there are more or fewer ranks now, rank 0 takes all of them.
 
-    What a metric gathered cannot be put together, so with other ranks it begins its epoch anew, and a warning says so.
+    What a metric gathered cannot be merged, so with other ranks it begins its epoch again, and a warning says so.
     """
     if len(ranks) == strategy.world_size:
         values.load_state_dict(ranks[strategy.global_rank], module)
@@ -172,7 +172,7 @@ def load_logged_state(
     if metrics:
         rank_zero_warn(
             f"{', '.join(sorted(metrics))}: metrics of {len(ranks)} processes cannot be restored to {strategy.world_size}; they begin "
-            "this epoch anew"
+            "this epoch again"
         )
     for rank in ranks if strategy.is_global_zero else ():
         part = ResultCollection("train")

@@ -205,7 +205,7 @@ class ResultMetric:
         self.shown: torch.Tensor | None = None
         """The value of ``last`` that has been taken into the trainer's metrics."""
         self.synced: torch.Tensor | None = None
-        """The value of ``last`` that was put together from those of all processes."""
+        """The value of ``last`` that was merged from those of all processes."""
         self.pending: list[torch.Tensor] = []
         self.weights: list[float] = []
         self.total: torch.Tensor | None = None

@@ -138,7 +138,7 @@ def reduction(reduce_fx: Any) -> str:
         if reduce_fx is function:
             return name
     raise MisconfigurationError(
-        f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported, got {reduce_fx!r}: they can be put together from "
+        f"Only `self.log(..., reduce_fx={{min,max,mean,sum}})` are supported, got {reduce_fx!r}: they can be merged from "
         "the parts of an epoch and of several processes; for another reduction log a metric with compute() and reset()"
     )
 

@@ -19,7 +19,7 @@ Key = tuple[str, str, int]
 
 
 class LoggedNamesDifferError(RuntimeError):
-    """Processes logged one name in ways that cannot be put together."""
+    """Processes logged one name in ways that cannot be merged."""
 
 
 def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module) -> list[ResultMetric]:
@@ -122,7 +122,7 @@ def _synced_step(entry: ResultMetric) -> bool:
 
 
 def _step_values(entries: Sequence[ResultMetric]) -> dict[Key, tuple[str, float, float]]:
-    """Return the values that have not been put together yet."""
+    """Return the values that have not been merged yet."""
     fresh = [(e, e.last.double()) for e in entries if e.last is not None and e.last is not e.synced]
     values = read_scalars({str(number): value for number, (_, value) in enumerate(fresh)})
     return {_key(e): (e.settings.reduce, value, 1.0) for (e, _), value in zip(fresh, values.values(), strict=True)}
@@ -137,7 +137,7 @@ def _take_step_values(entries: Sequence[ResultMetric], everyone: list[dict[str, 
 
 
 def _over_ranks(entry: ResultMetric, ranks: list[dict[Key, tuple[str, float, float]]]) -> tuple[torch.Tensor, float]:
-    """Return the entry's total and weight, put together from the ranks that it is shared with."""
+    """Return the entry's total and weight, merged from the ranks that it is shared with."""
     if entry.settings.rank_zero_only:
         own = entry.summary()
         return own[0].cpu(), own[1]

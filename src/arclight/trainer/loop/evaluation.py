@@ -95,7 +95,7 @@ class EvaluationLoop:
         values, run.eval_batch = reporter.begin_evaluation(), 0
         with self.without_gradients(), evaluation_mode(module, hook):
             self._begin(hook)
-            counts = self._counts(data)  # now, as a hook may have had the data loaded anew
+            counts = self._counts(data)  # now, as a hook may have had the data loaded again
             self.strategy.copy_from_rank_zero(module.buffers())  # all ranks evaluate the model that is saved
             calls = self._calls(hook, len(data.loaders))
             parts: list[dict[str, torch.Tensor]] = []

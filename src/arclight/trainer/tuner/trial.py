@@ -35,7 +35,7 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
     A trial has none of the trainer's callbacks, loggers, limits on its length or learning-rate schedules, but the module's own
     hooks. Afterwards, whatever happened, weights, buffers, gradients, optimizers, schedules, random generators and all
     that the trainer says of itself are what they were. They are kept in the memory of the host meanwhile.
-    Raises MisconfigurationError for strategies whose processes are started anew for every run.
+    Raises MisconfigurationError for strategies whose processes are started again for every run.
     """
     if not trainer.strategy.launcher.runs_in_this_process:
         raise MisconfigurationError(

@@ -129,7 +129,7 @@ class Yolo(nn.Module):
         for level, anchors, stride in zip(raw, self.anchors, self.stride):
             scores = (level if level.dtype == torch.float64 else level.float()).sigmoid()
             height, width = level.shape[2:4]
-            # made anew each time: a stored grid would be state, and would tie the model to one image size
+            # made again each time: a stored grid would be state, and would tie the model to one image size
             y = torch.arange(height, device=level.device, dtype=scores.dtype)
             x = torch.arange(width, device=level.device, dtype=scores.dtype)
             cell = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)

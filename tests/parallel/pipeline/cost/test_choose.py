@@ -132,7 +132,7 @@ def test_a_cap_that_no_plan_meets_says_what_would() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"processes": 4, "stages": 3}, "cannot be shared out to pipelines of 3"),
+        ({"processes": 4, "stages": 3}, "cannot be divided among pipelines of 3"),
         ({"processes": 4, "stages": 4, "micro_batches": 9}, "micro_batches = 9 cannot be cut from 8 samples"),
         ({"processes": 4, "stages": 4, "schedules": "2F2B"}, "there is no pipeline schedule '2F2B'"),
         ({"processes": 8, "stages": 8}, "the model has 4 parts, too few for a pipeline of 8 processes: use 4 or fewer"),

@@ -245,7 +245,7 @@ def test_a_graph_of_another_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     graph = chain(model, [64] * 2)
     other = CallGraph((graph.calls[1], graph.calls[0]), graph.result)
-    with pytest.raises(PlanError, match="the forward calls 0 where the graph has 1: observe the model anew"):
+    with pytest.raises(PlanError, match="the forward calls 0 where the graph has 1: capture the model again"):
         measure(model, other, (torch.ones(4, 4),))
     more = CallGraph((*graph.calls, graph.calls[1]), graph.result)
     with pytest.raises(PlanError, match="the forward made 2 of the 3 calls"):

@@ -144,7 +144,7 @@ def test_outputs_are_put_together_as_is_said() -> None:
     assert found["same"] is None
     assert merge_outputs([torch.ones(2), torch.ones(2)], "sum", [1, 3]).tolist() == [2, 2]
     assert merge_outputs([3, 4], Reducer(10, lambda one, other: one + other), [1, 1]) == 17
-    with pytest.raises(PlanError, match="gave a number each, which cannot be put together along a dimension"):
+    with pytest.raises(PlanError, match="gave a number each, which cannot be merged along a dimension"):
         merge_outputs(parts, 0, [1, 3])
     with pytest.raises(PlanError, match="micro-batches gave 1 and others"):
         merge_outputs([1, 2], 0, [1, 1])

@@ -230,7 +230,7 @@ def test_numbers_that_a_schedule_cannot_take_are_named() -> None:
         ("0F0,0B0,0W0\n1F0,1B0\n", "process 0, action 3: 0W0 comes before the backward of the inputs"),
         ("0F0,0I0\n1F0,1B0\n", "process 0 never does 0W0"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "process 1 never does 1I1"),
-        ("0F0,0B0\n2F0,2B0\n", "3 stages cannot be shared out evenly to 2 processes"),
+        ("0F0,0B0\n2F0,2B0\n", "3 stages cannot be divided evenly among 2 processes"),
         ("0F0,1F0,0B0,1B0\n2F0,3F0,2B0,3B0\n", r"process 0 has 1F0, but its stages are \[0, 2\] in a loop, or \[0, 3\] in a V"),
         ("0F0,0B0,3F0,3B0\n1F0,1B0\n", "nobody does stage 2"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "process 0 waits for ever before action 2, 0B0: 1I0 or 1B0 cannot come before it"),

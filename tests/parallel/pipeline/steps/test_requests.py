@@ -85,6 +85,6 @@ def test_what_tensor_parallel_stages_cannot_do_is_refused(option: str, value: An
 def test_losses_that_are_added_in_backward_count_beside_means_of_counts_alone() -> None:
     module = LanguageModel(LanguageTask(overrides=SMALL), 256)
     mesh: Any = SimpleNamespace(plan=Plan(pp=2))
-    wishes = Pipeline(2, reduction="micro_mean").wishes
+    request = Pipeline(2, reduction="micro_mean").request
     with pytest.raises(PlanError, match=r"LanguageModel adds losses in backward \(scale_losses\)"):
-        parallelize_steps(module, mesh, torch.device("cpu"), None, 0, (module.training_step, {}), wishes)  # type: ignore[arg-type]
+        parallelize_steps(module, mesh, torch.device("cpu"), None, 0, (module.training_step, {}), request)  # type: ignore[arg-type]

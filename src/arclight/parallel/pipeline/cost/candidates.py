@@ -91,7 +91,7 @@ class PlanEvaluator:
         if stages > self.units:
             return f"makes {stages} stages over {setting.processes} processes, and the model has {self.units} parts"
         if self.batch % setting.replicas:
-            return f"a batch of {self.batch} samples cannot be shared out to {setting.replicas} replicas"
+            return f"a batch of {self.batch} samples cannot be divided among {setting.replicas} replicas"
         if not kind.fits(number, setting.processes):
             return _does_not_fit(kind, setting)
         if kind.splits_backward and compiled:

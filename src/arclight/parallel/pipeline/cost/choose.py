@@ -154,7 +154,7 @@ def _settings(
         raise PlanError(f"processes = {processes} and batch = {batch} must be 1 or more")
     if stages is not None and (stages < 1 or processes % stages):
         raise PlanError(
-            f"{processes} processes cannot be shared out to pipelines of {stages}: use a number that divides them"
+            f"{processes} processes cannot be divided among pipelines of {stages}: use a number that divides them"
         )
     sizes = [stages] if stages is not None else [n for n in range(1, processes + 1) if processes % n == 0]
     again = (False, True) if recompute == "auto" else (bool(recompute),)

@@ -117,7 +117,7 @@ class Pass:
             result = self.function(*arguments[0], **arguments[1])
             if len(self.phases) != len(self.graph.calls):
                 raise PlanError(
-                    f"the forward made {len(self.phases)} of the {len(self.graph.calls)} calls of the graph: observe the model anew"
+                    f"the forward made {len(self.phases)} of the {len(self.graph.calls)} calls of the graph: capture the model again"
                 )
             self._end(result)
         return Done(self.phases, self.held, self.outputs)
@@ -133,7 +133,7 @@ class Pass:
         if number == len(calls) or self.model.get_submodule(calls[number].name) is not module:
             name = next(name for name, other in self.model.named_modules() if other is module)
             expected = calls[number].name if number < len(calls) else "nothing more"
-            raise PlanError(f"the forward calls {name} where the graph has {expected}: observe the model anew")
+            raise PlanError(f"the forward calls {name} where the graph has {expected}: capture the model again")
         reads = [self.values[value] for value in calls[number].reads if value in self.values]
         self.phases.append(self._phases(output, reads, calls[number].parameters))
         if self.seen is not None:

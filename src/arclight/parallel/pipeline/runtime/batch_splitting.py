@@ -22,7 +22,7 @@ Spec = Any
 
 @dataclass(frozen=True)
 class Reducer:
-    """Outputs put together by ``function(so far, next)``, beginning with ``init``."""
+    """Outputs merged by ``function(so far, next)``, beginning with ``init``."""
 
     init: Any
     function: Callable[[Any, Any], Any]
@@ -173,7 +173,7 @@ def _merge_leaf(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
         )
     if first.ndim == 0:
         raise PlanError(
-            "micro-batches gave a number each, which cannot be put together along a dimension: say outputs = 'mean' or 'sum', or leave it out"
+            "micro-batches gave a number each, which cannot be merged along a dimension: say outputs = 'mean' or 'sum', or leave it out"
         )
     return torch.cat(outputs, spec)
 

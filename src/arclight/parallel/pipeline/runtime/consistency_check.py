@@ -73,7 +73,7 @@ def verify_fingerprints(
         if len(stages) > 1 and tuple(stages) != tuple(shared.get(name, ())):
             known = f"stages {', '.join(map(str, shared[name]))} share it" if name in shared else "no stages share it"
             raise DisagreementError(
-                f"{' and '.join(told)} have {name}, but the plan says that {known}: split the model anew"
+                f"{' and '.join(told)} have {name}, but the plan says that {known}: split the model again"
             )
         rank, said = users[0]
         for process, theirs in users[1:]:

@@ -121,7 +121,7 @@ class PipeRunner:
         known = self.reduction.divisor([piece[2] for piece in pieces])
         known = self._over_data(known) if known is not None else None
         for part in self.engine.parts.values():
-            part.share = 1.0 / known if known else 1.0
+            part.loss_scale = 1.0 / known if known else 1.0
             part.loss = self.reduction if part.loss is not None else None
         self._keep(outputs)
         held = StepGradients([p for p in self.engine.parameters if p.requires_grad])

@@ -76,7 +76,7 @@ class PipelineRunner:
             return self._totals()
         share = self._share(weights)
         for part in self.parts.values():
-            part.share = share
+            part.loss_scale = share
         if weights.scale_losses is not None:
             weights.scale_losses(share)
         held = StepGradients([p for p in self.engine.parameters if p.requires_grad])

@@ -30,14 +30,14 @@ class StageProgram(nn.Module):
         self.model = model
         self.loss = loss
         self.sliced, self.first = sliced, first
-        self.share: Tensor | float = 1.0
-        """What losses are multiplied by before their backward."""
+        self.loss_scale: Tensor | float = 1.0
+        """Factor of losses before their backward."""
         self.totals: list[Tensor] = []
         self.counts: list[Tensor] = []
         self.outputs: list[Any] | None = None
-        """Where the last stage leaves what it gives, if that is wanted."""
+        """Outputs of the last stage, if they are wanted."""
         self.autocast: Any = nullcontext()
-        """What forwards run in. Backwards must not, and lie in the same schedule."""
+        """Context of forwards alone: the schedule runs backwards too, outside of it."""
 
     def forward(self, *arrived: Tensor, piece: Split) -> Any:
         with self.autocast:
@@ -56,7 +56,7 @@ class StageProgram(nn.Module):
         total, count = self.loss(output, targets)
         self.totals.append(total.detach().double())
         self.counts.append(torch.as_tensor(count))
-        return total * self.share
+        return total * self.loss_scale
 
 
 @dataclass(frozen=True)

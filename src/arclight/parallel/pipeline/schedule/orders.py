@@ -34,7 +34,7 @@ def shape_of(order: Order) -> tuple[int, int, bool]:
     stages = 1 + max(action.stage for action in actions)
     micro_batches = 1 + max(action.micro_batch for action in actions)
     if stages % len(order):
-        raise PlanError(f"{stages} stages cannot be shared out evenly to {len(order)} processes")
+        raise PlanError(f"{stages} stages cannot be divided evenly among {len(order)} processes")
     # With one process, or one stage on each, both are the same.
     for v_shaped in (False, True):
         if v_shaped and stages != 2 * len(order):

@@ -41,7 +41,7 @@ from arclight.parallel.plan import PlanError
 _DEEP = 3
 """How far into the attributes of other objects tensors are looked for."""
 _LARGE = 1 / 8
-"""A repeated block that holds more of the model than this, and has repeated blocks itself, is taken apart."""
+"""A repeated block that holds more of the model than this, and has repeated blocks itself, is split into these."""
 
 
 def capture_call_graph(

@@ -27,11 +27,11 @@ class OutputSpec:
     leaves: tuple[Any, ...]
     structure: TreeSpec
     changed: tuple[int, ...]
-    """Which of the tensors in the arguments it changes in place, as `holes_of` counts them."""
+    """Which placeholders in the arguments, counted in order, it changes in place."""
     buffers: tuple[str, ...]
     """Names of buffers, in the part, that it changes."""
     writes_data: bool
-    """Whether it changes tensors in the arguments that are no holes."""
+    """Whether it changes tensors in the arguments that are not placeholders."""
     memories: tuple[int, ...]
     """For each leaf the tensor of the arguments that it is a view of, or a negative number that leaves of one memory share."""
 

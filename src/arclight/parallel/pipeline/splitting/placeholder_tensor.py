@@ -40,7 +40,7 @@ class Draw:
 
 
 Source = Value | str | Draw
-"""What a hole may depend on: a value of a call, a parameter by its first name, random numbers."""
+"""What a placeholder may depend on: a value of a call, a parameter by its first name, random numbers."""
 
 
 @dataclass(eq=False)

@@ -53,7 +53,7 @@ def choose_pipeline(
     graph: CallGraph,
     samples: int,
     plan: Plan,
-    wishes: PipelineRequest,
+    request: PipelineRequest,
 ) -> PipelineChoice:
     """Choose what the plan and the request leave open, so that a step of ``samples`` is shortest.
 
@@ -63,7 +63,7 @@ def choose_pipeline(
     number = plan.pieces
     if plan.pp == 1:
         return PipelineChoice("GPipe", number, (0,))
-    schedules = _allowed(plan, wishes)
+    schedules = _allowed(plan, request)
     least = plan.pp * min(schedule_kind(name).stages_per_process for name in schedules)
     if len(graph.calls) < least:
         fewer = max(1, len(graph.calls) * plan.pp // least)
@@ -87,17 +87,17 @@ def choose_pipeline(
     costs = _costs(module, step, args, graph)
     # A batch of too few samples runs by a simpler order of the same stages: it is chosen for one that has enough.
     best = choose(
-        costs, max(samples, number), plan.pp, stages=plan.pp, schedules=schedules, memory=wishes.memory,
-        micro_batches="auto" if wishes.choose_micro_batches else number,
+        costs, max(samples, number), plan.pp, stages=plan.pp, schedules=schedules, memory=request.memory,
+        micro_batches="auto" if request.choose_micro_batches else number,
         recompute=plan.activation_checkpointing == "full", compiled=plan.compile != "none",
         overhead=OVERHEAD,
     ).best[0]  # fmt: skip
     return PipelineChoice(best.setting.schedule, best.setting.micro_batches, best.cuts)
 
 
-def _allowed(plan: Plan, wishes: PipelineRequest) -> tuple[str, ...]:
+def _allowed(plan: Plan, request: PipelineRequest) -> tuple[str, ...]:
     """Names of schedules. Raises PlanError for the one that is asked for, where it does not go together with the plan."""
-    names = AUTOMATIC if wishes.choose_schedule else (plan.schedule,)
+    names = AUTOMATIC if request.choose_schedule else (plan.schedule,)
     if plan.activation_checkpointing != "selective":
         return names
     whole = tuple(name for name in names if not schedule_kind(name).splits_backward)

@@ -46,12 +46,11 @@ def check_steps(plan: Plan, module: nn.Module) -> None:
     for name in ("cp", "tp", "ep"):
         if getattr(plan, name) > 1:
             raise PlanError(
-                f"{type(module).__name__} has steps of its own, which a pipeline cuts as they are, but cannot spread over {name} = "
+                f"{type(module).__name__} has steps of its own, which a pipeline cuts as they are, but cannot shard over {name} = "
                 f"{getattr(plan, name)}: write them as arclight.parallel.step_protocol says, or use {name} = 1"
             )
-    for wish in ("cpu_offload",):
-        if getattr(plan, wish):
-            raise PlanError(f"{wish} is not done for pipelines of a module's own steps: leave it out")
+    if plan.cpu_offload:
+        raise PlanError("cpu_offload is not done for pipelines of a module's own steps: leave it out")
 
 
 def parallelize_steps(
@@ -61,7 +60,7 @@ def parallelize_steps(
     types: FsdpTypes,
     seed: int,
     example: tuple[Any, Any],
-    wishes: PipelineRequest,
+    request: PipelineRequest,
 ) -> PipelinedSteps:
     """Leave of ``module`` what this process's stages need, spread that, and give the steps that run on all of them.
 
@@ -70,7 +69,7 @@ def parallelize_steps(
     """
     plan, (step, batch) = mesh.plan, example
     check_steps(plan, module)
-    if hasattr(module, "scale_losses") and (wishes.reduction != "token_mean" or own_batch_weight(module) is None):
+    if hasattr(module, "scale_losses") and (request.reduction != "token_mean" or own_batch_weight(module) is None):
         raise PlanError(
             f"{type(module).__name__} adds losses in backward (scale_losses), which count beside means over what batch_weight counts alone: "
             'give it a batch_weight, and leave reduction = "token_mean"'
@@ -79,15 +78,15 @@ def parallelize_steps(
     piece, _ = split_samples(module, batch, plan.pieces)[0]
     args = _arguments(step, piece)
     graph = steps.look(step, args)
-    chosen = choose_pipeline(module, step, args, graph, split_samples(module, batch, 1)[0][1], plan, wishes)
+    chosen = choose_pipeline(module, step, args, graph, split_samples(module, batch, 1)[0][1], plan, request)
     kind = schedule_kind(chosen.schedule)
     line = PipelineTopology(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
-    if wishes.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
+    if request.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
         rank_zero_warn(
             "some targets of a batch are -100, and count nothing: the mean of micro-batches' means is not that of the batch. Give "
             f"{type(module).__name__} a batch_weight(batch) that says how many count, as (labels != -100).sum()"
         )
-    options = StepOptions(chosen.micro_batches, wishes.evaluation_micro_batches, wishes.reduction)
+    options = StepOptions(chosen.micro_batches, request.evaluation_micro_batches, request.reduction)
     steps.cut(step, graph, chosen.cuts, line, options)
     names = steps.names_of()
     own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}

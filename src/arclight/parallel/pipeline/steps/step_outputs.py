@@ -78,7 +78,7 @@ class LogRecorder:
             self._log(name, value, **given)  # which says what is wrong with it
         if given.get("sync_dist_group") is not None:
             raise PlanError(
-                f"self.log({name!r}, sync_dist_group=...) in a step that a pipeline runs: leave the group out, values are put together "
+                f"self.log({name!r}, sync_dist_group=...) in a step that a pipeline runs: leave the group out, values are merged "
                 "over all processes"
             )
         self.pieces.setdefault(self.piece, []).append(_Call(name, value, size, given))
@@ -202,7 +202,7 @@ def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Se
     elif all(x is first or (type(x) is type(first) and x == first) for x in outputs):
         return first
     raise PlanError(
-        f"{what} of several micro-batches cannot be put together: it is a {type(first).__name__} without a row for each sample; "
+        f"{what} of several micro-batches cannot be merged: it is a {type(first).__name__} without a row for each sample; "
         "return tensors that have one, or evaluate with evaluation_micro_batches = 1"
     )
 

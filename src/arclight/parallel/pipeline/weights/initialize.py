@@ -52,7 +52,9 @@ def begin(
             if tensor.is_meta:
                 fresh.setdefault(tensor, []).append(name)
         if spread := [names[0] for tensor, names in fresh.items() if is_dtensor(tensor)]:
-            raise PlanError(f"{spread[0]} is spread over processes already: give stages their first values before that")
+            raise PlanError(
+                f"{spread[0]} is sharded over processes already: give stages their first values before that"
+            )
         if fresh:
             replace_tensors(stages, _begun(stage if model is None else model, fresh, device, seed))
             begun += [names[0] for names in fresh.values()]

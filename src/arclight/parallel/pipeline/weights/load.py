@@ -30,7 +30,7 @@ class Loaded:
     bytes: int
     """What the stages' tensors take up."""
     begun: tuple[str, ...] = ()
-    """Buffers that no file holds, which the modules that have them computed anew."""
+    """Buffers that no file holds, which the modules that have them computed again."""
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def load(
 ) -> Loaded:  # fmt: skip
     """Fill ``stages`` with their tensors from ``path``: a safetensors file, its index, or a Hugging Face folder.
 
-    What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is spread over processes
+    What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is sharded over processes
     each reads its share. A tensor is looked up by its names in the model (several where weights are tied), then below a
     prefix that files or stages alone have ("model", "transformer"): the one given, or the only one with which everything is found.
     rename: from a name in the model to the one in the files, where they were written for a model with other names.

@@ -41,7 +41,7 @@ def save(
 
     Every process of ``group`` (by default of all) calls this with the stages that it has; those of others may be among them, on
     the meta device. A weight that several processes have is written by one of them, a tied one once under its first name.
-    What is spread over processes is put together one tensor after the other. ``model``: where the ``config`` comes from, as
+    What is sharded over processes is gathered one tensor after the other. ``model``: where the ``config`` comes from, as
     models of transformers have it. max_shard_size: bytes of a file at most, a number or such as "500MB". All processes see the same
     files. The folder appears, or is replaced, when it is complete: whatever is there before stays whole until then.
 
@@ -145,7 +145,7 @@ def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging
         if file.writer == rank and failed is None:
             try:
                 write_shard(out, staging / file.name)
-            except Exception as error:  # raised below: others wait for what is spread to be put together
+            except Exception as error:  # raised below: others wait for sharded tensors to be gathered
                 failed = error
     if failed is not None:
         raise failed

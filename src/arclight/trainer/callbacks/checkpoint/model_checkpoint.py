@@ -280,7 +280,7 @@ class ModelCheckpoint(Checkpoint):
             if chosen and state_dict["best_model_path"] + state_dict["last_model_path"]:
                 rank_zero_warn(
                     f"The dirpath has changed from {before!r} to {folder!r}, where none of the checkpoints of before are: "
-                    "what is kept there is ranked anew, only best_model_path still names one of before"
+                    "what is kept there is ranked again, only best_model_path still names one of before"
                 )
             record = CheckpointHistory(best=state_dict["best_model_path"])
         self._publish(record)

@@ -68,7 +68,7 @@ class ThroughputMonitor(Callback):
             self._throughputs[trainer.stage] = Throughput(self.available_flops, trainer.world_size, **self.kwargs)
             self._counts[trainer.stage] = _Count()
         now, count = time.perf_counter(), self._counts[trainer.stage]
-        if trainer.state.fn == "fit":  # which counts every time anew
+        if trainer.state.fn == "fit":  # whose counters restart each time
             self._throughputs[trainer.stage].reset()
             count = _Count(total=count.total)
         elif times := self._throughputs[trainer.stage]._time:  # an evaluation goes on where the one before ended

@@ -29,7 +29,7 @@ class DiLoCo(Callback):
     a part of it (Douillard et al. 2025). Optimizer states stay with their replica.
 
     It needs a strategy whose steps exchange nothing between replicas: ``strategy="replicas"``, where each process is one, a
-    ``Plan(dp_replicate=..., replicas="apart")``, where each group is one, spread over its processes, or a
+    ``Plan(dp_replicate=..., replicas="apart")``, where each group is one, sharded over its processes, or a
     ``ModelParallelStrategy`` that shares nothing out over ``data_parallel``. A checkpoint has the anchor as the model's weights and
     all that the replicas differ in, so a run goes on with the same bits between exchanges too; with another number of
     replicas all begin at the anchor.
@@ -56,7 +56,7 @@ class DiLoCo(Callback):
         self._loaded: dict[str, Any] = {}
         self._synced = 0
         self.anchor: dict[str, torch.Tensor] = {}
-        """The weights that all replicas agree on; this process's parts where a replica is spread over several."""
+        """The weights that all replicas agree on; this process's parts where a replica is sharded over several."""
         self.velocity: dict[str, torch.Tensor] = {}
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class DiLoCo(Callback):
             mesh = weight.device_mesh if is_dtensor(weight) else None  # type: ignore[attr-defined]
             if mesh is not None and mesh.ndim >= trainer.strategy.over_replicas(mesh).ndim:
                 raise MisconfigurationError(
-                    f"{name} is shared out over the replicas themselves, so they cannot train alone: leave {self._mesh.mesh_dim_names[0]} "
+                    f"{name} is sharded over the replicas themselves, so they cannot train alone: leave {self._mesh.mesh_dim_names[0]} "
                     "out of fully_shard"
                 )
         self._parts = fragments_of(weights, self.fragments)
@@ -197,7 +197,7 @@ def _differing(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _beside(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return a process's part of a tensor that is spread as ``weight`` is."""
+    """Return a process's part of a tensor that is sharded as ``weight`` is."""
     from arclight.fabric.distributed.sharding import from_local_tensor
 
     return from_local_tensor(part, weight) if is_dtensor(weight) else part

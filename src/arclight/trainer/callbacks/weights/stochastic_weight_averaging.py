@@ -33,7 +33,7 @@ class StochasticWeightAveraging(WeightAveraging):
     * ``avg_fn(average, weight, n_averaged)``: another average than the mean. ``device``: where it lives (None: with the model).
 
     When training ends the average becomes the model's weights, and the statistics of batch normalization are measured
-    anew for it in one pass over the training data. Validation before that sees the trained weights, as these statistics
+    again for it in one pass over the training data. Validation before that sees the trained weights, as these statistics
     are theirs. In a checkpoint the average is the entry ``ema``.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
     Raises MisconfigurationError for arguments out of range, several optimizers or schedulers, and sharded models.

@@ -90,7 +90,7 @@ class WeightAveraging(Callback):
 
     @property
     def average_model(self) -> AveragedModel | None:
-        """A copy of the newest fit's module with the average as its weights; made anew at each call, None before a fit."""
+        """A copy of the newest fit's module with the average as its weights; made again at each call, None before a fit."""
         if self._module is None:
             return None
         model = AveragedModel(copy.deepcopy(self._module), use_buffers=self.use_buffers)

@@ -19,11 +19,11 @@ Vector = npt.NDArray[np.float64]
 
 SCALE_STEP = 1.22
 """Ratio of one module size to the next that is tried: a template still fits well between two."""
-ENOUGH_PX = 2.5
+ENOUGH_MODULE_PX = 2.5
 """Pixels per module that are enough to compare: larger patterns are looked for in a reduced picture."""
-LEAST_LIKE = 0.35
+MIN_CORRELATION = 0.35
 """Least correlation with a finder pattern."""
-MOST_PATTERNS, MOST_IN_PAIRS = 10, 6
+MAX_PATTERNS, MAX_IN_PAIRS = 10, 6
 _APART = 10 / 11
 """Half widths of a square's rings as radii of circles of about the same area."""
 
@@ -34,7 +34,7 @@ class FinderPattern:
 
     centre: Vector
     module_px: float
-    likeness: float
+    correlation: float
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def propose(picture: Floats, largest: int) -> list[Proposal]:
     patterns = find_patterns(picture, largest)
     return [
         Proposal(corners, version)
-        for origin, across, down, module in (*_triples(patterns), *_pairs(patterns[:MOST_IN_PAIRS]))
+        for origin, across, down, module in (*_triples(patterns), *_pairs(patterns[:MAX_IN_PAIRS]))
         for version, corners in _codes(origin, across, down, module, largest)
     ]
 
@@ -67,10 +67,10 @@ def find_patterns(picture: Floats, largest: int) -> list[FinderPattern]:
     framed = cv2.copyMakeBorder(picture, pad, pad, pad, pad, cv2.BORDER_REPLICATE)  # a pattern may be cut by the edge
     found = [p for module in np.geomspace(low, high, steps) for p in _peaks(framed, float(module), pad)]
     kept: list[FinderPattern] = []
-    for pattern in sorted(found, key=lambda p: -p.likeness):
+    for pattern in sorted(found, key=lambda p: -p.correlation):
         if all(not _same(pattern, other) for other in kept):
             kept.append(pattern)
-        if len(kept) == MOST_PATTERNS:
+        if len(kept) == MAX_PATTERNS:
             break
     return kept
 
@@ -92,7 +92,7 @@ def _rings(module_px: float) -> tuple[Floats, Floats]:
 
 
 def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterator[FinderPattern]:
-    factor = max(1.0, module_px / ENOUGH_PX)
+    factor = max(1.0, module_px / ENOUGH_MODULE_PX)
     if factor > 1:
         framed = cv2.resize(framed, None, fx=1 / factor, fy=1 / factor, interpolation=cv2.INTER_AREA)
     small = module_px / factor
@@ -104,7 +104,7 @@ def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterat
     half, reach = pattern.shape[0] // 2, int(2 * small) + 1
     for _ in range(count):
         y, x = np.unravel_index(int(np.argmax(like)), like.shape)
-        if like[y, x] < LEAST_LIKE:
+        if like[y, x] < MIN_CORRELATION:
             return
         centre = (np.array([x, y], np.float64) + half + 0.5) * factor - 0.5 - pad
         yield FinderPattern(centre, module_px, float(like[y, x]))

@@ -253,7 +253,7 @@ def _refuse_writes(exported: Exported, memory: GraphMemory) -> None:
         for node in memory.writers(given):
             if "as_strided" not in str(node.target):
                 raise PlanError(
-                    f"{exported.frame.name} writes to {given.name}, which each stage computes with anew{_line(node)}: write to a "
+                    f"{exported.frame.name} writes to {given.name}, which each stage recomputes{_line(node)}: write to a "
                     "clone of it"
                 )
 
