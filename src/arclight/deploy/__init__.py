@@ -1,6 +1,6 @@
 """Deployment: quantize, export, run and benchmark any trained ``nn.Module``.
 
-A module and example inputs come in; `quantizing` makes integers of it, `formats` writes it as a program that is proven to agree
+A module and example inputs come in; `quantizing` makes it int8, `formats` writes it as a program that is compared
 with it, and `programs` runs and times what was written. `capture` and `parity` are what these share. Open `formats.export` first.
 
 >>> quantized = quantize(model, calibration_batches)

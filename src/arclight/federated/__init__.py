@@ -2,7 +2,8 @@
 
 A server samples clients, sends weights, folds what comes back in fixed point and steps (`Server`); a client trains with
 its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. `simulate`
-says beforehand how long rounds will take.
+says beforehand how long rounds will take. Open `server.server` and `clients.client` first, what users make; then
+`coordination.coordinator`, which decides each round.
 """
 
 from __future__ import annotations

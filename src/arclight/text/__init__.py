@@ -1,4 +1,4 @@
-"""Language models: families, tokenizers, corpora, pre-training, generation, evaluation.
+"""Build and train language models: families, tokenizers, corpora, pre-training, generation, evaluation.
 
 Text comes in through `data`; `families` are built from the parts in `model` (and in `vision_language`, beside `diffusion` for
 images); `language_model` trains them on `loss`, as `settings` say; `generation` and `multiple_choice` use what was trained; `hf`

@@ -1,4 +1,7 @@
-"""Kinds of device behind one small interface."""
+"""Put kinds of device behind one interface. In: ``accelerator=`` and ``devices=``; out: an Accelerator.
+
+Open ``base`` first, the interface; ``devices`` are CPU, CUDA and MPS, ``accelerator_registry`` resolves names.
+"""
 
 from __future__ import annotations
 

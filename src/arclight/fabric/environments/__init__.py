@@ -1,4 +1,4 @@
-"""Cluster environments: who started these processes, and which of them is this one?"""
+"""Detect the cluster environment. In: variables of its launcher; out: rank, world size, address."""
 
 from __future__ import annotations
 

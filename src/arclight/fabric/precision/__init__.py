@@ -1,4 +1,8 @@
-"""Arithmetic of forward and backward: full, half, double, mixed, 8 bits."""
+"""Set the precision of forward and backward: full, half, double, mixed, 8 bits.
+
+In: ``precision=``; out: a Precision that a strategy applies. Open ``base`` first, the interface and full precision; ``names`` resolves text,
+``mixed``, ``true_precision`` and ``low_bit`` are the others.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Encode tensors for the wire and decode them.
+"""Encode tensors for the wire and decode them, by the codec of each manifest entry.
 
-The codec is a property of each manifest entry.
-
-`encoding` is the door: `encode`, `decode`. `blockwise` has 8 and 4 bits, `sparse` the largest values; both read their input from an
-`error_feedback.ErrorFeedback`, which keeps the residual. `delta_chain` encodes the way down, `settings` is what a recipe may set.
+Open `encoding` first: `encode`, `decode`. `blockwise` has 8 and 4 bits, `sparse` the largest values; both read their input from an
+`error_feedback.ErrorFeedback`, which keeps the residual. `delta_chain` encodes weights for download, `settings` is what a recipe may set.
 """

@@ -1,6 +1,4 @@
-"""Mask tensors by name.
-
-Which travel in which round, which stay personal, which experts a client has.
+"""Mask tensors by name: which are exchanged in a round, which stay personal, which experts a client has.
 
 `settings` is what a recipe may set; `transfer_mask.TransferMask` answers for one client and round, `ServerMasks` for all; `experts`
 takes stacks of experts apart.

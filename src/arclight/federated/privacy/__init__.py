@@ -1,7 +1,5 @@
-"""Hide clients' updates and bound their influence.
+"""Hide clients' updates and bound their influence: secure sums, differential privacy, robust means.
 
-Secure sums, differential privacy, robust means.
-
-`secure_aggregation` masks and unmasks with keys of `key_agreement`; `noise` clips, adds noise and counts epsilon; both draw from
+`secure_aggregation` masks and unmasks with keys of `key_agreement`; `noise` clips, adds noise and accounts epsilon; both draw from
 `random_stream`. `robust` has medians and Krum, `settings` what a recipe may set.
 """

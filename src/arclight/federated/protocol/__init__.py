@@ -1,4 +1,8 @@
-"""Messages that nodes and server exchange, and manifests of tensors."""
+"""Define the messages that nodes and server exchange, and manifests of tensors.
+
+In: JSON; out: frozen dataclasses, and back. ``messages`` has a class for each message, ``manifest`` names tensors in blobs. Open ``messages``
+first.
+"""
 
 from arclight.federated.protocol.manifest import Entry as Entry
 from arclight.federated.protocol.manifest import Manifest as Manifest

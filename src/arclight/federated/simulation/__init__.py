@@ -1,9 +1,7 @@
 """Simulate a federation of any size on a virtual clock, with the coordinator of real runs.
 
-`arclight.federated.simulate` is the door; `fleet` says what clients and lines are like, `sizes` what messages weigh, `server_costs`
-measures this machine. `simulator` is the event loop, `result` what it reports.
-
-`arclight.federated.simulate` is its door; `settings` says what a fleet is like.
+Open `simulate` first, the public function; `fleet` describes clients and network links, `sizes` computes bytes of messages,
+`server_costs` measures this machine. `simulator` is the event loop, `result` what it reports.
 """
 
 from arclight.federated.simulation.fleet import Costs, Fleet, Links, Speeds

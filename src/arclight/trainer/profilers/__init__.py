@@ -1,4 +1,8 @@
-"""Profilers: where the time of a run goes. A user's own is a subclass of ``Profiler``."""
+"""Profile where the time of a run goes. A user's own is a subclass of ``Profiler``.
+
+In: the functions of a run; out: a report. Open ``profiler`` first, the base. ``simple`` measures actions, ``advanced`` uses cProfile, ``pytorch``
+torch.profiler; ``profiling`` wraps a run's functions.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""Finding a learning rate and a batch size by trial runs that leave no trace."""
+"""Find a learning rate or a batch size by trial runs that leave no trace.
+
+In: a trainer and a module; out: the setting found. Open ``tuning`` first (`Tuner`); ``lr_finder`` and ``batch_size_scaling`` search,
+``trial`` runs and restores.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 """Networks of the vision tasks: images (N, 3, H, W) in, raw levels or decoded boxes out.
 
-`yolov5` holds the blocks, the network and the table of its published sizes; `anchors` the box shapes that its head starts
-from; `loss` what its raw levels are trained on. Open `yolov5` first.
+`yolov5` is the network, its head and decoding; `architectures` are the tables that it runs, of `blocks`; `anchors` the box
+shapes that its head starts from; `loss` what its raw levels are trained on. Open `yolov5` first.
 """
