@@ -20,7 +20,7 @@ _WILD = set("*?[")
 def select_entries(
     path: Path | str, entries: dict[str, Any], only: Iterable[str] | None, exclude: Iterable[str] | None
 ) -> dict[str, Any]:
-    """Of a checkpoint's encoded entries, those that `only` names and `exclude` does not.
+    """Select those of a checkpoint's encoded entries that `only` names and `exclude` does not.
 
     Each is a list of patterns for dotted names: `model`, `model.head.*`, `optimizers.*.exp_avg`; what is below a name that
     matches, matches too. Raises CheckpointError for a pattern that nothing matches, with the nearest names.

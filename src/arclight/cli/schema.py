@@ -18,7 +18,7 @@ from arclight.vision.tasks.settings import DetectionTask
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(Checked):
-    """Name the place of a run, and say how whatever it trains is trained."""
+    """Define what every run has, whatever it trains: its folder, seed, trainer, plan and callbacks."""
 
     name: str | None = None
     """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""

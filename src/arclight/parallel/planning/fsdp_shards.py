@@ -15,24 +15,24 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """One link's parameters on one process. Elements, where nothing else is said."""
+    """Hold one link's parameters on one rank, counted in elements unless named otherwise."""
 
     whole: int
-    """Of the parameters gathered."""
+    """Elements of the gathered parameters."""
     own: int
-    """Of the process's share: parameters are cut into equal numbers of rows, the last ones filled up."""
+    """Elements of this rank's shard: parameters are cut into equal numbers of rows, the last shard padded."""
     parts: int
-    """Processes over which they are spread."""
+    """Ranks that they are sharded over."""
     size: int
     """Bytes of a gathered element."""
     apart: bool = True
-    """Whether what is computed with is a copy beside the share: FSDP's, even of one process, or one of another type."""
+    """Whether compute uses a copy beside the shard: FSDP's gathered weights, even on one rank, or another dtype."""
     summed: tuple[int, ...] = ()
-    """Of each parameter whose gradient is summed over ``tp``."""
+    """Elements of each parameter whose gradient is summed over ``tp``."""
     expert_own: int = 0
-    """Of ``own``, those of experts that ``ep`` shares out."""
+    """Elements in ``own`` of experts, which ``ep`` divides."""
     expert_parts: int = 1
-    """Processes over which those are spread."""
+    """Ranks that those are sharded over."""
 
     @property
     def gathered(self) -> int:
@@ -47,7 +47,7 @@ class FsdpShard:
 
 
 def fsdp_shards_of(chain: Chain, plan: Plan) -> dict[str | int, FsdpShard]:
-    """By kind of link. Raises PlanError for experts that do not divide."""
+    """Return the shards by kind of link. Raises PlanError for experts that do not divide."""
     parameters = chain.parameters(LayerSharding.of(plan))
     return {kind: _share(one, plan, chain.workload.compute.itemsize) for kind, one in parameters.items()}
 
