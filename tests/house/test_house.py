@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import importlib
 import re
@@ -191,6 +192,34 @@ def test_nothing_is_left_for_later() -> None:
 def test_every_room_says_what_it_is_for() -> None:
     missing = [place(path) for path in PACKAGES if not (ast.get_docstring(tree(path / "__init__.py")) or "").strip()]
     assert not missing
+
+
+def names_written_in_code() -> set[str]:
+    """Every word that the source uses as a name: of modules, definitions, arguments, attributes, and texts that are one word."""
+    fields = ("id", "attr", "arg", "name", "asname", "module")
+    found = (
+        set(dir(builtins))
+        | {"arclight", "torch"}
+        | {part for path in FILES for part in PACKAGE.name_of(path).split(".")}
+    )
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            texts = [getattr(node, field, None) for field in fields]
+            texts += [node.value] if isinstance(node, ast.Constant) else []
+            found |= {part for text in texts if isinstance(text, str) and " " not in text for part in text.split(".")}
+    return found
+
+
+def test_docstrings_name_what_exists() -> None:
+    """A name in single backticks is one of this package's: after a renaming it must follow."""
+    known = names_written_in_code()
+    found = []
+    for path, node in nodes(ast.Expr):
+        text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+        for name in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", text if isinstance(text, str) else ""):
+            if not name.startswith("torch.") and not set(name.split(".")) <= known:
+                found.append(f"{place(path, node)}: {name}")
+    assert not found
 
 
 def test_every_folder_of_the_package_is_a_room_with_a_face() -> None:
