@@ -434,6 +434,7 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("keys server keys example.org", "keys/server.key already exists"),
         ("keys server new example.org:8470", "a name or an address alone"),
         ("lines.toml --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
+        ("report lines.toml", "lines.toml has no history of rounds: give the folder of a federated run"),
         ("report runs/lines/1 --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
     ],
 )  # fmt: skip

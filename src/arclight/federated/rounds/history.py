@@ -32,7 +32,7 @@ def read_rounds(run: str | Path) -> list[Round]:
     """Read the history of the run in a folder; empty if it has none."""
     try:
         return [_round(entry) for entry in read_history(run)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
