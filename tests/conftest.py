@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import zlib
 from pathlib import Path
 
@@ -14,6 +15,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 
 # What a forked rank inherits, it does not search for garbage: it would copy every page of hundreds of thousands of objects.
 os.register_at_fork(after_in_child=gc.freeze)
+
+
+# A shell starts what runs in the background without interrupts, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
