@@ -196,3 +196,86 @@ def test_compressed_parts_are_refused(tmp_path: Path) -> None:
             packed.writestr(name, archive.read(name))
     with pytest.raises(CheckpointError, match="compressed"):
         read_modules(tmp_path / "b.pt")
+
+
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((U\x07storagectorch\nFloatStorage\nU\x011U\x03cpuK\x03tQK\x00K\x03\x85K\x01\x85\x89}tR"
+"""The bias of the linear layer."""
+
+
+def module(parameters: bytes = b"}", **more: bytes) -> bytes:
+    """Pickle a module of a class elsewhere, under ``model``, with what builds its attributes."""
+    state = {"_modules": b"}", "_buffers": b"}", "_parameters": parameters, **more}
+    items = b"".join(b"U" + bytes([len(name)]) + name.encode() + value for name, value in state.items())
+    return b"\x80\x02}U\x05modelcelsewhere\nNet\n)\x81}(" + items + b"ubs."
+
+
+def test_a_tensor_is_what_is_stored_whatever_is_done_to_it_later(tmp_path: Path) -> None:
+    sound = rewritten(tmp_path / "a.pt", lambda parts: parts.update({"data.pkl": module(b"}U\x01w" + TENSOR + b"s")}))
+    assert read_modules(sound)["model"].tensors["w"].shape == (3,)
+    larger = b"q\x05(h\x05K\x00J\x00\x00\x00\x10\x85K\x01\x85tb"  # Tensor.__setstate__ of four values sets another size
+    items = b"(K\x00K\x00u"
+    for change, message in ((larger, "changes what it is read with"), (items, "damaged")):
+        text = module(b"}U\x01w" + TENSOR + change + b"s")
+        path = rewritten(tmp_path / "b.pt", lambda parts, text=text: parts.update({"data.pkl": text}))
+        with pytest.raises(CheckpointError, match=message):
+            read_modules(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\x80\x02" + b"".join(b"cc%d\nb\n0" % number for number in range(10_001)) + b"N.", "10,000 classes"),
+        (
+            b"\x80\x02ccollections\nOrderedDict\nq\x00](" + b"".join(b"K%cK\x01\x86" % n for n in range(100)) + b"e\x85q\x01"
+            + b"h\x00h\x01R" * 200 + b".", "copies more values",
+        ),
+        (b"\x80\x02c_codecs\nencode\nq\x00U\xff" + b"a" * 255 + b"U\x06latin1\x86q\x01" + b"h\x00h\x01R" * 99 + b".", "copies more"),
+        (b"\x80\x02" + TENSOR.replace(b"K\x03\x85", b"\x8a\xff" + b"\x01" * 255 + b"\x85") + b".", "in a way that torch.save"),
+        (module(b"}K\x01" + TENSOR + b"s"), "has no name"),
+        (module(b"}X\x03\x00\x00\x00\xed\xa0\x80" + TENSOR + b"s"), "has no name"),
+        (module(b"}U\x01wctorch._utils\n_rebuild_qtensor\n)Rs"), "w is a tensor of a kind that is not read"),
+    ],
+    ids=["classes", "copied dicts", "copied bytes", "huge sizes", "number as a name", "half a character", "kind of tensor"],
+)  # fmt: skip
+def test_what_costs_more_than_its_size_or_has_no_name_is_refused(text: bytes, message: str, tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "a.pt", lambda parts: parts.update({"data.pkl": text}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_modules(path)
+    assert str(path) in str(caught.value)
+
+
+def test_one_module_under_many_names_is_counted_with_its_tensors(tmp_path: Path) -> None:
+    leaf, top = nn.Module(), nn.Module()
+    leaf._buffers.update({str(number): torch.zeros(0) for number in range(500)})
+    top._modules.update({str(number): leaf for number in range(500)})
+    torch.save({"model": top}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="200,000 modules and tensors"):
+        read_modules(tmp_path / "a.pt")
+
+
+def test_memory_is_bounded_by_the_file_and_not_by_what_its_table_announces(tmp_path: Path) -> None:
+    large, buffer = torch.zeros(1 << 20), io.BytesIO()
+    torch.save({"model": nn.Linear(1, 1), "views": [large[:] for _ in range(64)]}, buffer)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.writestr("archive/more", b"")
+        archive.getinfo("archive/more").file_size = 1 << 40
+    (tmp_path / "a.pt").write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match="times its size"):
+        read_modules(tmp_path / "a.pt")
+
+
+def test_expanded_buffers_and_metadata_of_state_dicts_are_read(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 3)
+    layer.register_buffer("mask", torch.ones(1).expand(4))
+    torch.save({"model": layer, "state": nn.Linear(1, 1).state_dict()}, tmp_path / "a.pt")
+    assert read_modules(tmp_path / "a.pt")["model"].tensors["mask"].tolist() == [1, 1, 1, 1]
+
+
+def test_values_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
+    layer: Any = nn.Linear(2, 3)
+    layer.names, layer.huge, layer.half, layer.stride = ["a"], 1 << 70, "\ud800", {"of": [torch.tensor([8.0])]}
+    torch.save({"model": layer}, tmp_path / "a.pt")
+    attributes = read_modules(tmp_path / "a.pt")["model"].attributes
+    assert attributes["names"] == ["a"]
+    assert torch.equal(attributes["stride"]["of"][0], torch.tensor([8.0]))
+    assert not {"huge", "half"} & attributes.keys()

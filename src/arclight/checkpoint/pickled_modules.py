@@ -12,22 +12,26 @@ import math
 import pickle
 import pickletools
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from arclight.checkpoint.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_OPCODES = 20_000_000
+MAX_OPCODES = 5_000_000
+MAX_CLASSES = 10_000
 MAX_DEPTH = 100
 """Modules within modules."""
-MAX_MODULES = 100_000
+MAX_PARTS = 200_000
+"""Modules and their tensors, each counted as often as it is referred to."""
+MAX_NAME = 2_000
+"""Characters in the name of a tensor."""
 MAX_VALUES = 1_000_000
-"""Plain values among a module's attributes, each counted as often as it is referred to."""
+"""Plain values and characters among a module's attributes, each counted as often as it is referred to."""
 MAX_REPEATS = 4
 """All tensors together over the file's size: views that share numbers are copied."""
 
@@ -77,28 +81,49 @@ class Record:
         return f"<{self.origin}>"
 
 
-class _Storage(NamedTuple):
-    dtype: torch.dtype
-    flat: torch.Tensor
+class _Sealed:
+    """Holder of what a pickle may refer to, and may not change: tensors have a ``__setstate__`` that reaches any memory."""
 
+    __slots__ = ("value",)
+    value: Any
 
-class _Builder:
-    """A function that a pickle may call, and may not change."""
-
-    __slots__ = ("_build",)
-    _build: Callable[..., Any]
-
-    def __init__(self, build: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_build", build)
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._build(*arguments)
+    def __init__(self, value: Any) -> None:
+        object.__setattr__(self, "value", value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise CheckpointError("changes what it is read with: it is forged")
 
     def __setstate__(self, state: Any) -> None:
         raise CheckpointError("changes what it is read with: it is forged")
+
+
+class _Storage(_Sealed):
+    __slots__ = ()
+    value: torch.Tensor
+
+
+class _Tensor(_Sealed):
+    __slots__ = ()
+    value: torch.Tensor
+
+
+class _Builder(_Sealed):
+    """A function that a pickle may call."""
+
+    __slots__ = ()
+    value: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.value(*arguments)
+
+
+class _OrderedDict(dict[Any, Any]):
+    """Stand-in for an OrderedDict, whose attributes (the metadata of state dicts) are not kept."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 class PickledModule(NamedTuple):
@@ -118,7 +143,9 @@ def read_modules(path: Path) -> dict[str, PickledModule]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            content = _unpickle(archive)
+            content = _unpickle(archive, path.stat().st_size)
+        found = content if isinstance(content, Mapping) else {"model": content}
+        return {str(key): _as_module(value) for key, value in found.items() if _is_module(value)}
     except (zipfile.BadZipFile, OSError) as error:
         raise CheckpointError(f"{path} is no archive of torch.save ({error}): fetch or write it again") from error
     except CheckpointError as error:
@@ -127,14 +154,11 @@ def read_modules(path: Path) -> dict[str, PickledModule]:
         pickle.UnpicklingError, ValueError, TypeError, AttributeError, IndexError, KeyError, EOFError, RecursionError,
         OverflowError, MemoryError, RuntimeError, NotImplementedError,
     ) as error:  # fmt: skip
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(f"{path} is damaged ({reason}): fetch or write it again") from error
-    found = content if isinstance(content, Mapping) else {"model": content}
-    modules = {str(key): value for key, value in found.items() if _is_module(value)}
-    return {key: _as_module(record, path) for key, record in modules.items()}
 
 
-def _unpickle(archive: zipfile.ZipFile) -> Any:
+def _unpickle(archive: zipfile.ZipFile, size_bytes: int) -> Any:
     infos = {info.filename: info for info in archive.infolist()}
     named = [name for name in infos if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(named) != 1:
@@ -155,7 +179,7 @@ def _unpickle(archive: zipfile.ZipFile) -> Any:
         if key not in storages:
             name = f"{root}data/{key}"
             if name not in infos:
-                raise CheckpointError(f"part {key} of its tensors is missing")
+                raise CheckpointError(f"part {key[:40]} of its tensors is missing")
             if infos[name].file_size != count * dtype.itemsize:
                 raise CheckpointError(
                     f"part {key} of its tensors has {infos[name].file_size} bytes, {count} numbers of {dtype} are announced"
@@ -163,83 +187,88 @@ def _unpickle(archive: zipfile.ZipFile) -> Any:
             flat = (
                 torch.frombuffer(bytearray(archive.read(name)), dtype=dtype) if count else torch.empty(0, dtype=dtype)
             )
-            storages[key] = _Storage(dtype, flat)
-        if storages[key].dtype != dtype:
-            raise CheckpointError(f"part {key} of its tensors is announced as {dtype} and as {storages[key].dtype}")
+            storages[key] = _Storage(flat)
+        if (known := storages[key].value.dtype) != dtype:
+            raise CheckpointError(f"part {key} of its tensors is announced as {dtype} and as {known}")
         return storages[key]
 
-    most = MAX_REPEATS * sum(info.file_size for info in infos.values())
-    return _InertUnpickler(io.BytesIO(text), storage, most).load()
+    return _InertUnpickler(text, storage, MAX_REPEATS * size_bytes).load()
 
 
 def _check_opcodes(text: bytes) -> None:
     """Refuse what costs more than the file's size: the machine makes room for the largest number of its memo."""
-    count = 0
-    for opcode, argument, _ in pickletools.genops(text):
-        count += 1
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(text), start=1):
+        if count > MAX_OPCODES:
+            raise CheckpointError(f"its description of objects has more than {MAX_OPCODES:,} steps")
         if opcode.name in _REFUSED_OPCODES:
             raise CheckpointError(
                 f"its description of objects has the opcode {opcode.name}, which torch.save never writes"
             )
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
             raise CheckpointError("its description of objects counts objects that are not there")
-    if count > MAX_OPCODES:
-        raise CheckpointError(f"its description of objects has {count:,} steps, at most {MAX_OPCODES:,} are run")
 
 
 class _InertUnpickler(pickle.Unpickler):
     """The pickle machine with a table of what may be built; all else becomes records."""
 
-    def __init__(self, file: IO[bytes], storage: Callable[[torch.dtype, str, int], _Storage], most_bytes: int) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._storage, self._bytes_left = storage, most_bytes
-        self._builders = {name: _Builder(build) for name, build in _BUILDERS.items()}
+    def __init__(self, text: bytes, storage: Callable[[torch.dtype, str, int], _Storage], most_bytes: int) -> None:
+        super().__init__(io.BytesIO(text), encoding="utf-8")
+        self._storage, self._bytes_left, self._values_left = storage, most_bytes, len(text)
+        self._builders = {name: _Builder(partial(self._build, build)) for name, build in _BUILDERS.items()}
         self._builders["torch._utils", "_rebuild_tensor_v2"] = _Builder(self._tensor)
         self._records: dict[tuple[str, str], type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
         if found := self._builders.get((module, name)):
             return found
         key = (module, name)
         if key not in self._records:
+            if len(self._records) == MAX_CLASSES:
+                raise CheckpointError(f"names more than {MAX_CLASSES:,} classes: it is forged")
             self._records[key] = type("Record", (Record,), {"origin": f"{module}.{name}"})
         return self._records[key]
+
+    def _build(self, build: Callable[..., Any], *given: Any) -> Any:
+        """Run a builder. Each value takes a byte of the file at least: more come of the same ones copied again and again."""
+        self._values_left -= sum(len(part) for part in given if isinstance(part, str | list | tuple | dict | set))
+        if self._values_left < 0:
+            raise CheckpointError("copies more values than it has: it is forged")
+        return build(*given)
 
     def persistent_load(self, given: Any) -> _Storage:
         if not (isinstance(given, tuple) and len(given) == 5 and given[0] == "storage"):
             raise CheckpointError("refers to something outside that is no tensor")
         _, dtype, key, _, count = given
         if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and isinstance(count, int) and count >= 0):
-            raise CheckpointError("describes a tensor's numbers in a way that torch.save does not")
+            raise CheckpointError("has tensors of a type that is not read here, or damaged ones")
         return self._storage(dtype, key, count)
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:
         """Rebuild a tensor in memory of its own; CheckpointError for one that reaches past what was stored."""
         numbers = [offset, *size, *stride] if isinstance(size, tuple) and isinstance(stride, tuple) else [None]
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers)
         if not (isinstance(storage, _Storage) and whole and len(size) == len(stride) and len(size) <= 16):
             raise CheckpointError("describes a tensor in a way that torch.save does not")
-        stored, elements = len(storage.flat), math.prod(size)
+        flat = storage.value
+        stored, elements = len(flat), math.prod(size)
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if elements else 0
-        if last >= max(stored, 1) or elements > stored:
+        if elements and last >= stored:
             raise CheckpointError(
                 f"has a tensor of shape {list(size)} in {stored} stored numbers: it is damaged or forged"
             )
-        self._bytes_left -= elements * storage.dtype.itemsize
+        self._bytes_left -= elements * flat.dtype.itemsize
         if self._bytes_left < 0:
             raise CheckpointError(f"describes tensors of more than {MAX_REPEATS} times its size: it is forged")
         if not elements:
-            return torch.empty(size, dtype=storage.dtype)
-        return storage.flat.as_strided(size, stride, offset).clone(memory_format=torch.contiguous_format)
+            return _Tensor(torch.empty(size, dtype=flat.dtype))
+        return _Tensor(flat.as_strided(size, stride, offset).clone(memory_format=torch.contiguous_format))
 
 
-def _parameter(tensor: Any, *_: Any) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError("has a parameter that is no tensor")
+def _parameter(tensor: Any, *_: Any) -> _Tensor:
+    if not isinstance(tensor, _Tensor):
+        raise CheckpointError("has a parameter of a kind that is not read here")
     return tensor
 
 
@@ -264,6 +293,7 @@ def _encoded(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
 _BUILDERS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("collections", "OrderedDict"): _plain(_OrderedDict),
     ("torch", "Size"): _plain(tuple),
     ("_codecs", "encode"): _encoded,
     ("builtins", "set"): _plain(set),
@@ -286,46 +316,79 @@ def _is_module(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _as_module(record: Record, path: Path) -> PickledModule:
-    tensors = dict(_tensors_of(record, path))
+def _as_module(record: Record) -> PickledModule:
+    tensors = dict(_tensors_of(record))
     state: Mapping[Any, Any] = record.state
     budget = [MAX_VALUES]
-    attributes = {str(k): v for k, v in state.items() if not str(k).startswith("_") and _is_plain(v, budget)}
+    named = {key: value for key, value in state.items() if isinstance(key, str) and not key.startswith("_")}
+    attributes = {
+        key: _opened(value) for key, value in named.items() if _is_plain(key, budget) and _is_plain(value, budget)
+    }
     return PickledModule(tensors, attributes)
 
 
-def _tensors_of(record: Record, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(record: Record) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers by the names that a state dict has, in its order."""
     seen = 0
     stack: list[tuple[Record, str, int]] = [(record, "", 0)]
     while stack:
         module, prefix, depth = stack.pop()
-        seen += 1
-        if depth > MAX_DEPTH or seen > MAX_MODULES:
-            raise CheckpointError(
-                f"{path} has more than {MAX_MODULES:,} modules, or more than {MAX_DEPTH} within each other"
-            )
         state: Mapping[Any, Any] = module.state
+        seen += 1 + sum(len(state[part]) for part in _PARTS)
+        if depth > MAX_DEPTH or seen > MAX_PARTS:
+            raise CheckpointError(
+                f"has more than {MAX_PARTS:,} modules and tensors, or more than {MAX_DEPTH} modules within each other"
+            )
         passing = state.get("_non_persistent_buffers_set")
-        left_out = passing if isinstance(passing, set | frozenset | list) else ()
+        left_out = passing if isinstance(passing, set | frozenset) else ()
         for part in ("_parameters", "_buffers"):
             for name, value in state[part].items():
-                if isinstance(value, torch.Tensor) and not (part == "_buffers" and name in left_out):
-                    yield f"{prefix}{name}", value
+                if value is None or (part == "_buffers" and name in left_out):
+                    continue
+                if not isinstance(value, _Tensor):
+                    raise CheckpointError(
+                        f"{_named(prefix, name)} is a tensor of a kind that is not read here: {value!r:.80}"
+                    )
+                yield _named(prefix, name), value.value
         for name, child in reversed(state["_modules"].items()):
             if child is not None and not _is_module(child):
-                raise CheckpointError(f"{path}: {prefix}{name} is no module")
+                raise CheckpointError(f"{_named(prefix, name)} is no module")
             if child is not None:
-                stack.append((child, f"{prefix}{name}.", depth + 1))
+                stack.append((child, f"{_named(prefix, name)}.", depth + 1))
+
+
+def _named(prefix: str, name: Any) -> str:
+    if not (isinstance(name, str) and _is_text(name) and len(prefix) + len(name) <= MAX_NAME):
+        raise CheckpointError(f"a part of {prefix[:80] or 'its module'} has no name, or one that cannot be written")
+    return prefix + name
+
+
+def _is_text(value: str) -> bool:
+    """Return True unless ``value`` has halves of characters, which a pickle can hold and a file of text cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_plain(value: Any, budget: list[int], depth: int = 0) -> bool:
     """Return True for numbers, text, tensors, and lists and dicts of these, as many as ``budget`` allows."""
-    budget[0] -= 1
-    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
-        return True
+    budget[0] -= 1 + (len(value) if isinstance(value, str) else 0)
     if depth > 10 or budget[0] < 0:
         return False
     if isinstance(value, dict):
-        return all(isinstance(k, str | int) and _is_plain(v, budget, depth + 1) for k, v in value.items())
-    return isinstance(value, list | tuple) and all(_is_plain(item, budget, depth + 1) for item in value)
+        return all(
+            isinstance(k, str | int) and _is_plain(k, budget) and _is_plain(v, budget, depth + 1)
+            for k, v in value.items()
+        )
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item, budget, depth + 1) for item in value)
+    if isinstance(value, int):
+        return value.bit_length() <= 64
+    return value is None or isinstance(value, float | _Tensor) or (isinstance(value, str) and _is_text(value))
+
+
+def _opened(value: Any) -> Any:
+    """Return a plain value with tensors in the place of their holders."""
+    if isinstance(value, dict):
+        return {key: _opened(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_opened(item) for item in value)
+    return value.value if isinstance(value, _Tensor) else value
