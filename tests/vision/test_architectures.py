@@ -135,6 +135,15 @@ def test_a_checkpoint_holds_its_table(tmp_path: Path) -> None:
         Detector(DetectionTask(data=Path("none"), model=str(table), image_size=32), names=["a"])
 
 
+# ten levels of nine aliases: three billion values
+ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
+def test_a_table_without_an_activation_has_the_usual_one() -> None:
+    for text in (changed("nn.LeakyReLU(0.1)", "null"), changed("activation: nn.LeakyReLU(0.1)\n", "")):
+        assert parse_architecture(text, "tiny.yaml").activation == "silu"
+
+
 def changed(old: str, new: str) -> str:
     assert old in TINY
     return TINY.replace(old, new)
@@ -163,11 +172,28 @@ def changed(old: str, new: str) -> str:
         (changed("[3, 4], 1, Detect", "[4, 3], 1, Detect"), r"strides \[16, 8\]"),
         (changed("-1, 2, Bottleneck", "-1, 1000, Bottleneck"), "number = 1000"),
         (changed("-1, 2, Bottleneck", "[0, 1], 2, Bottleneck"), "takes one map"),
+        (changed("-1, 1, nn.MaxPool2d", "-1, 2, nn.MaxPool2d"), "is built once"),
+        (changed("-1, 1, Conv, [24", "-1, 2, Conv, [24"), "number = 2 of a stride of 2"),
         (changed("[[3, 4], 1, Detect, [nc, anchors]]", "[-1, 1, Conv, [8]]"), "Detect is the last row"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8], [40,40, 90,90]]"), "as many on each level"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8]]"), "a list for each of 2 levels"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,.nan], [40,40]]"), "sizes in pixels"),
         (changed("nn.LeakyReLU(0.1)", "os.system('x')"), "activation .* is not known"),
+        (changed("nn.LeakyReLU(0.1)", "[1]"), "activation .* is not known"),
+        (TINY + "x: 2024-13-45", "cannot be read"),
+        (TINY + "x: !!timestamp x", "cannot be read"),
+        (TINY + "x: !!bool x", "cannot be read"),
+        (TINY + "x: !!int ''", "cannot be read"),
+        (changed("[24, 3, 2]", "[0x" + "f" * 20_000 + ", 3, 2]"), "numbers are too large"),
+        (changed("90,90", "90,0x" + "f" * 20_000), "numbers are too large"),
+        (ALIASES + changed("[24, 3, 2]", "*a9"), "aliases or numbers are too large"),
+        ("a: &a [*a]\n" + changed("[24, 3, 2]", "*a"), "aliases or numbers are too large"),
+        ("# " + "x" * 70_000 + TINY, "at most 65,536"),
+        (
+            "depth_multiple: 4\n"
+            + changed("-1, 2, Bottleneck, [16]", "-1, 200, Bottleneck, [16]], [-1, 200, C3, [16]"),
+            "at most 1000",
+        ),
         ("depth_multiple: .inf\n" + TINY, "depth_multiple = inf"),
         ("width_multiple: 1e9\n" + TINY, "width_multiple"),
         (TINY.replace("head: [", "head: [" + "[-1, 1, Conv, [8]], " * 300), "at most 200"),
@@ -177,6 +203,7 @@ def test_a_table_that_cannot_be_built_is_one_sentence(text: str, message: str) -
     with pytest.raises(ValueError, match=message) as caught:
         parse_architecture(text, "tiny.yaml")
     assert str(caught.value).startswith("tiny.yaml")
+    assert len(str(caught.value)) < 1000
 
 
 def test_sides_are_multiples_of_the_coarsest_stride() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pickle
 import shutil
 import sys
+import threading
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from tests import warm
-from tests.vision.test_architectures import TABLE
+from tests.vision.test_architectures import TABLE, TINY
 from torch import nn
 
 from arclight import checkpoint
@@ -25,9 +27,10 @@ from arclight.deploy import Program
 from arclight.trainer import Callback, Trainer
 from arclight.vision import build_model
 from arclight.vision.data.augment_settings import Augment
-from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
+from arclight.vision.data.dataset import DatasetError, DetectionDataset, read_data_yaml
 from arclight.vision.data.images import decode_image
 from arclight.vision.qris.scenes.generate import generate
+from arclight.vision.results.plots import write_predictions
 from arclight.vision.tasks.deployment import evaluate_program, export_detector
 from arclight.vision.tasks.detection import DetectionData, Detector
 from arclight.vision.tasks.settings import DetectionTask
@@ -197,6 +200,105 @@ def test_background_alone_is_measured(scenes: Path, tmp_path: Path, caplog: pyte
     assert "are background" in caplog.text
 
 
+def test_missing_weights_are_an_error_wherever_they_are_needed(scenes: Path, tmp_path: Path) -> None:
+    task = DetectionTask(data=scenes, image_size=64, weights=tmp_path / "missing.pt")
+    photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
+    for use in (
+        lambda detector: detector.eval()(torch.zeros(1, 3, 64, 64)),
+        lambda detector: export_detector(detector, tmp_path / "a.onnx", photos),
+    ):
+        with pytest.raises((CheckpointError, OSError), match=r"missing\.pt"):
+            use(Detector(task, names=["qr_code"]))
+
+
+def test_damaged_images_are_neither_shown_nor_measured(scenes: Path, tmp_path: Path) -> None:
+    shutil.copytree(scenes.parent, tmp_path / "set")
+    photos = DetectionDataset.open(
+        read_data_yaml(tmp_path / "set" / scenes.name), "val", image_size=64, cache_labels=False
+    )
+    detector = Detector(DetectionTask(data=scenes, image_size=64), names=["qr_code"])
+    for image in photos.images[1:]:
+        image.unlink()
+    assert write_predictions(detector.detect, photos, tmp_path).keys() == {"predictions.jpg"}
+
+    class Nothing:
+        metadata: ClassVar = {"names": ["qr_code"]}
+
+        def __call__(self, images: torch.Tensor) -> torch.Tensor:
+            assert len(images)
+            return torch.zeros(len(images), 1, 6)
+
+    program: Any = Nothing()
+    assert evaluate_program(program, photos, batch_size=1).images == 1
+    photos.images[0].unlink()
+    assert write_predictions(detector.detect, photos, tmp_path) == {}
+    with pytest.raises(DatasetError, match="none of the images picked"):
+        export_detector(detector, tmp_path / "a.onnx", photos)
+
+
+def test_a_copy_for_inference_is_not_pickled_and_keeps_hooks() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.lock, self.calls = threading.Lock(), 0
+
+        def count(self, *_: Any) -> None:
+            self.calls += 1
+
+    detector = Detector(DetectionTask(data=Path("none"), image_size=64), names=["a"])
+    size = len(pickle.dumps(detector))
+    counter = Counter()
+    handle = detector.model.model[0].register_forward_hook(counter.count)
+    detector.detect([np.zeros((64, 64, 3), np.uint8)])
+    assert counter.calls == 1
+    handle.remove()
+    assert len(pickle.dumps(detector)) < 1.1 * size
+
+
+def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_path: Path) -> None:
+    """Fused steps count no version of a tensor, and with all but the head frozen no batch norm counts batches either."""
+    photo = decode_image(next(iter((scenes.parent / "images" / "val").iterdir())))
+
+    class Compare(Callback):
+        found: ClassVar[list[list[float]]] = []
+
+        def look(self, detector: Detector) -> None:
+            surest = dataclasses.replace(detector.processing, conf_threshold=0.0, max_det=5)
+            anew = copy.deepcopy(detector).detect([photo], surest)[0].boxes.conf
+            assert detector.detect([photo], surest)[0].boxes.conf.tolist() == anew.tolist()
+            self.found.append(anew.tolist())
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.look(pl_module)
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.look(pl_module)
+
+    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, freeze=24)
+    quiet(tmp_path, max_epochs=2, limit_val_batches=1, num_sanity_val_steps=1, callbacks=[Compare()]).fit(
+        Detector(task, names=["qr_code"]), datamodule=DetectionData(task)
+    )
+    assert len({str(found) for found in Compare.found}) == 5  # before, and after each of four steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "epochs", "drops"),
+    [(1, True, 4, True), (2, True, 7, True), (4, True, 7, False), (4, False, 4, True)],
+)
+def test_ranks_that_read_the_same_data_make_an_epoch_no_shorter(
+    scenes: Path, tmp_path: Path, ranks: int, shared: bool, epochs: int, drops: bool
+) -> None:
+    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0)
+    data = DetectionData(task)
+    trainer: Any = types.SimpleNamespace(
+        max_epochs=None, max_steps=7, world_size=8, limit_train_batches=1.0, accumulate_grad_batches=1,
+        use_distributed_sampler=shared, strategy=types.SimpleNamespace(distributed_sampler_kwargs={"num_replicas": ranks, "rank": 0}),
+    )  # fmt: skip
+    data.trainer = trainer
+    data.setup("fit")
+    assert data.train.epochs == epochs
+    assert data.train_dataloader().drop_last == drops
+
+
 def test_a_program_finds_what_the_detector_finds(trained: Path, scenes: Path, tmp_path: Path) -> None:
     detector = Detector.load_from_checkpoint(trained / "end.ckpt")
     photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
@@ -255,6 +357,35 @@ def test_a_model_file_of_yolov5_opens_without_its_code(tmp_path: Path) -> None:
         Detector.load(tmp_path / "seg.pt")
     with pytest.raises(CheckpointError, match="does not say which architecture"):
         Detector.load(tmp_path / "weights.pt")
+
+
+def test_a_model_file_that_does_not_fill_its_own_architecture_is_refused(tmp_path: Path) -> None:
+    there = types.ModuleType("yolo_elsewhere")
+    there.Net = type("Net", (nn.Module,), {"__module__": there.__name__})  # type: ignore[attr-defined]
+    tiny = yaml.safe_load(TINY)
+    huge = {**tiny, "width_multiple": 4, "backbone": [*tiny["backbone"][:3], [-1, 1, "Conv", [8192, 31, 2]]]}
+    huge["head"] = [[-1, 1, "Conv", [8192, 31, 2]], tiny["head"][1]]  # four terabytes
+
+    def file(names: Any, table: dict[str, Any]) -> Path:
+        theirs = there.Net()
+        theirs.model, theirs.names, theirs.yaml = build_model("tiny.yaml", 2, table=TINY).model, names, table
+        sys.modules[there.__name__] = there
+        torch.save({"model": theirs}, tmp_path / "a.pt")
+        del sys.modules[there.__name__]
+        return tmp_path / "a.pt"
+
+    assert Detector.load(file({1: "b", 0: "a"}, {**tiny, "seen": {"at": torch.zeros(1)}})).names == ["a", "b"]
+    for names, table in (
+        (["a"] * 3, tiny),
+        (["a"] * 100_000, tiny),
+        (["a", "b"], huge),
+        (["a", "b"], {**tiny, "width_multiple": 2}),
+    ):
+        with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors"):
+            Detector.load(file(names, table))
+    for wrong in ({1: "a", 2: "b"}, {"x": "a"}):
+        with pytest.raises(CheckpointError, match="does not say which architecture and classes"):
+            Detector.load(file(wrong, tiny))
 
 
 def test_a_checkpoint_is_loaded_by_the_same_name(trained: Path) -> None:

@@ -348,6 +348,9 @@ def test_what_a_printer_did_wrong_is_noted_and_the_payload_read(text: str, noted
         sealed(body_of(t59="CAFÉ BALI", t53="36O")),
         sealed(body_of(t59="É" * 26)),
         STATIC[:-4] + "zzzz",
+        sealed(body_of(t59="WARUNG\u202eILAB")),
+        sealed(body_of(t59="WAR\u200bUNG")),
+        sealed(body_of().replace("ID.CO.", "ID.C\u041e.", 1)),
     ],
 )
 def test_doubt_is_never_tolerated(text: str) -> None:

@@ -20,6 +20,10 @@ Block = Literal[
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
 MAX_LEVELS, MAX_ROWS, MAX_CHANNELS, MAX_REPEATS = 5, 200, 8192, 200
+MAX_BLOCKS = 1000
+"""Repeats of all rows together, scaled."""
+MAX_TEXT = 1 << 16
+"""Characters of a table, each counted as often as an alias refers to it."""
 
 
 class Layer(NamedTuple):
@@ -272,11 +276,7 @@ def parse_architecture(text: str, path: str) -> Architecture:
     data set's. Modules are looked up by name and their arguments must be numbers: nothing is evaluated. Raises ValueError that
     names the file at ``path`` and the row.
     """
-    yaml = require("yaml", extra="vision")
-    try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as an architecture: {error}") from error
+    document = _document(text, path)
     if not isinstance(document, Mapping):
         raise ValueError(f"{path}: an architecture has backbone and head, found {type(document).__name__}")
     listed = [document.get(part) for part in ("backbone", "head")]
@@ -290,11 +290,16 @@ def parse_architecture(text: str, path: str) -> Architecture:
         try:
             rows.append(_row(row, number, last=number == len(given) - 1))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: row {number}, {str(row)[:80]}: {error}") from None
+            raise ValueError(f"{path}: row {number}, {str(row)[:80]}: {str(error)[:300]}") from None
     scale = Scale(_multiple(document, "depth_multiple", path), _multiple(document, "width_multiple", path))
-    written = document.get("activation", "nn.SiLU()")
-    if written not in _ACTIVATIONS:
-        raise ValueError(f"{path}: activation {written!r} is not known: it is one of {', '.join(_ACTIVATIONS)}")
+    blocks = sum(max(round(row.repeats * scale.depth), 1) for row in rows)
+    if blocks > MAX_BLOCKS:
+        raise ValueError(f"{path}: {blocks} blocks, at most {MAX_BLOCKS} are built")
+    written = document.get("activation") or "nn.SiLU()"
+    if not isinstance(written, str) or written not in _ACTIVATIONS:
+        raise ValueError(
+            f"{path}: activation {str(written)[:80]!r} is not known: it is one of {', '.join(_ACTIVATIONS)}"
+        )
     architecture = Architecture(tuple(rows), scale, (), _ACTIVATIONS[written])
     strides = architecture.strides
     if list(strides) != sorted(set(strides)):
@@ -302,6 +307,31 @@ def parse_architecture(text: str, path: str) -> Architecture:
             f"{path}: Detect reads maps of strides {list(strides)}: list them from the finest to the coarsest"
         )
     return architecture._replace(anchors_px=_anchors(document.get("anchors", 3), strides, path))
+
+
+def _document(text: str, path: str) -> Any:
+    """Read YAML. Raises ValueError for what is none, and for what its aliases make much longer than it is written."""
+    yaml = require("yaml", extra="vision")
+    if len(text) > MAX_TEXT:
+        raise ValueError(
+            f"{path} cannot be read as an architecture: {len(text):,} characters, at most {MAX_TEXT:,} are"
+        )
+    try:
+        document = yaml.safe_load(text)
+    # tags and dates raise whatever their values make Python raise
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{path} cannot be read as an architecture: {error}") from error
+    left, parts = MAX_TEXT, [document]
+    while parts:
+        part = parts.pop()
+        left -= 1 + (len(part) if isinstance(part, str | bytes | list | tuple | set | Mapping) else 0)
+        if left < 0 or (isinstance(part, int) and part.bit_length() > 64):
+            raise ValueError(f"{path} cannot be read as an architecture: its aliases or numbers are too large")
+        if isinstance(part, Mapping):
+            parts += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple | set):
+            parts += part
+    return document
 
 
 def _row(row: Any, number: int, last: bool) -> Layer:
@@ -325,6 +355,8 @@ def _row(row: Any, number: int, last: bool) -> Layer:
         raise ValueError(f"number = {repeats} must be 1 to {MAX_REPEATS}")
     if not isinstance(arguments, list):
         raise ValueError("arguments must be a list")
+    if repeats > 1 and block in ("max_pool", "pad", "upsample", "concat", "detect"):
+        raise ValueError(f"number = {repeats}: {module} is built once, write a row for each")
     layer = Layer(block, repeats=repeats, source=sources)
     if block in ("concat", "detect"):
         if block == "detect" and not 1 <= len(sources) <= MAX_LEVELS:
@@ -334,7 +366,10 @@ def _row(row: Any, number: int, last: bool) -> Layer:
         if arguments not in ([None, 2, "nearest"], ["None", 2, "nearest"]):
             raise ValueError("only [None, 2, nearest] is built")
         return layer
-    return layer._replace(**_arguments(block, arguments))
+    layer = layer._replace(**_arguments(block, arguments))
+    if repeats > 1 and layer.stride > 1:
+        raise ValueError(f"number = {repeats} of a stride of {layer.stride}: write a row for each")
+    return layer
 
 
 def _arguments(block: Block, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -142,9 +142,16 @@ class Yolo(nn.Module):
 def fuse(model: Yolo) -> Yolo:
     """Copy ``model`` in evaluation mode, every batch normalisation folded into its convolution.
 
-    Outputs are equal up to rounding. ``model`` itself does not change.
+    Outputs are equal up to rounding. ``model`` itself does not change; hooks are the same ones in both.
     """
-    fused = copy.deepcopy(model).eval()
+    hooks = {
+        id(hook): hook
+        for module in model.modules()
+        for name, those in vars(module).items()
+        if name.endswith("_hooks") and isinstance(those, dict)
+        for hook in those.values()
+    }  # a copy of a bound method would copy what it is bound to
+    fused = copy.deepcopy(model, hooks).eval()
     for module in fused.modules():
         if isinstance(module, ConvBNAct) and isinstance(module.bn, nn.BatchNorm2d):
             module.conv = fuse_conv_bn_eval(module.conv, module.bn)
@@ -255,14 +262,9 @@ def load_pretrained(model: Yolo, path: Path | str) -> int:
     A head trained for other classes does not fit and is left as initialised. A checkpoint's averaged weights
     are preferred to its trained ones. Raises CheckpointError when nothing fits or the file cannot be read safely.
     """
-    weights = {name.removeprefix("model."): tensor for name, tensor in checkpoints.load_weights(path).items()}
+    weights = checkpoints.load_weights(path)
     own = model.state_dict()
-    prefix = "" if any(name in own for name in weights) else "model."
-    fitting = {
-        prefix + name: tensor
-        for name, tensor in weights.items()
-        if prefix + name in own and own[prefix + name].shape == tensor.shape
-    }
+    fitting = fitting_tensors(own, weights)
     if not fitting:
         raise checkpoints.CheckpointError(
             f"{path}: none of its {len(weights)} tensors fits this model; was it made with another architecture?"
@@ -274,3 +276,14 @@ def load_pretrained(model: Yolo, path: Path | str) -> int:
             "%s: %d of %d tensors fit; the rest start fresh (%s ...)", path, len(fitting), len(own), missing[0]
         )
     return len(fitting)
+
+
+def fitting_tensors(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Pick the tensors of ``weights`` that have a name and shape of ``own``, under that name."""
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    prefix = "" if any(name in own for name in bare) else "model."
+    return {
+        prefix + name: tensor
+        for name, tensor in bare.items()
+        if prefix + name in own and own[prefix + name].shape == tensor.shape
+    }

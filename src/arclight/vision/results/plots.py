@@ -6,6 +6,7 @@ browser, as an image in a page, or pasted into one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arclight.trainer import Callback
-from arclight.vision.data.images import Image, decode_image
+from arclight.vision.data.images import Image, ImageError, decode_image
 from arclight.vision.results.draw import grid
 from arclight.vision.results.metrics import CONFUSION_CONFIDENCE, CONFUSION_IOU, RECALL_GRID, DetectionResults, Floats
 
@@ -61,11 +62,20 @@ def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) 
 def write_predictions(
     detect: Callable[[Sequence[Image]], Sequence[Detections]], dataset: DetectionDataset, folder: Path
 ) -> dict[str, str]:
-    """Write what ``detect`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption."""
+    """Write what ``detect`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption.
+
+    Damaged images are left out, and nothing is written where all are.
+    """
     import cv2
 
     picks = np.linspace(0, len(dataset) - 1, min(SAMPLES, len(dataset))).astype(int)
-    found = detect([decode_image(dataset.images[int(i)]) for i in picks])
+    photos = []
+    for pick in picks:
+        with contextlib.suppress(ImageError, OSError):  # validation has named the damaged ones
+            photos.append(decode_image(dataset.images[int(pick)]))
+    if not photos:
+        return {}
+    found = detect(photos)
     sheet = grid([detections.plot() for detections in found], columns=4, side=320)
     quality = [cv2.IMWRITE_JPEG_QUALITY, 85]
     cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), quality)

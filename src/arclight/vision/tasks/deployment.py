@@ -13,7 +13,7 @@ import torch
 from arclight.deploy import Program, export, quantize
 from arclight.deploy.settings import Int8
 from arclight.vision.boxes import nms
-from arclight.vision.data.dataset import DetectionDataset, collate
+from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate
 from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
 from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
@@ -29,9 +29,15 @@ def export_detector(
 
     ``dataset``: letterboxed training images without augmentation; a few of them check the program against the model.
     The file says how photos become its input and its output becomes boxes, so ``Program.load(path).predict([photo])`` works.
-    Raises ExportError or QuantizeError where the program would not compute what the model does.
+    Raises ExportError or QuantizeError where the program would not compute what the model does, DatasetError where no image of
+    those picked can be decoded, CheckpointError where the weights that the settings name are missing.
     """
+    detector.check_weights()
     batches = list(_float_batches(dataset, int8.calibration_batches if int8 is not None else 1))
+    if not batches:
+        raise DatasetError(
+            f"none of the images picked of {len(dataset)} can be decoded: repair or remove the damaged ones"
+        )
     model: Any = fuse(detector.model.cpu())
     if int8 is not None:
         model = quantize(model, batches, recipe=int8, parts=_parts)
@@ -64,7 +70,8 @@ def _float_batches(dataset: DetectionDataset, count: int) -> Iterator[torch.Tens
     picks = np.linspace(0, len(dataset) - 1, min(len(dataset), count * CALIBRATION_BATCH)).astype(int).tolist()
     for start in range(0, len(picks), CALIBRATION_BATCH):
         batch = collate(dataset.__getitems__(picks[start : start + CALIBRATION_BATCH]))
-        yield batch["images"].float() / 255
+        if len(batch["images"]):
+            yield batch["images"].float() / 255
 
 
 def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: int = 8) -> DetectionResults:
@@ -72,6 +79,8 @@ def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: in
     metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
     for start in range(0, len(dataset), batch_size):
         batch = collate(dataset.__getitems__(range(start, min(start + batch_size, len(dataset)))))
+        if not len(batch["images"]):
+            continue  # every image of the batch was damaged
         images = batch["images"].float() / 255
         kept = nms(program(images), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=metrics.num_classes > 1)
         metrics.update_batch(kept, batch["targets"], size=images.shape[-1])

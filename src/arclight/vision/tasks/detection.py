@@ -27,7 +27,7 @@ from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import fit_anchors
 from arclight.vision.models.architectures import is_table, name_of, parse_architecture, read_table
 from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
-from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
+from arclight.vision.models.yolov5 import Yolo, build_model, fitting_tensors, fuse, load_pretrained
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.tasks.processing import DetectionProcessing
@@ -84,24 +84,37 @@ class Detector(Module):
         """Open a detector: a checkpoint, or a model file of YOLOv5 (.pt), of which nothing is run.
 
         Of another project's file the table, the class names and the weights are taken, averaged ones if it has them; thresholds
-        and image size are the defaults. Raises CheckpointError for a file that cannot be read so, ValueError for an architecture
-        that is not built here.
+        and image size are the defaults. Raises CheckpointError for a file that cannot be read so or lacks weights of its own
+        architecture, ValueError for an architecture that is not built here.
         """
         path = Path(path)
         if not path.is_file():
             loaded: Detector = cls.load_from_checkpoint(path)
             return loaded
-        known = read_foreign(path).get("attributes", {})
+        found = read_foreign(path)
+        known = found.get("attributes", {})
         table, names = known.get("yaml"), known.get("names")
-        if not isinstance(table, dict) or not isinstance(names, list | dict):
+        if isinstance(names, dict):
+            names = [names[number] for number in range(len(names))] if names.keys() == set(range(len(names))) else None
+        if not isinstance(table, dict) or not isinstance(names, list):
             raise CheckpointError(
                 f"{path} does not say which architecture and classes its weights are for: name them, "
                 f"Detector(DetectionTask(model=..., weights={str(path)!r}), names=[...])"
             )
-        listed = [str(name) for name in (names.values() if isinstance(names, dict) else names)]
-        text = json.dumps({name: value for name, value in table.items() if not isinstance(value, torch.Tensor)})
+        listed = [str(name) for name in names]
+        read = ("backbone", "head", "depth_multiple", "width_multiple", "anchors", "activation")
+        text = json.dumps(
+            {name: table[name] for name in read if name in table}, default=lambda value: type(value).__name__
+        )
         own = name_of(parse_architecture(text, str(path)))
         model = own if own is not None else f"{path.stem}.yaml"
+        with torch.device("meta"):  # takes no memory, whatever sizes the table names
+            wanted = build_model(model, len(listed), table=text).state_dict()
+        if missing := [name for name in wanted if name not in fitting_tensors(wanted, found["model"])]:
+            raise CheckpointError(
+                f"{path} lacks {len(missing)} of {len(wanted)} tensors of its architecture for {len(listed)} classes, "
+                f"{missing[0]} first: its batch norms were folded, or its table or names are another model's"
+            )
         settings = DetectionTask(data=Path("none"), model=model, weights=path)
         return cls(settings, names=listed, table=None if own is not None else text)
 
@@ -113,7 +126,8 @@ class Detector(Module):
         for layer in list(self.model.model)[:layers]:
             layer.requires_grad_(False)
 
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
+        """Read the weights that the settings name, if they were not there yet. Raises CheckpointError if they still are not."""
         if self._awaited_weights is not None:
             load_pretrained(self.model, self._awaited_weights)  # raises, unless it has come meanwhile
             self._awaited_weights = None
@@ -128,6 +142,7 @@ class Detector(Module):
 
     def forward(self, images: torch.Tensor) -> Any:
         """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw levels in training mode."""
+        self.check_weights()
         return self.model(images)
 
     def detect(
@@ -137,15 +152,21 @@ class Detector(Module):
 
         Runs a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may call it together.
         """
-        self._check_weights()
+        self.check_weights()
         if not len(images):
             return []
         processing = processing or self.processing
         batch, context = processing.preprocess(images)
         copy = self._inference
         if copy is None or not copy.is_current(self.model):
-            copy = self._inference = InferenceCopy(self.model)
+            copy = InferenceCopy(self.model)
+        self._inference = (
+            None if self.training else copy
+        )  # steps may come that count no version of the weights: fused ones
         return processing.postprocess(copy(torch.from_numpy(batch)), context)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inference": None}
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -176,7 +197,7 @@ class Detector(Module):
 
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
-        self._check_weights()
+        self.check_weights()
         if self.memory_format is None and self.trainer.strategy.in_stages:
             self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
@@ -210,6 +231,7 @@ class Detector(Module):
         return {**parts, "targets": own}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self._inference = None
         raw = self.model(self.prepare(batch["images"]))
         loss, parts = yolo_loss(raw, batch["targets"], self.model.anchors, self.gains)
         size = len(batch["images"])
@@ -237,7 +259,7 @@ class Detector(Module):
         self.metrics.update_batch(kept, targets, size=images.shape[-1])
 
     def on_validation_epoch_start(self) -> None:
-        self._check_weights()
+        self.check_weights()
         self.metrics.reset()
 
     on_test_epoch_start = on_validation_epoch_start
@@ -285,7 +307,7 @@ class DetectionData(DataModule):
             return None
         ends = [trainer.max_epochs] if (trainer.max_epochs or 0) > 0 else []
         if trainer.max_steps > 0:
-            each = self.settings.batch_size * trainer.world_size
+            each = self._global_batch
             batches = images // each if images > each else 1
             if isinstance(limit := trainer.limit_train_batches, int):
                 batches = min(batches, limit)
@@ -294,6 +316,13 @@ class DetectionData(DataModule):
             steps = math.ceil(batches / trainer.accumulate_grad_batches)
             ends.append(math.ceil(trainer.max_steps / max(1, steps)))
         return min(ends, default=None)
+
+    @property
+    def _global_batch(self) -> int:
+        """Images per step on all ranks that read data of their own."""
+        shared = self.trainer is not None and self.trainer.use_distributed_sampler
+        ranks = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"] if shared else 1
+        return self.settings.batch_size * int(ranks)
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
@@ -332,7 +361,9 @@ class DetectionData(DataModule):
 
     def _loader(self, dataset: DetectionDataset, shuffle: bool = False) -> DataLoader[Any]:
         s = self.settings
-        drop = shuffle and len(dataset) > s.batch_size  # a last batch of one or two images would shake batch statistics
+        drop = (
+            shuffle and len(dataset) > self._global_batch
+        )  # a last batch of one or two images would shake batch statistics
         return DataLoader(
             dataset,
             s.batch_size,
@@ -349,6 +380,9 @@ class InferenceCopy:
 
     Native: a CPU with AMX tiles, a GPU that has it. Elsewhere (AVX-512's bfloat16 is slower than its float32), and for
     weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
+
+    Changes of the weights are told by the versions that PyTorch counts, and it counts neither those made through ``.data`` nor
+    those of fused optimizers: a detector drops its copy in training.
     """
 
     def __init__(self, model: Yolo) -> None:

@@ -31,13 +31,19 @@ class Rule(NamedTuple):
     pattern: str
     expects: str
     required: bool = False
+    tells_accounts: bool = False
+    """Whether the value is looked up: letters that only look like others then stand for another account."""
 
     def problem(self, field: Field, tag: str) -> Problem | None:
-        """Return what is wrong with a field's value; tolerable where other scripts' letters or lower-case digits are all."""
+        """Return what is wrong with a field's value; tolerable where other scripts' letters or lower-case digits are all.
+
+        Invisible characters, and those that turn the reading direction, are never tolerable.
+        """
         if not field.value or re.fullmatch(self.pattern, field.value, re.DOTALL):
             return None
         wider = self.pattern.replace(_PRINTABLE, _UNICODE).replace("[0-9A-F]", "[0-9A-Fa-f]")
-        tolerable = re.fullmatch(wider, field.value, re.DOTALL) is not None
+        visible = field.value.isprintable() and not self.tells_accounts
+        tolerable = visible and re.fullmatch(wider, field.value, re.DOTALL) is not None
         return Problem(tag, field.offset, f"expected {self.expects}, found {field.value!r}", tolerable)
 
 
@@ -56,8 +62,10 @@ TOP = {
     "61": Rule(_PRINTABLE + "{1,10}", "a postal code of 1 to 10 printable characters"),
     "63": Rule(r"[0-9A-F]{4}", "a check value of 4 upper-case hexadecimal digits", required=True),
 }
-GUID = Rule(_PRINTABLE + "{1,32}", "a globally unique identifier of 1 to 32 printable characters", required=True)
-TEXT = Rule(_PRINTABLE + "{1,99}", "printable characters")
+GUID = Rule(
+    _PRINTABLE + "{1,32}", "a globally unique identifier of 1 to 32 printable characters", True, tells_accounts=True
+)
+TEXT = Rule(_PRINTABLE + "{1,99}", "printable characters", tells_accounts=True)
 ADDITIONAL = {f"{tag:02d}": Rule(_PRINTABLE + "{1,25}", "1 to 25 printable characters") for tag in range(1, 9)}
 ADDITIONAL["09"] = Rule(r"(?!.*(.).*\1)[AME]{1,3}", "letters of A (address), M (mobile number), E (e-mail), each once")
 LANGUAGE = {
