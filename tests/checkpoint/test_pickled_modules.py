@@ -279,3 +279,22 @@ def test_values_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
     assert attributes["names"] == ["a"]
     assert torch.equal(attributes["stride"]["of"][0], torch.tensor([8.0]))
     assert not {"huge", "half"} & attributes.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x80\x02.",
+        b"\x80\x02t.",
+        b"\x80\x02}}K\x01s.",
+        b"\x80\x02J\x00",
+        b"\x80\x02K\x01Q.",
+        b"\x80\x02ctorch\nFloatStorage\n)R.",
+    ],
+    ids=["empty", "no mark", "key without a hash", "cut number", "persistent number", "called type"],
+)
+def test_a_damaged_file_of_any_kind_is_one_sentence(text: bytes, tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "a.pt", lambda parts: parts.update({"data.pkl": text}))
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        load_weights(path)
+    assert str(path) in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,8 +140,10 @@ def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any
             f"{path} holds {what} that only unpickling could restore, and unpickling runs code from the file. In the "
             "project that wrote it, run torch.save(model.state_dict(), 'weights.pt') and convert that"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except (
+        RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, struct.error,
+    ) as error:  # fmt: skip
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is damaged or not a file of torch.save ({reason}): fetch or write it again"
         ) from error
