@@ -320,9 +320,9 @@ class DetectionData(DataModule):
     @property
     def _global_batch(self) -> int:
         """Images per step on all ranks that read data of their own."""
-        shared = self.trainer is not None and self.trainer.use_distributed_sampler
-        ranks = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"] if shared else 1
-        return self.settings.batch_size * int(ranks)
+        if (trainer := self.trainer) is None or not trainer.use_distributed_sampler:
+            return self.settings.batch_size
+        return self.settings.batch_size * int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
