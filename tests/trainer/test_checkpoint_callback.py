@@ -50,6 +50,13 @@ def test_without_monitor_the_newest_or_all_or_none_are_kept(fit: Any, tmp_path: 
         assert bool(saver.best_model_path) == (keep != 0)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_name_that_is_used_again_is_kept_once(fit: Any, tmp_path: Path, again: bool) -> None:
+    saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, filename="x", enable_version_counter=not again)
+    fit({"val/score": [1.0, 2.0, 3.0]}, saver)
+    assert len(saver.state_dict()["kept"]) == len(names(saver.dirpath)) == (1 if again else 3)
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_nan_is_never_best(fit: Any, mode: str) -> None:
     saver = ModelCheckpoint(monitor="val/score", mode=mode, filename="{epoch}")

@@ -191,7 +191,8 @@ class SavePlan:
         elif rank and ranking.keep != 0 and score is None:
             drop = old.best if ranking.keep == 1 else ""
             path = free_path(None, drop)
-            record = replace(record, best=path, kept=() if ranking.keep == 1 else (*old.kept, path))
+            kept = () if ranking.keep == 1 else tuple(dict.fromkeys((*old.kept, path)))  # a name may be used again
+            record = replace(record, best=path, kept=kept)
         elif rank and ranking.keep != 0 and score is not None:
             record = replace(record, current_score=score)
             if ranking.qualifies(old.scores, score):
