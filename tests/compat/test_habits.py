@@ -32,6 +32,7 @@ from arclight.compat.lightning.pytorch.demos.boring_classes import (
 )
 from arclight.compat.lightning.pytorch.demos.transformer import Dictionary, tokenize
 from arclight.compat.lightning.pytorch.loggers.logger import DummyExperiment
+from arclight.compat.lightning.pytorch.plugins.io import TorchCheckpointIO
 from arclight.compat.lightning.pytorch.strategies import ParallelStrategy
 from arclight.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from arclight.compat.lightning.pytorch.utilities import move_data_to_device, rank_zero_info
@@ -126,6 +127,25 @@ def test_a_checkpoint_passes_through_the_hooks(tmp_path: Any) -> None:
     trainer(max_epochs=2, callbacks=calls).fit(Keeping(), ckpt_path=tmp_path / "end.ckpt")
     assert Keeping.found == 7
     assert seen == [7]
+
+
+@pytest.mark.parametrize("by_fabric", [False, True])
+def test_a_checkpoint_io_of_the_users_own_names_its_arguments(tmp_path: Any, by_fabric: bool) -> None:
+    written: list[str] = []
+
+    class Own(TorchCheckpointIO):
+        def save_checkpoint(self, state: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # type: ignore[override]
+            written.append(os.path.basename(filepath))
+            super().save_checkpoint(state, filepath, storage_options)
+
+    if by_fabric:
+        L.Fabric(accelerator="cpu", plugins=Own()).save(tmp_path / "own.ckpt", {"a": 1})
+    else:
+        made = trainer(plugins=[Own()])
+        made.fit(BoringModel())
+        made.save_checkpoint(tmp_path / "own.ckpt")
+    assert written[-1] == "own.ckpt"
+    assert (tmp_path / "own.ckpt").is_file()
 
 
 def test_a_module_clips_in_its_own_way() -> None:

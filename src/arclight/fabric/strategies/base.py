@@ -367,7 +367,8 @@ class Strategy:
         """Let ``io`` write a state tree; every rank calls this, and returns when its part is done."""
         checkpoint = self.portable(checkpoint)
         if self.is_global_zero:
-            io.save_checkpoint(checkpoint=checkpoint, path=path, storage_options=storage_options)
+            # by position: a CheckpointIO of the user's own may have other names for these two
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
