@@ -20,6 +20,9 @@ import yaml
 from tests import warm
 from tests.vision.test_architectures import TABLE, TINY
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
@@ -30,7 +33,8 @@ from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DatasetError, DetectionDataset, read_data_yaml
 from arclight.vision.data.images import decode_image
 from arclight.vision.qris.scenes.generate import generate
-from arclight.vision.results.plots import write_predictions
+from arclight.vision.results.metrics import DetectionMetrics
+from arclight.vision.results.plots import DetectionPlots, write_predictions
 from arclight.vision.tasks.deployment import evaluate_program, export_detector
 from arclight.vision.tasks.detection import DetectionData, Detector
 from arclight.vision.tasks.settings import DetectionTask
@@ -252,6 +256,28 @@ def test_a_copy_for_inference_is_not_pickled_and_keeps_hooks() -> None:
     assert counter.calls == 1
     handle.remove()
     assert len(pickle.dumps(detector)) < 1.1 * size
+
+
+def test_a_sharded_detector_ends_with_charts_and_no_pictures(scenes: Path, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        detector = Detector(DetectionTask(data=scenes, image_size=64), names=["a"])
+        detector.results = DetectionMetrics(num_classes=1).compute()
+        weight = detector.model.head.m[0].weight
+        detector.model.head.m[0].weight = nn.Parameter(
+            distribute_tensor(weight.detach(), init_device_mesh("cpu", (2,)))
+        )
+        photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
+        trainer: Any = types.SimpleNamespace(
+            is_global_zero=True, loggers=[0], run_folder=types.SimpleNamespace(plots=tmp_path), datamodule=types.SimpleNamespace(val=photos),
+            strategy=types.SimpleNamespace(in_stages=False),
+        )  # fmt: skip
+        DetectionPlots().on_train_end(trainer, detector)
+        assert {path.name for path in tmp_path.iterdir()} == {"pr_curve.svg", "confusion_matrix.svg", "captions.json"}
+        with pytest.raises(RuntimeError, match="shards of the weights only"):
+            detector.detect([decode_image(photos.images[0])])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.trainer import Callback
 from arclight.vision.data.images import Image, ImageError, decode_image
 from arclight.vision.results.draw import grid
@@ -41,8 +42,9 @@ class DetectionPlots(Callback):
             return
         folder = trainer.run_folder.plots
         captions = write_charts(pl_module.results, pl_module.names, folder)
-        # no process of a pipeline has a whole model to look at photos with
-        dataset = getattr(trainer.datamodule, "val", None) if not trainer.strategy.in_stages else None
+        # no process of a pipeline, or of a sharded model, has a whole model to look at photos with
+        whole = not trainer.strategy.in_stages and not any(map(is_dtensor, pl_module.parameters()))
+        dataset = getattr(trainer.datamodule, "val", None) if whole else None
         if dataset is not None and len(dataset):
             captions |= write_predictions(pl_module.detect, dataset, folder)
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")

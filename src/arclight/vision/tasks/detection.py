@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
+from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.seeding import isolate_rng
 from arclight.trainer import Callback, DataModule, Module
 from arclight.vision.boxes import nms
@@ -159,6 +160,10 @@ class Detector(Module):
         batch, context = processing.preprocess(images)
         copy = self._inference
         if copy is None or not copy.is_current(self.model):
+            if any(map(is_dtensor, self.model.parameters())):
+                raise RuntimeError(
+                    "this process has shards of the weights only: detect with a checkpoint of them, Detector.load"
+                )
             copy = InferenceCopy(self.model)
         self._inference = (
             None if self.training else copy
