@@ -336,7 +336,7 @@ def test_every_profiler_goes_through_a_whole_run(name: str, fit: Any, caplog: py
         warnings.filterwarnings("ignore", message=".*not enough steps")
         trainer = fit({"val/score": [1.0]}, profiler=name, accumulate_grad_batches=2, gradient_clip_val=1.0, batches=6)
     assert caplog.text.count("FIT Profiler Report") == 1
-    assert ("aten::linear" if name == "pytorch" else "[Strategy]SingleDeviceStrategy.validation_step") in caplog.text
+    assert ("aten::" if name == "pytorch" else "[Strategy]SingleDeviceStrategy.validation_step") in caplog.text
     if name == "pytorch":
         assert list(trainer.run_folder.path.glob("fit-*_step.*.pt.trace.json"))
 
