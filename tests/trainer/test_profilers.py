@@ -334,8 +334,12 @@ def test_a_run_without_a_profiler_knows_nothing_of_one(fit: Any, monkeypatch: py
 def test_every_profiler_goes_through_a_whole_run(name: str, fit: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="arclight"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not enough steps")
-        profiler = PyTorchProfiler(row_limit=-1) if name == "pytorch" else name  # which rows are longest depends on the machine
-        trainer = fit({"val/score": [1.0]}, profiler=profiler, accumulate_grad_batches=2, gradient_clip_val=1.0, batches=6)
+        profiler = (
+            PyTorchProfiler(row_limit=-1) if name == "pytorch" else name
+        )  # which rows are longest depends on the machine
+        trainer = fit(
+            {"val/score": [1.0]}, profiler=profiler, accumulate_grad_batches=2, gradient_clip_val=1.0, batches=6
+        )
     assert caplog.text.count("FIT Profiler Report") == 1
     assert ("aten::linear" if name == "pytorch" else "[Strategy]SingleDeviceStrategy.validation_step") in caplog.text
     if name == "pytorch":

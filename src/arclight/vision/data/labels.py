@@ -82,17 +82,16 @@ class DatasetReport:
         lines += [f"  skipped: {number} x {what}" for number, what in skipped if number]
         if self.clipped:
             lines.append(f"  cut at the edge of the image: {_count(self.clipped, 'box', 'boxes')}")
-        for what, problems in (("corrupt image", self.corrupt), ("malformed label row", self.malformed)):
+        for heading, problems in (
+            (f"skipped: {_count(len(self.corrupt), 'corrupt image')}", self.corrupt),
+            (f"skipped: {_count(len(self.malformed), 'malformed label row')}", self.malformed),
+            (f"shared: {_count(len(self.shared_labels), 'label file')} of several images each", self.shared_labels),
+        ):
             if problems:
-                lines.append(f"  skipped: {_count(len(problems), what)}")
+                lines.append(f"  {heading}")
                 lines += [f"    {problem}" for problem in problems[:5]]
             if len(problems) > 5:
                 lines.append(f"    and {len(problems) - 5} more")
-        if self.shared_labels:
-            lines.append(f"  shared: {_count(len(self.shared_labels), 'label file')} of several images each")
-            lines += [f"    {problem}" for problem in self.shared_labels[:5]]
-            if len(self.shared_labels) > 5:
-                lines.append(f"    and {len(self.shared_labels) - 5} more")
         return "\n".join(lines)
 
 

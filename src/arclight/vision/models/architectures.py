@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -236,12 +236,17 @@ def find_architecture(name: str, table: str | None = None) -> Architecture:
     if is_table(name):
         return parse_architecture(read_table(name) if table is None else table, name)
     if name not in ARCHITECTURES:
-        near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(
-            f"{name!r} is not a known detector: choose one of {', '.join(ARCHITECTURES)}, or a .yaml file{hint}"
+            f"{name!r} is not a known detector: choose one of {known}, or a .yaml file{_nearest(name, ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
+    """Return the end of a sentence that asks for the name that was meant; empty if none is near."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def name_of(architecture: Architecture) -> str | None:
@@ -339,10 +344,7 @@ def _row(row: Any, number: int, last: bool) -> Layer:
         raise ValueError("a row is [from, number, module, arguments]")
     origin, repeats, module, arguments = row
     if module not in _MODULES:
-        near = difflib.get_close_matches(str(module), _MODULES, n=1)
-        raise ValueError(
-            f"{module!r} is no block: {', '.join(_MODULES)}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise ValueError(f"{module!r} is no block: {', '.join(_MODULES)}{_nearest(module, _MODULES)}")
     block = _MODULES[module]
     if (block == "detect") != last:
         raise ValueError("Detect is the last row, and only that")

@@ -111,7 +111,8 @@ class Detector(Module):
         model = own if own is not None else f"{path.stem}.yaml"
         with torch.device("meta"):  # takes no memory, whatever sizes the table names
             wanted = build_model(model, len(listed), table=text).state_dict()
-        if missing := [name for name in wanted if name not in fitting_tensors(wanted, found["model"])]:
+        fitting = fitting_tensors(wanted, found["model"])
+        if missing := [name for name in wanted if name not in fitting]:
             raise CheckpointError(
                 f"{path} lacks {len(missing)} of {len(wanted)} tensors of its architecture for {len(listed)} classes, "
                 f"{missing[0]} first: its batch norms were folded, or its table or names are another model's"
