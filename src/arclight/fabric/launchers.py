@@ -276,6 +276,8 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
 
 
 _PR_SET_PDEATHSIG = 1
+_EXIT_LIMIT_S = 60.0
+"""Seconds that exit functions have in a launched process whose result is delivered."""
 
 
 def exit_with_parent(parent: int | None = None) -> None:
@@ -302,7 +304,13 @@ def _watch_parent(parent: int) -> None:
 def _end_process() -> None:
     """End a process whose result is delivered, without taking the interpreter apart: threads of gloo that still look
     for it while it goes have aborted such processes.
+
+    A forked process may never get through its exit functions: a stream that another thread of its parent was writing at the
+    time of the fork stays locked, and `logging` flushes all of them.
     """
+    limit = threading.Timer(_EXIT_LIMIT_S, os._exit, (0,))
+    limit.daemon = True
+    limit.start()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
