@@ -5,27 +5,28 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.py"))
+SLOW = {"dcgan", "dqn", "kfold"}  # the others go through two optimizers, loops and all stages
 IMPORT = re.compile(r"^(?:import|from) arclight\.compat\.lightning\b")
 
 
 def run(script: Path, folder: Path) -> None:
     """Runs a program in a process and a folder of its own; its assertions say whether it learned."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script), str(folder)]
-    result = subprocess.run(
-        command, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
+    result = warm.run(script, folder, cwd=folder, env=environment, timeout=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(one, marks=pytest.mark.slow) if one.stem in SLOW else one for one in EXAMPLES],
+    ids=lambda script: script.stem,
+)
 def test_the_program_learns(script: Path, tmp_path: Path) -> None:
     run(script, tmp_path)
 

@@ -34,7 +34,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+@pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str) -> None:
     done = run("crash", start_method)
     assert done.returncode != 0

@@ -62,6 +62,7 @@ def first_steps(root: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_changes_nothing_under_elastic_launch(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for undisturbed in warm.run_ranks(2, SCRIPT, tmp_path / "a", "none", "2", "300", timeout=300):

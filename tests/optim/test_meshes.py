@@ -184,7 +184,7 @@ def everything(rank: int, count: int) -> None:
     placements_equal_one_process(rank, count)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_mesh_equals_one_process(tmp_path: Path, count: int) -> None:
     """Every placement with given gradients, then models under FSDP2, tensor parallelism and both; each rank its share of work."""
     run(count, tmp_path, everything, count)

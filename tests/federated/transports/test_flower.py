@@ -69,6 +69,7 @@ def steps(flower: Deployment, log: Path) -> str:
 
 
 @needs_flower
+@pytest.mark.slow
 def test_two_supernodes_and_one_process_come_to_the_same_bits(tmp_path: Path) -> None:
     expected = in_process(tmp_path / "here")
     with Deployment(tmp_path / "flower", 2) as flower:
