@@ -336,7 +336,9 @@ class Scores(al.Callback):
         pl_module.log("score", (5.0, 3.0, 4.0, 1.0, 2.0, 0.5)[trainer.global_step - 1])
 
 
-@pytest.mark.parametrize("plan", [Plan(dp_shard=2, tp=2), Plan(dp_shard=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan(dp_shard=2, tp=2), pytest.param(Plan(dp_shard=2, pp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_shares_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
     def run(number: int, steps: int, ckpt: str | None = None) -> tuple[list[float], list[str]]:
         saver = ModelCheckpoint(tmp_path / "c", "{step}", "score", save_top_k=2, save_last=True, every_n_train_steps=1)

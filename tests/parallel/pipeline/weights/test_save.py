@@ -101,7 +101,7 @@ def pass_on(source: Path, target: Path) -> tuple[Tensor, int]:
     return result, len(loaded.files)
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_saved_by_four_opens_in_two_and_one_and_in_transformers(name: str, tmp_path: Path) -> None:
     model = reference(name)
     model.save_pretrained(tmp_path / f"{name}-0", max_shard_size="30KB")
