@@ -46,3 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    _take_out_of_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        _take_out_of_collections()
+
+
+def _take_out_of_collections() -> None:
+    """Keep what is alive between two files out of searches for garbage: a million objects, a second for each search, and some tests make dozens."""
+    gc.collect()
+    gc.freeze()
