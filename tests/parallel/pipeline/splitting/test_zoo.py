@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from arclight.parallel.pipeline import Pipe, split
 
-
 KINDS = {
     "sequential", "our-gpt2-tied", "llama-tied", "albert", "t5", "gptj", "bert-classifier", "deepseek", "vit", "timm-resnet", "yolov5",
 }  # fmt: skip
@@ -62,7 +61,9 @@ def names_are_the_models(model: nn.Module, pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ZOO])
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
+)
 def test_a_model_is_cut_without_its_authors_help(name: str, stages: int) -> None:
     kind = ZOO[name]
     torch.manual_seed(0)
