@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from torch.utils.data import Subset
 
 from arclight.cli.commands.demo import EPOCHS, SCENES, Demo, recipe_for
 from arclight.cli.run_setup import build_task, callbacks, make_trainer
@@ -26,13 +26,13 @@ from arclight.optim.settings import AdamW
 from arclight.trainer.callbacks.settings import EMA, Checkpointing
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision import qris
-from arclight.vision.boxes import nms
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.images import decode_image
 from arclight.vision.qris.reading.decode import read_opencv, read_zxing
 from arclight.vision.results.metrics import DetectionMetrics
-from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
+from arclight.vision.tasks.detection import Detector
+from arclight.vision.tasks.module import evaluate
 from arclight.vision.tasks.settings import DetectionTask
 from benchmarks.results import Ratio, parser, publish, totals, versions
 
@@ -124,19 +124,11 @@ def fine_tune(start: Path, photos: Path, work: Path, epochs: int) -> Detector:
     return Detector.load_from_checkpoint(best_checkpoint(trainer.run_folder.path))  # type: ignore[no-any-return]
 
 
-@torch.inference_mode()
 def average_precision(detector: Detector, photos: DetectionDataset, group: str) -> float:
     """mAP50 on the photos whose names begin with ``group``."""
     chosen = [i for i, path in enumerate(photos.images) if path.name.startswith(group)]
     metrics = DetectionMetrics(num_classes=1)
-    detector.eval()
-    for start in range(0, len(chosen), 8):
-        batch = collate(photos.__getitems__(chosen[start : start + 8]))
-        predictions = detector.model(batch["images"].float() / 255)
-        metrics.update_batch(
-            nms(predictions, CONFIDENCE_FLOOR, EVALUATION_IOU), batch["targets"], size=photos.image_size
-        )
-    return metrics.compute().map50
+    return evaluate(detector.eval().model, Subset(photos, chosen), metrics, collate).map50  # type: ignore[no-any-return]
 
 
 def readers(detector: Detector) -> dict[str, Callable[[np.ndarray], list[tuple[str, np.ndarray]]]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arclight.checkpoint import load_weights
-from arclight.cli.runs import load_detector
+from arclight.cli.runs import load_vision_module
 from arclight.federated.rounds.history import read_history
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -58,7 +58,7 @@ def photos(folder: Path) -> Path:
 def test_a_round_goes_wherever_a_checkpoint_goes(photos: Path, typed: Typed, folder: Path) -> None:
     status, _, err = typed("federate sites.toml")
     assert status == 0, err
-    detector = load_detector(folder / ROUND)  # as export and quantize do
+    detector = load_vision_module(folder / ROUND)  # as export and quantize do
     assert same(detector.state_dict(), load_weights(ROUND))
     assert (detector.settings.image_size, detector.names) == (64, ["qr_code"])
     assert len(detector.detect([np.zeros((96, 80, 3), np.uint8)])) == 1

@@ -24,11 +24,21 @@ PUBLISHED = {
     "yolov5-p34": (5_331_518, 15.1), "yolov5-p6": (76_770_172, 111.8), "yolov5-p7": (144_281_723, 116.5),
     "yolov5s-ghost": (3_897_605, 8.9), "yolov5s-transformer": (7_235_645, 16.6), "yolov5s-leakyrelu": (7_235_389, 16.6),
     "yolov3": (61_949_149, 156.6), "yolov3-spp": (62_998_749, 157.5), "yolov3-tiny": (8_852_366, 13.3),
+    "yolov5n-seg": (1_991_549, 7.2), "yolov5s-seg": (7_621_277, 26.6), "yolov5m-seg": (21_990_397, 71.3),
+    "yolov5l-seg": (47_924_957, 148.4), "yolov5x-seg": (88_819_517, 266.6),
+}  # fmt: skip
+# 1000 classes, GFLOPs at 224 pixels, and parameters when folded
+CLASSIFIERS = {
+    "yolov5n-cls": (2_493_000, 0.49, 2_489_464), "yolov5s-cls": (5_453_480, 1.41, 5_447_688), "yolov5m-cls": (12_957_640, 3.91, 12_947_192),
+    "yolov5l-cls": (26_552_680, 8.55, 26_535_976), "yolov5x-cls": (48_097_160, 15.99, 48_072_600),
+}  # fmt: skip
+FUSED_SEGMENTERS = {
+    "yolov5n-seg": 1_986_637, "yolov5s-seg": 7_611_485, "yolov5m-seg": 21_971_597, "yolov5l-seg": 47_894_397, "yolov5x-seg": 88_774_445,
 }  # fmt: skip
 
 
 def test_all_are_known() -> None:
-    assert PUBLISHED.keys() == ARCHITECTURES.keys()
+    assert PUBLISHED.keys() | CLASSIFIERS.keys() == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -41,6 +51,28 @@ def test_parameters_and_operations_are_the_published_ones(name: str) -> None:
     parameters, gflops = PUBLISHED[name]
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert counter.get_total_flops() / 1e9 == pytest.approx(gflops, rel=0.03)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers_have_the_published_sizes(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name, 1000).eval()
+        counter = FlopCounterMode(display=False)
+        with counter:
+            model.raw(torch.rand(1, 3, 32, 32))  # counted so, times 49 for 224 pixels: the linear layer, too
+        folded = fuse(model)
+    parameters, gflops, of_folded = CLASSIFIERS[name]
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert sum(p.numel() for p in folded.parameters()) == of_folded
+    assert 49 * counter.get_total_flops() / 1e9 == pytest.approx(gflops, rel=0.03)
+
+
+@pytest.mark.parametrize("name", FUSED_SEGMENTERS)
+def test_folded_segmenters_have_the_published_sizes(name: str) -> None:
+    with torch.device("meta"):
+        folded = fuse(build_model(name))
+    assert sum(p.numel() for p in folded.parameters()) == FUSED_SEGMENTERS[name]
+    assert folded.state_dict()["model.24.proto.cv3.conv.weight"].shape[0] == 32
 
 
 @pytest.mark.parametrize(
@@ -174,7 +206,7 @@ def changed(old: str, new: str) -> str:
         (changed("-1, 2, Bottleneck", "[0, 1], 2, Bottleneck"), "takes one map"),
         (changed("-1, 1, nn.MaxPool2d", "-1, 2, nn.MaxPool2d"), "is built once"),
         (changed("-1, 1, Conv, [24", "-1, 2, Conv, [24"), "number = 2 of a stride of 2"),
-        (changed("[[3, 4], 1, Detect, [nc, anchors]]", "[-1, 1, Conv, [8]]"), "Detect is the last row"),
+        (changed("[[3, 4], 1, Detect, [nc, anchors]]", "[-1, 1, Conv, [8]]"), "Classify is the last row"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8], [40,40, 90,90]]"), "as many on each level"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,8]]"), "a list for each of 2 levels"),
         (changed("[[8,8, 20,20], [40,40, 90,90]]", "[[8,.nan], [40,40]]"), "sizes in pixels"),

@@ -379,7 +379,7 @@ def test_a_model_file_of_yolov5_opens_without_its_code(tmp_path: Path) -> None:
     sys.modules[there.__name__] = there
     torch.save({"model": theirs}, tmp_path / "seg.pt")
     torch.save({"model": theirs.model.state_dict()}, tmp_path / "weights.pt")
-    with pytest.raises(ValueError, match="'Segment' is no block"):
+    with pytest.raises(ValueError, match="ends with a segment head, a Detector needs one to detect"):
         Detector.load(tmp_path / "seg.pt")
     with pytest.raises(CheckpointError, match="does not say which architecture"):
         Detector.load(tmp_path / "weights.pt")

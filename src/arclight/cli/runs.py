@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import RECIPE, UsageError
 
 if TYPE_CHECKING:
-    from arclight.vision.tasks.detection import Detector
+    from arclight.vision.tasks.module import VisionModule
 
 
 def run_folder(place: Path) -> Path | None:
@@ -77,11 +77,11 @@ def _recorded(newest: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
-def load_detector(path: Path) -> Detector:
-    """Load the detector in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
-    from arclight.vision.tasks.detection import Detector
+def load_vision_module(path: Path) -> VisionModule:
+    """Load the model of a vision task in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
+    from arclight.vision.tasks.module import VisionModule
 
     checkpoint = checkpoint_of(path)
-    detector: Detector = Detector.load_from_checkpoint(checkpoint)
+    module: VisionModule = VisionModule.load(checkpoint)
     print(described(checkpoint))
-    return detector
+    return module

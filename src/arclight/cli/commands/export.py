@@ -6,7 +6,7 @@ from pathlib import Path
 
 from arclight.cli.arguments import Parser, UsageError, check_program_name
 from arclight.cli.commands import language
-from arclight.cli.runs import load_detector
+from arclight.cli.runs import load_vision_module
 from arclight.cli.style import working
 from arclight.deploy.settings import Int8
 
@@ -72,8 +72,11 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     from arclight.deploy.parity import parity_summary
     from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
     from arclight.vision.tasks.deployment import export_detector
+    from arclight.vision.tasks.detection import Detector
 
-    detector = load_detector(options.checkpoint)
+    detector = load_vision_module(options.checkpoint)
+    if not isinstance(detector, Detector):
+        raise UsageError(f"{options.checkpoint} holds a {type(detector).__name__}: only detectors are exported")
     settings = detector.settings
     data = options.data or settings.data
     if not data.exists():

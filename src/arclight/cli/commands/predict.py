@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.commands import language
-from arclight.cli.runs import load_detector, run_folder
+from arclight.cli.runs import load_vision_module, run_folder
 from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
@@ -152,9 +152,9 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
 
     import torch
 
-    detector = load_detector(place).to("cuda" if torch.cuda.is_available() else "cpu")
+    detector = load_vision_module(place).to("cuda" if torch.cuda.is_available() else "cpu")
     used = dataclasses.replace(detector.processing, **changed)
-    return _chosen(lambda image: detector.detect([image], used)[0], options, detector.names), sources
+    return _chosen(lambda image: detector.predict([image], used)[0], options, detector.names), sources
 
 
 def _chosen(find: Finder, options: argparse.Namespace, names: list[str]) -> Finder:

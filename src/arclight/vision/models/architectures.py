@@ -1,4 +1,4 @@
-"""Define detector architectures as tables: YOLOv5, its variants, YOLOv3, or from a YOLOv5 .yaml.
+"""Define architectures as tables: YOLOv5 for each task, its variants, YOLOv3, or from a YOLOv5 .yaml.
 
 Nothing in a table is evaluated: a row names a block, and a block takes numbers.
 """
@@ -15,8 +15,10 @@ from arclight.fabric.extras import require
 
 Block = Literal[
     "conv", "ghost_conv", "bottleneck", "c3", "c3_ghost", "c3_transformer", "spp", "sppf", "max_pool", "pad", "upsample",
-    "concat", "detect",
+    "concat", "detect", "segment", "classify",
 ]  # fmt: skip
+HeadBlock = Literal["detect", "segment", "classify"]
+HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
 MAX_LEVELS, MAX_ROWS, MAX_CHANNELS, MAX_REPEATS = 5, 200, 8192, 200
@@ -41,6 +43,8 @@ class Layer(NamedTuple):
     """Sizes of the pools of ``spp``."""
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Left, right, top and bottom of ``pad``, pixels."""
+    masks: int = 32
+    """Prototypes of ``segment``; its ``channels`` are those on the way to them."""
 
 
 class Scale(NamedTuple):
@@ -51,7 +55,7 @@ class Scale(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """A detector before it is built: rows, their scale, and the anchors of each level."""
+    """A network before it is built: rows, their scale, and the anchors of each level."""
 
     rows: tuple[Layer, ...]
     scale: Scale
@@ -65,10 +69,15 @@ class Architecture(NamedTuple):
         factors: list[int] = []
         for i, row in enumerate(self.rows):
             sources = [factors[i + s if s < 0 else s] if i else 1 for s in row.source]
-            if row.block == "detect":
+            if row.block in HEADS:
                 return tuple(sources)
             factors.append(max(1, sources[0] * row.stride if row.block != "upsample" else sources[0] // 2))
-        raise ValueError("an architecture ends with a detect row; this one has none")
+        raise ValueError("an architecture ends with the row of a head; this one has none")
+
+    @property
+    def head(self) -> str:
+        """Block of the last row."""
+        return self.rows[-1].block
 
     @property
     def levels(self) -> int:
@@ -111,6 +120,10 @@ def _detect(*levels: int) -> Layer:
     return Layer("detect", source=levels)
 
 
+def _with_masks(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    return (*rows[:-1], rows[-1]._replace(block="segment", channels=256))
+
+
 _UP = Layer("upsample")
 _STEM = (  # stride 2, 4, 8, 16
     Layer("conv", 64, kernel=6, stride=2), _down(128), Layer("c3", 128, repeats=3), _down(256), Layer("c3", 256, repeats=6),
@@ -126,6 +139,7 @@ _TOP_DOWN = (Layer("conv", 512), _UP, _concat(6), _c3(512), Layer("conv", 256), 
 YOLOV5 = (
     *_BACKBONE, *_TOP_DOWN, _down(256), _concat(14), _c3(512), _down(512), _concat(10), _c3(1024), _detect(17, 20, 23),
 )  # fmt: skip
+YOLOV5_CLS = (*_BACKBONE[:-1], Layer("classify"))
 YOLOV5_P6 = (
     *_BACKBONE_P6,
     Layer("conv", 768), _UP, _concat(8), _c3(768), Layer("conv", 512), _UP, _concat(6), _c3(512),
@@ -198,6 +212,8 @@ SCALES: dict[str, Scale] = {
 ARCHITECTURES: dict[str, Architecture] = {
     **{f"yolov5{size}": Architecture(YOLOV5, scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}6": Architecture(YOLOV5_P6, scale, COCO_P6) for size, scale in SCALES.items()},
+    **{f"yolov5{size}-seg": Architecture(_with_masks(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
+    **{f"yolov5{size}-cls": Architecture(YOLOV5_CLS, scale, ()) for size, scale in SCALES.items()},
     "yolov5-p2": Architecture(YOLOV5_P2, SCALES["l"], (_P2, _P3, _P4, _P5)),
     "yolov5-p34": Architecture(YOLOV5_P34, SCALES["s"], (_P3, _P4)),
     "yolov5-p6": Architecture(YOLOV5_P6, SCALES["l"], (_P3, _P4, _P5, _P6)),
@@ -238,7 +254,7 @@ def find_architecture(name: str, table: str | None = None) -> Architecture:
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(
-            f"{name!r} is not a known detector: choose one of {known}, or a .yaml file{_nearest(name, ARCHITECTURES)}"
+            f"{name!r} is not a known model: choose one of {known}, or a .yaml file{_nearest(name, ARCHITECTURES)}"
         )
     return ARCHITECTURES[name]
 
@@ -266,7 +282,7 @@ def name_of(architecture: Architecture) -> str | None:
 _MODULES: dict[str, Block] = {
     "Conv": "conv", "GhostConv": "ghost_conv", "Bottleneck": "bottleneck", "C3": "c3", "C3Ghost": "c3_ghost",
     "C3TR": "c3_transformer", "SPP": "spp", "SPPF": "sppf", "nn.MaxPool2d": "max_pool", "nn.ZeroPad2d": "pad",
-    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect",
+    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "Segment": "segment", "Classify": "classify",
 }  # fmt: skip
 """What a .yaml calls the blocks."""
 _ACTIVATIONS: dict[str, ActivationName] = {
@@ -307,9 +323,11 @@ def parse_architecture(text: str, path: str) -> Architecture:
         )
     architecture = Architecture(tuple(rows), scale, (), _ACTIVATIONS[written])
     strides = architecture.strides
+    if architecture.head == "classify":
+        return architecture
     if list(strides) != sorted(set(strides)):
         raise ValueError(
-            f"{path}: Detect reads maps of strides {list(strides)}: list them from the finest to the coarsest"
+            f"{path}: the head reads maps of strides {list(strides)}: list them from the finest to the coarsest"
         )
     return architecture._replace(anchors_px=_anchors(document.get("anchors", 3), strides, path))
 
@@ -346,24 +364,26 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     if module not in _MODULES:
         raise ValueError(f"{module!r} is no block: {', '.join(_MODULES)}{_nearest(module, _MODULES)}")
     block = _MODULES[module]
-    if (block == "detect") != last:
-        raise ValueError("Detect is the last row, and only that")
+    if (block in HEADS) != last:
+        raise ValueError(
+            f"{module if block in HEADS else 'Detect, Segment or Classify'} is the last row, and only that"
+        )
     sources = tuple(origin) if isinstance(origin, list) else (origin,)
     if not sources or not all(_whole(s) and (s == -1 or -number <= s < number) for s in sources):
         raise ValueError(f"from = {origin} must name rows before this one")
-    if len(sources) > 1 and block not in ("concat", "detect"):
+    if len(sources) > 1 and block not in ("concat", "detect", "segment"):
         raise ValueError(f"{module} takes one map, from = {origin} names {len(sources)}")
     if not (_whole(repeats) and 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"number = {repeats} must be 1 to {MAX_REPEATS}")
     if not isinstance(arguments, list):
         raise ValueError("arguments must be a list")
-    if repeats > 1 and block in ("max_pool", "pad", "upsample", "concat", "detect"):
+    if repeats > 1 and block in ("max_pool", "pad", "upsample", "concat", *HEADS):
         raise ValueError(f"number = {repeats}: {module} is built once, write a row for each")
     layer = Layer(block, repeats=repeats, source=sources)
-    if block in ("concat", "detect"):
-        if block == "detect" and not 1 <= len(sources) <= MAX_LEVELS:
-            raise ValueError(f"Detect has 1 to {MAX_LEVELS} levels, not {len(sources)}")
-        return layer
+    if block == "concat" or block in HEADS:
+        if block in HEADS and not 1 <= len(sources) <= MAX_LEVELS:
+            raise ValueError(f"{module} has 1 to {MAX_LEVELS} levels, not {len(sources)}")
+        return layer if block != "segment" else layer._replace(**_mask_arguments(arguments))
     if block == "upsample":
         if arguments not in ([None, 2, "nearest"], ["None", 2, "nearest"]):
             raise ValueError("only [None, 2, nearest] is built")
@@ -372,6 +392,17 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     if repeats > 1 and layer.stride > 1:
         raise ValueError(f"number = {repeats} of a stride of {layer.stride}: write a row for each")
     return layer
+
+
+def _mask_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Name the arguments of a Segment row: classes and anchors, which are known otherwise, then prototypes and channels."""
+    given = list(arguments[2:])
+    masks, channels = given[0] if given else 32, given[1] if len(given) > 1 else 256
+    if len(arguments) > 4 or not (
+        _whole(masks) and 1 <= masks <= 256 and _whole(channels) and 1 <= channels <= MAX_CHANNELS
+    ):
+        raise ValueError(f"takes nc, anchors, prototypes (1 to 256) and channels, given {list(arguments)}")
+    return {"masks": masks, "channels": channels}
 
 
 def _arguments(block: Block, arguments: Sequence[Any]) -> dict[str, Any]:

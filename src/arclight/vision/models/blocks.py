@@ -181,17 +181,3 @@ class Concat(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         return torch.cat(maps, dim=1)
-
-
-class ClassifyHead(nn.Module):
-    """Class logits (N, classes) of a map: a 1x1 convolution to 1,280 channels, a mean over positions, a linear layer."""
-
-    def __init__(self, c_in: int, num_classes: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv = ConvBNAct(c_in, 1280)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.drop = nn.Dropout(dropout)
-        self.linear = nn.Linear(1280, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.drop(self.pool(self.conv(x)).flatten(1)))  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""Anchor-based YOLO detectors: the network that runs a table of `architectures`, its head, and the decoding to boxes.
+"""Build YOLO networks from tables of `architectures`, fold their batch norms, load published weights.
 
-Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
+Shapes: N images of H x W pixels, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,55 +31,17 @@ from arclight.vision.models.blocks import (
     ConvBNAct,
     GhostConv,
 )
-
-OBJECTS_PER_IMAGE, IMAGE_SIDE = 8, 640  # the prior that the head starts from
-
-
-class DetectHead(nn.Module):
-    """One 1x1 convolution per level: for every anchor x, y, w, h, objectness and class logits."""
-
-    anchors: Tensor
-
-    def __init__(self, c_in: Sequence[int], num_classes: int, anchors_px: Tensor, strides: Sequence[int]) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        self.strides = tuple(strides)
-        per_level = anchors_px.shape[1]
-        # in grid units, as in published checkpoints
-        self.register_buffer("anchors", anchors_px / torch.tensor(strides, dtype=anchors_px.dtype).view(-1, 1, 1))
-        self.m = nn.ModuleList(nn.Conv2d(c, per_level * (5 + num_classes), 1) for c in c_in)
-        self._init_priors()
-
-    @torch.no_grad()
-    def _init_priors(self) -> None:
-        """Start from rare objects and likely classes, so that the first steps are not spent unlearning noise.
-
-        Focal loss paper (Lin et al. 2017), section 3.3. A single class is not trained (the loss has nothing to tell it
-        apart from): its score is made constant here, practically 1.
-        """
-        for conv, stride in zip(self.m, self.strides):
-            assert isinstance(conv, nn.Conv2d)
-            assert conv.bias is not None
-            bias = conv.bias.view(-1, 5 + self.num_classes)
-            weight = conv.weight.view(-1, 5 + self.num_classes, conv.in_channels)
-            bias[:, 4] = math.log(OBJECTS_PER_IMAGE / (IMAGE_SIDE / stride) ** 2)
-            bias[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
-            if self.num_classes == 1:
-                weight[:, 5:] = 0
-
-    def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        shape = (-1, 5 + self.num_classes)
-        return [conv(x).unflatten(1, shape).permute(0, 1, 3, 4, 2) for conv, x in zip(self.m, maps)]
+from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, SegmentHead
 
 
 class Yolo(nn.Module):
-    """A detector: images (N, 3, H, W) float in [0, 1], sides multiples of the largest stride.
+    """A network over images (N, 3, H, W) float in [0, 1], sides multiples of the largest stride.
 
-    In training mode the output is ``raw(images)``, in evaluation mode ``decode(raw(images))``.
+    In training mode the output is ``raw(images)``, in evaluation mode ``decode(raw(images))``; the head says what they are.
     """
 
     def __init__(self, layers: Sequence[nn.Module], sources: Sequence[tuple[int, ...]], *, names: list[str]) -> None:
-        """``layers`` end with a DetectHead; ``sources[i]``: numbers of the layers that layer i reads, -1 the image."""
+        """``layers`` end with a head; ``sources[i]``: numbers of the layers that layer i reads, -1 the image."""
         super().__init__()
         self.model = nn.Sequential(*layers)
         self.sources = list(sources)
@@ -86,9 +49,9 @@ class Yolo(nn.Module):
         self.names = names
 
     @property
-    def head(self) -> DetectHead:
+    def head(self) -> Head:
         head = self.model[-1]
-        assert isinstance(head, DetectHead)
+        assert isinstance(head, Head)
         return head
 
     @property
@@ -98,45 +61,31 @@ class Yolo(nn.Module):
     @property
     def anchors(self) -> Tensor:
         """(L, k, 2) width and height of each anchor in units of its level's cells."""
-        return self.head.anchors
+        head = self.head
+        assert isinstance(head, DetectHead)
+        return head.anchors
 
-    def forward(self, images: Tensor) -> Tensor | list[Tensor]:
+    def forward(self, images: Tensor) -> Any:
         raw = self.raw(images)
         return raw if self.training else self.decode(raw)
 
-    def raw(self, images: Tensor) -> list[Tensor]:
-        """Logits per level, each (N, k, H / stride, W / stride, 5 + C); ValueError for sides not multiples of the largest stride."""
+    def raw(self, images: Tensor) -> Any:
+        """Output of the head before it is decoded; ValueError for sides that are no multiples of the largest stride."""
         height, width, largest = images.shape[-2], images.shape[-1], self.stride[-1]
         if height % largest or width % largest:
             raise ValueError(f"image sides must be multiples of {largest}, they are {height} x {width}: letterbox them")
         kept: dict[int, Tensor] = {}
-        x = images
+        x = self.head.normalise(images)
         for i, (layer, source) in enumerate(zip(list(self.model)[:-1], self.sources)):
             inputs = [kept.get(s, x) for s in source]
             x = layer(inputs) if isinstance(layer, Concat) else layer(inputs[0])
             if i in self._kept:
                 kept[i] = x
-        levels: list[Tensor] = self.head([kept.get(s, x) for s in self.sources[-1]])
-        return levels
+        return self.head([kept.get(s, x) for s in self.sources[-1]])
 
-    def decode(self, raw: list[Tensor]) -> Tensor:
-        """(N, A, 5 + C): x, y, w, h in input pixels, objectness, class scores in [0, 1]; at least float32.
-
-        With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a
-        box to 4 times its anchor and lets its centre leave its cell by half.
-        """
-        decoded = []
-        for level, anchors, stride in zip(raw, self.anchors, self.stride):
-            scores = (level if level.dtype == torch.float64 else level.float()).sigmoid()
-            height, width = level.shape[2:4]
-            # made again each time: a stored grid would be state, and would tie the model to one image size
-            y = torch.arange(height, device=level.device, dtype=scores.dtype)
-            x = torch.arange(width, device=level.device, dtype=scores.dtype)
-            cell = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
-            xy = (scores[..., 0:2] * 2 - 0.5 + cell) * stride
-            wh = (scores[..., 2:4] * 2) ** 2 * (anchors.to(scores.dtype) * stride).view(1, -1, 1, 1, 2)
-            decoded.append(torch.cat((xy, wh, scores[..., 4:]), dim=-1).flatten(1, 3))
-        return torch.cat(decoded, dim=1)
+    def decode(self, raw: Any) -> Any:
+        """Decode ``raw`` as the head says; at least float32."""
+        return self.head.decode(raw)
 
 
 def fuse(model: Yolo) -> Yolo:
@@ -172,10 +121,10 @@ def build_model(
     anchors_px: Tensor | None = None,
     table: str | None = None,
 ) -> Yolo:
-    """Build a freshly initialised detector.
+    """Build a freshly initialised network.
 
-    name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants), or a .yaml file of
-    YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths and heights in pixels, small to large
+    name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
+    yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths and heights in pixels, small to large
     (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the published ones where not given.
     table: the text of that .yaml file, where it is known; the file is read where not. Raises
     ValueError for an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors
@@ -183,10 +132,14 @@ def build_model(
     """
     architecture = find_architecture(name, table)
     if num_classes < 1:
-        raise ValueError(f"a detector needs at least one class, num_classes is {num_classes}")
+        raise ValueError(f"a model needs at least one class, num_classes is {num_classes}")
     names = [str(i) for i in range(num_classes)] if names is None else list(names)
     if len(names) != num_classes:
         raise ValueError(f"num_classes is {num_classes}, but {len(names)} names are given: {names}")
+    if architecture.head == "classify":
+        if anchors_px is not None:
+            raise ValueError(f"{name} classifies whole images: leave anchors_px out")
+        return Yolo(*_build_layers(architecture, num_classes, torch.empty(0)), names=names)
     anchors = torch.tensor(architecture.anchors_px, dtype=torch.float32) if anchors_px is None else anchors_px.float()
     levels = architecture.levels
     if anchors.ndim not in (2, 3) or anchors.shape[-1] != 2 or not anchors.numel() or anchors.numel() % (2 * levels):
@@ -208,12 +161,17 @@ def _build_layers(
     for i, row in enumerate(architecture.rows):
         source = tuple(i + s if s < 0 else s for s in row.source)
         c_in = [channels[s] if s >= 0 else 3 for s in source]
-        if row.block == "detect":
-            module: nn.Module = DetectHead(c_in, num_classes, anchors_px, architecture.strides)
-            c_out = 0
-        else:
-            c_out = 8 * math.ceil(row.channels * scale.width / 8)  # a multiple of 8 suits vector units
-            module, c_out = _build(row, c_in, c_out, max(round(row.repeats * scale.depth), 1), act)
+        c_out = 8 * math.ceil(row.channels * scale.width / 8)  # a multiple of 8 suits vector units
+        module: nn.Module
+        match row.block:
+            case "detect":
+                module = DetectHead(c_in, num_classes, anchors_px, architecture.strides)
+            case "segment":
+                module = SegmentHead(c_in, num_classes, anchors_px, architecture.strides, row.masks, c_out)
+            case "classify":
+                module = ClassifyHead(c_in[0], num_classes, architecture.strides[0])
+            case _:
+                module, c_out = _build(row, c_in, c_out, max(round(row.repeats * scale.depth), 1), act)
         layers.append(module)
         sources.append(source)
         channels.append(c_out)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from arclight.vision.boxes import box_iou
+from arclight.vision.boxes import box_iou, nms
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -27,6 +27,10 @@ CONFIDENCE_GRID: Floats = np.linspace(0, 1, 1001)
 MAX_DETECTIONS = 100
 """Predictions of a class in an image that count, most confident first (COCO)."""
 CONFUSION_CONFIDENCE, CONFUSION_IOU = 0.25, 0.45
+CONFIDENCE_FLOOR = 0.001
+"""Smallest confidence that counts in average precision, as COCO's protocol has it."""
+EVALUATION_IOU = 0.6
+"""Overlap above which boxes of a class are merged before average precision is measured."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -120,6 +124,11 @@ class DetectionMetrics:
         ids = [-1] * len(truths) if image_ids is None else [int(i) for i in image_ids]
         for image_id, predicted, true in zip(ids, predictions, truths, strict=True):
             self._add(image_id, self._observe(_rows(predicted, 6, "predictions"), _rows(true, 5, "truths")))
+
+    def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
+        """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
+        kept = nms(output, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1)
+        self.update_batch(kept, batch["targets"], size=batch["images"].shape[-1])
 
     def update_batch(
         self, predictions: Sequence[Tensor], targets: Tensor, size: int, image_ids: Sequence[int] | None = None

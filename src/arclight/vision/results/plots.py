@@ -41,12 +41,12 @@ class DetectionPlots(Callback):
         if not trainer.is_global_zero or not trainer.loggers or pl_module.results is None:
             return
         folder = trainer.run_folder.plots
-        captions = write_charts(pl_module.results, pl_module.names, folder)
+        captions = pl_module.write_charts(folder)
         # no process of a pipeline, or of a sharded model, has a whole model to look at photos with
         whole = not trainer.strategy.in_stages and not any(map(is_dtensor, pl_module.parameters()))
         dataset = getattr(trainer.datamodule, "val", None) if whole else None
         if dataset is not None and len(dataset):
-            captions |= write_predictions(pl_module.detect, dataset, folder)
+            captions |= write_predictions(pl_module.predict, dataset, folder)
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
 
 

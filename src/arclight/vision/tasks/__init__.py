@@ -1,6 +1,7 @@
 """Vision tasks as ordinary modules and data modules, as a user would write them.
 
-A recipe's `settings` come in; `detection` makes a Detector and its data of them. `processing` is what lies around the network,
-in training and in deployed programs alike: photos to input, output to boxes. `deployment` writes a trained detector as a
-program and measures one. Open `detection` first.
+A recipe's `settings` come in, and ``kind`` chooses the task: they build its module and its data. `module` holds what all tasks
+share, and the seam that one is written at: head, loss, metrics, processing. `detection` is the task to read first. `processing` is
+what lies around the network, in training and in deployed programs alike: photos to input, output to results. `deployment`
+writes a trained model as a program and measures one.
 """

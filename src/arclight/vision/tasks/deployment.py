@@ -12,11 +12,11 @@ import torch
 
 from arclight.deploy import Program, export, quantize
 from arclight.deploy.settings import Int8
-from arclight.vision.boxes import nms
 from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate
 from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
-from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
+from arclight.vision.tasks.detection import Detector
+from arclight.vision.tasks.module import evaluate
 
 CALIBRATION_BATCH = 8
 """Images per calibration batch."""
@@ -77,11 +77,5 @@ def _float_batches(dataset: DetectionDataset, count: int) -> Iterator[torch.Tens
 def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: int = 8) -> DetectionResults:
     """Average precision of a program, measured exactly as a detector's is during training."""
     metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
-    for start in range(0, len(dataset), batch_size):
-        batch = collate(dataset.__getitems__(range(start, min(start + batch_size, len(dataset)))))
-        if not len(batch["images"]):
-            continue  # every image of the batch was damaged
-        images = batch["images"].float() / 255
-        kept = nms(program(images), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=metrics.num_classes > 1)
-        metrics.update_batch(kept, batch["targets"], size=images.shape[-1])
-    return metrics.compute()
+    results: DetectionResults = evaluate(program, dataset, metrics, collate, batch_size)
+    return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from arclight._intervals import (
     Checked,
@@ -23,10 +23,57 @@ from arclight.vision.data.site_split import Merchant, SiteShare
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
+    from arclight.vision.tasks.module import VisionData, VisionModule
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionTask(Checked):
+class VisionTask(Checked):
+    """Define what every task over images has: data, model, and how it is trained."""
+
+    data: Path
+    """The data set."""
+    model: str
+    """Architecture."""
+    image_size: Annotated[int, Interval(ge=32)] = 640
+    """Side of the square input, pixels; a multiple of the largest stride: 32, or 64 for yolov5n6 to yolov5x6."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory layout of images and weights; auto measures which is faster on this machine."""
+    batch_size: PositiveInt = 16
+    """Images per step on each device."""
+    workers: NonNegativeInt = 2
+    """Worker processes that load images; 0 loads in the training process."""
+    cache: bool = False
+    """Keep decoded training images in memory."""
+    weights: Path | None = None
+    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
+    freeze: NonNegativeInt = 0
+    """Leading layers whose weights do not change."""
+    augment: Augment = field(default_factory=Augment)
+    """Random changes to training images."""
+    optimizer: SGD | AdamW = field(default_factory=AdamW)
+    """Optimizer."""
+    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
+    """Learning-rate schedule."""
+
+    def with_data(self, data: str) -> Self:
+        """Return the task on a site's own images, all of them."""
+        return dataclasses.replace(self, weights=None, data=Path(data))
+
+    def module_class(self) -> type[VisionModule]:
+        """Return the class that this task trains."""
+        raise NotImplementedError(f"{type(self).__name__} has no module")
+
+    def data_class(self) -> type[VisionData]:
+        """Return the class of its loaders."""
+        raise NotImplementedError(f"{type(self).__name__} has no data")
+
+    def build(self) -> tuple[Module, DataModule]:
+        data = self.data_class()(self)
+        return self.module_class()(self, names=data.names), data
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionTask(VisionTask):
     """Train an object detector on a YOLO-format data set."""
 
     recipe_kind: ClassVar[str] = "detection"
@@ -39,28 +86,8 @@ class DetectionTask(Checked):
     """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, or your .yaml of YOLOv5's form."""
     anchors: Literal["coco", "fitted"] = "coco"
     """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
-    image_size: Annotated[int, Interval(ge=32)] = 640
-    """Side of the square input, pixels; a multiple of the largest stride: 32, or 64 for yolov5n6 to yolov5x6."""
-    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Memory layout of images and weights; auto measures which is faster on this machine."""
-    batch_size: PositiveInt = 16
-    """Images per step on each device."""
-    workers: NonNegativeInt = 2
-    """Worker processes that load images; 0 loads in the training process."""
-    cache: bool = False
-    """Keep decoded training images in memory."""
     cache_labels: bool = True
     """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""
-    weights: Path | None = None
-    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
-    freeze: NonNegativeInt = 0
-    """Leading layers whose weights do not change."""
-    augment: Augment = field(default_factory=Augment)
-    """Random changes to training images."""
-    optimizer: SGD | AdamW = field(default_factory=AdamW)
-    """Optimizer."""
-    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
-    """Learning-rate schedule."""
     box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
     obj_gain: NonNegativeFloat = 1.0
@@ -72,7 +99,7 @@ class DetectionTask(Checked):
     iou_threshold: Fraction = 0.45
     """IoU threshold of non-maximum suppression, in [0, 1]."""
 
-    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> DetectionTask:
+    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Self:
         """Return the task on one site's images; ValueError for a partition that divides no images.
 
         Its weights come from elsewhere.
@@ -94,12 +121,16 @@ class DetectionTask(Checked):
         assert share is not None
         SiteSplit(read_data_yaml(self.data), share).check()
 
-    def with_data(self, data: str) -> DetectionTask:
+    def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""
-        return dataclasses.replace(self, weights=None, data=Path(data), share=None)
+        return dataclasses.replace(super().with_data(data), share=None)
 
-    def build(self) -> tuple[Module, DataModule]:
-        from arclight.vision.tasks.detection import DetectionData, Detector
+    def module_class(self) -> type[VisionModule]:
+        from arclight.vision.tasks.detection import Detector
 
-        data = DetectionData(self)
-        return Detector(self, names=data.spec.names), data
+        return Detector
+
+    def data_class(self) -> type[VisionData]:
+        from arclight.vision.tasks.detection import DetectionData
+
+        return DetectionData

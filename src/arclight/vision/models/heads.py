@@ -1,0 +1,176 @@
+"""Heads of the YOLO family: what a network's last maps become, and how that is decoded.
+
+Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
+Attribute names are those of published checkpoints.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.vision.models.blocks import ConvBNAct
+
+OBJECTS_PER_IMAGE, IMAGE_SIDE = 8, 640  # the prior that the head starts from
+
+
+class Head(nn.Module, abc.ABC):
+    """The last layer of a network."""
+
+    strides: tuple[int, ...]
+    """Pixels of the image per cell of each map that comes in, finest first."""
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Map images in [0, 1] to what the first layer takes."""
+        return images
+
+    @abc.abstractmethod
+    def decode(self, raw: Any) -> Any:
+        """Decode the output to what post-processing reads; at least float32."""
+
+
+class DetectHead(Head):
+    """One 1x1 convolution per level: for every anchor x, y, w, h, objectness, class logits and ``extra`` numbers."""
+
+    anchors: Tensor
+
+    def __init__(
+        self, c_in: Sequence[int], num_classes: int, anchors_px: Tensor, strides: Sequence[int], extra: int = 0
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.extra = num_classes, extra
+        self.strides = tuple(strides)
+        per_level = anchors_px.shape[1]
+        # in grid units, as in published checkpoints
+        self.register_buffer("anchors", anchors_px / torch.tensor(strides, dtype=anchors_px.dtype).view(-1, 1, 1))
+        self.m = nn.ModuleList(nn.Conv2d(c, per_level * (5 + num_classes + extra), 1) for c in c_in)
+        self._init_priors()
+
+    @torch.no_grad()
+    def _init_priors(self) -> None:
+        """Start from rare objects and likely classes, so that the first steps are not spent unlearning noise.
+
+        Focal loss paper (Lin et al. 2017), section 3.3. A single class is not trained (the loss has nothing to tell it
+        apart from): its score is made constant here, practically 1.
+        """
+        for conv, stride in zip(self.m, self.strides):
+            assert isinstance(conv, nn.Conv2d)
+            assert conv.bias is not None
+            columns, classes = 5 + self.num_classes + self.extra, slice(5, 5 + self.num_classes)
+            bias = conv.bias.view(-1, columns)
+            weight = conv.weight.view(-1, columns, conv.in_channels)
+            bias[:, 4] = math.log(OBJECTS_PER_IMAGE / (IMAGE_SIDE / stride) ** 2)
+            bias[:, classes] = math.log(0.6 / (self.num_classes - 0.99999))
+            if self.num_classes == 1:
+                weight[:, classes] = 0
+
+    def forward(self, maps: list[Tensor]) -> Any:
+        """Logits per level, each (N, k, H / stride, W / stride, 5 + C + extra)."""
+        return self._levels(maps)
+
+    def _levels(self, maps: list[Tensor]) -> list[Tensor]:
+        shape = (-1, 5 + self.num_classes + self.extra)
+        return [conv(x).unflatten(1, shape).permute(0, 1, 3, 4, 2) for conv, x in zip(self.m, maps)]
+
+    def decode(self, raw: Any) -> Any:
+        """Decode logits per level to rows; see `decode_levels`."""
+        return self.decode_levels(raw)
+
+    def decode_levels(self, raw: list[Tensor]) -> Tensor:
+        """(N, A, 5 + C + extra): x, y, w, h in input pixels, objectness, class scores in [0, 1], then what is extra as it is.
+
+        With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a
+        box to 4 times its anchor and lets its centre leave its cell by half.
+        """
+        decoded = []
+        for level, anchors, stride in zip(raw, self.anchors, self.strides):
+            logits = level if level.dtype == torch.float64 else level.float()
+            scores = logits[..., : 5 + self.num_classes].sigmoid()
+            height, width = level.shape[2:4]
+            # made again each time: a stored grid would be state, and would tie the model to one image size
+            y = torch.arange(height, device=level.device, dtype=scores.dtype)
+            x = torch.arange(width, device=level.device, dtype=scores.dtype)
+            cell = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)
+            xy = (scores[..., 0:2] * 2 - 0.5 + cell) * stride
+            wh = (scores[..., 2:4] * 2) ** 2 * (anchors.to(scores.dtype) * stride).view(1, -1, 1, 1, 2)
+            parts = [xy, wh, scores[..., 4:]]
+            if self.extra:
+                parts.append(logits[..., 5 + self.num_classes :])
+            decoded.append(torch.cat(parts, dim=-1).flatten(1, 3))
+        return torch.cat(decoded, dim=1)
+
+
+class Prototypes(nn.Module):
+    """Masks from which an object's own is mixed: (N, C_in, H, W) to (N, masks, 2 H, 2 W)."""
+
+    def __init__(self, c_in: int, hidden: int, masks: int) -> None:
+        super().__init__()
+        self.cv1 = ConvBNAct(c_in, hidden, 3)
+        self.upsample = nn.Upsample(scale_factor=2, mode="nearest")
+        self.cv2 = ConvBNAct(hidden, hidden, 3)
+        self.cv3 = ConvBNAct(hidden, masks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cv3(self.cv2(self.upsample(self.cv1(x))))  # type: ignore[no-any-return]
+
+
+class SegmentHead(DetectHead):
+    """A detection head that gives each box coefficients of mask prototypes, made of the finest map (YOLACT, Bolya et al. 2019)."""
+
+    def __init__(
+        self,
+        c_in: Sequence[int],
+        num_classes: int,
+        anchors_px: Tensor,
+        strides: Sequence[int],
+        masks: int,
+        hidden: int,
+    ) -> None:
+        super().__init__(c_in, num_classes, anchors_px, strides, extra=masks)
+        self.proto = Prototypes(c_in[0], hidden, masks)
+
+    def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Logits per level, and prototypes (N, masks, H / 4, W / 4) at half the finest stride."""
+        return self._levels(maps), self.proto(maps[0])
+
+    def decode(self, raw: tuple[list[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows (N, A, 5 + C + masks), and the prototypes; at least float32."""
+        levels, prototypes = raw
+        return self.decode_levels(levels), prototypes if prototypes.dtype == torch.float64 else prototypes.float()
+
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ClassifyHead(Head):
+    """Class logits of a map: a 1x1 convolution to 1,280 channels, a mean over positions, a linear layer."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, c_in: int, num_classes: int, stride: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.strides = (stride,)
+        self.conv = ConvBNAct(c_in, 1280)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.drop = nn.Dropout(dropout)
+        self.linear = nn.Linear(1280, num_classes)
+        for name, values in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
+            self.register_buffer(name, torch.tensor(values).view(1, 3, 1, 1), persistent=False)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Subtract the mean of ImageNet's pixels and divide by their deviation, as published weights expect."""
+        return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """Logits (N, C)."""
+        return self.linear(self.drop(self.pool(self.conv(maps[0])).flatten(1)))  # type: ignore[no-any-return]
+
+    def decode(self, raw: Tensor) -> Tensor:
+        """Probabilities (N, C), which add up to 1; at least float32."""
+        return (raw if raw.dtype == torch.float64 else raw.float()).softmax(dim=-1)

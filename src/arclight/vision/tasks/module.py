@@ -1,0 +1,498 @@
+"""Define what every vision task shares: the seam between a task's own rules and the trainer.
+
+A task is a subclass of `VisionModule` that says four things: its network (`architectures` knows the head), its loss, how it
+scores decoded output (`TaskMetrics`) and its ``processing`` from photos to results. Its settings, chosen by ``kind`` in a
+recipe, build it with its `VisionData`. Everything else is here, once: weights, layers that are frozen, the memory layout, steps,
+evaluation over all ranks, prediction, checkpoints.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from arclight.checkpoint import CheckpointError
+from arclight.fabric.distributed.dtensor import is_dtensor
+from arclight.fabric.seeding import isolate_rng
+from arclight.trainer import Callback, DataModule, Module
+from arclight.trainer.checkpoint.loading import read as read_checkpoint
+from arclight.trainer.hparams import arguments_for
+from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
+from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
+
+if TYPE_CHECKING:
+    from arclight.deploy import Processing
+
+_LOG = logging.getLogger("arclight")
+
+_FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+class TaskMetrics(Protocol):
+    """Collect a task's scores image by image; processes exchange ``state_dict()`` and ``merge`` what they get."""
+
+    def reset(self) -> None:
+        """Forget all images."""
+
+    def update_output(self, output: Any, batch: dict[str, Any]) -> None:
+        """Add a batch, from the decoded output of the network."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all images as a few plain arrays."""
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add the images of another process."""
+
+    def compute(self) -> Any:
+        """Score all images."""
+
+
+class VisionModule(Module, abc.ABC):
+    """Train and run a network over images; a subclass for each task."""
+
+    head: ClassVar[HeadBlock]
+    """The head that its networks end with."""
+    names: list[str]
+    """Class names by number."""
+
+    def __init__(self, settings: Any, names: Sequence[str], table: str | None = None) -> None:
+        """``settings``: a `VisionTask`. ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
+        super().__init__()
+        if table is None and is_table(settings.model):
+            table = read_table(settings.model)
+        # A checkpoint holds weights and table themselves: it must not be tied to the files that they came from.
+        kept = {"settings": dataclasses.replace(settings, weights=None), "names": list(names)}
+        self.save_hyperparameters(kept if table is None else {**kept, "table": table})
+        self.settings, self.names = settings, list(names)
+        self.model = self._build_network(table)
+        if settings.image_size % (coarsest := self.model.stride[-1]):
+            raise ValueError(
+                f"image_size must be a multiple of {coarsest} for {settings.model}, got {settings.image_size}"
+            )
+        self.model.names = self.names
+        self.metrics = self._build_metrics()
+        self.results: Any = None
+        """Metrics of the newest validation, as the task's metrics compute them."""
+        self.memory_format = _FORMATS.get(settings.memory_format)
+        self._awaited_weights: Path | None = None
+        if settings.weights is not None and settings.weights.exists():
+            load_pretrained(self.model, settings.weights)
+        else:
+            self._awaited_weights = settings.weights  # a checkpoint may bring others before these are needed
+        self._inference: InferenceCopy | None = None
+        self._freeze(settings.freeze)
+
+    # -- what a task says --------------------------------------------------------------------------------------------
+
+    def _build_network(self, table: str | None) -> Yolo:
+        """Build the network that the settings name, for the module's classes. Raises ValueError if its head is another task's."""
+        if (found := find_architecture(self.settings.model, table).head) != self.head:
+            raise ValueError(
+                f"model = {self.settings.model} ends with a {found} head, a {type(self).__name__} needs one to {self.head}"
+            )
+        return build_model(self.settings.model, num_classes=len(self.names), table=table)
+
+    @abc.abstractmethod
+    def _build_metrics(self) -> TaskMetrics:
+        """Make empty metrics for the module's classes."""
+
+    @abc.abstractmethod
+    def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the network's raw output on ``batch``, and its parts, detached, whose sum is logged."""
+
+    @abc.abstractmethod
+    def scores(self, results: Any) -> dict[str, float]:
+        """Name the numbers of computed metrics that are logged, the one to watch first."""
+
+    @property
+    @abc.abstractmethod
+    def processing(self) -> Any:
+        """Return the processing from photos to input and from output to results, as programs do it too."""
+
+    @abc.abstractmethod
+    def write_charts(self, folder: Path) -> dict[str, str]:
+        """Write charts of ``results`` into ``folder``; gives the caption of each file."""
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """Open a checkpoint of this task; ``VisionModule.load`` opens one of any vision task.
+
+        Raises CheckpointError for a file that cannot be read so, or that is of another task.
+        """
+        checkpoint = read_checkpoint(path)
+        settings: Any = arguments_for(VisionModule, checkpoint, {}).get("settings")
+        if not hasattr(settings, "module_class"):
+            raise CheckpointError(f"{path} holds no model of a vision task")
+        found: type[VisionModule] = settings.module_class()
+        if not issubclass(found, cls) or (cls not in (found, VisionModule)):
+            raise CheckpointError(
+                f"{path} holds a {found.__name__}, no {cls.__name__}: open it with {found.__name__}.load"
+            )
+        loaded: Self = found.load_from_checkpoint(path)
+        return loaded
+
+    def _freeze(self, layers: int) -> None:
+        if layers >= len(self.model.model):
+            raise ValueError(
+                f"freeze = {layers}: {self.settings.model} has {len(self.model.model)} layers, and its head must train"
+            )
+        for layer in list(self.model.model)[:layers]:
+            layer.requires_grad_(False)
+
+    def check_weights(self) -> None:
+        """Read the weights that the settings name, if they were not there yet. Raises CheckpointError if they still are not."""
+        if self._awaited_weights is not None:
+            load_pretrained(self.model, self._awaited_weights)  # raises, unless it has come meanwhile
+            self._awaited_weights = None
+
+    # -- inference ---------------------------------------------------------------------------------------------------
+
+    def forward(self, images: Tensor) -> Any:
+        """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw output in training mode."""
+        self.check_weights()
+        return self.model(images)
+
+    def predict(self, images: Sequence[np.ndarray[Any, Any]], processing: Processing | None = None) -> list[Any]:
+        """Return the result of each RGB uint8 photo, by the module's own ``processing`` or another, say with other thresholds.
+
+        Photos may have any sizes. Runs a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may
+        call it together.
+        """
+        self.check_weights()
+        if not len(images):
+            return []
+        processing = processing or self.processing
+        batch, context = processing.preprocess(images)
+        copy = self._inference
+        if copy is None or not copy.is_current(self.model):
+            if any(map(is_dtensor, self.model.parameters())):
+                raise RuntimeError(
+                    f"this process has shards of the weights only: predict with a checkpoint of them, {type(self).__name__}.load"
+                )
+            copy = InferenceCopy(self.model)
+        self._inference = (
+            None if self.training else copy
+        )  # steps may come that count no version of the weights: fused ones
+        return list(processing.postprocess(copy(torch.from_numpy(batch)), context))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inference": None}
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        from arclight.vision.results.plots import DetectionPlots
+
+        return [DetectionPlots()]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.settings.optimizer.build(self.model.named_parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = self.settings.schedule.build(optimizer, int(steps) if steps != float("inf") else 1_000_000)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
+        self.check_weights()
+        if self.memory_format is None and self.trainer.strategy.in_stages:
+            self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
+        if self.memory_format is None:
+            self.memory_format = fastest_memory_format(
+                self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context
+            )
+        self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._awaited_weights = None
+        self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
+
+    def on_train_epoch_start(self) -> None:
+        for layer in list(self.model.model)[: self.settings.freeze]:
+            layer.eval()  # frozen layers keep their statistics too
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Bytes (N, 3, S, S) as floats in [0, 1], in the layout that the model computes in."""
+        floats = images.to(torch.float32).div_(255)
+        return floats.contiguous(memory_format=self.memory_format) if self.memory_format is not None else floats
+
+    def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Images ``start`` to ``stop`` of a batch, with their targets."""
+        return {name: value[start:stop] for name, value in batch.items()}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self._inference = None
+        loss, parts = self.loss(self.model.raw(self.prepare(batch["images"])), batch)
+        size = len(batch["images"])
+        self.log("train/loss", sum(parts.values()), prog_bar=True, batch_size=size)
+        if len(parts) > 1:
+            for name, value in parts.items():
+                self.log(f"train/{name}", value, batch_size=size)
+        return loss
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
+        if not len(batch["images"]):
+            return  # every image of the batch was damaged
+        raw = self.model.raw(self.prepare(batch["images"]))
+        _, parts = self.loss(raw, batch)
+        self.log(f"{stage}/loss", sum(parts.values()), batch_size=len(batch["images"]))
+        self.metrics.update_output(self.model.decode(raw), batch)
+
+    def on_validation_epoch_start(self) -> None:
+        self.check_weights()
+        self.metrics.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report("test")
+
+    def _report(self, stage: str) -> None:
+        """Score the images of all ranks together."""
+        merged = self._build_metrics()
+        strategy = self.trainer.strategy
+        for other in strategy.all_gather_object(self.metrics.state_dict() if strategy.counts else None):
+            if other is not None:
+                merged.merge(other)
+        self.results = merged.compute()
+        for number, (name, value) in enumerate(self.scores(self.results).items()):
+            self.log(f"{stage}/{name}", value, prog_bar=not number)
+
+
+@torch.inference_mode()
+def evaluate(
+    predict: Callable[[Tensor], Any],
+    dataset: Any,
+    metrics: TaskMetrics,
+    collate: Callable[[Any], dict[str, Any]],
+    batch_size: int = 8,
+) -> Any:
+    """Score whatever maps images (N, 3, S, S) in [0, 1] to decoded output, a program or a network, as training scores its model.
+
+    ``dataset``: one without augmentation, or a ``Subset`` of it. Damaged images are left out.
+    """
+    for start in range(0, len(dataset), batch_size):
+        batch = collate(dataset.__getitems__(list(range(start, min(start + batch_size, len(dataset))))))
+        if len(batch["images"]):
+            metrics.update_output(predict(batch["images"].float() / 255), batch)
+    return metrics.compute()
+
+
+class VisionData(DataModule, abc.ABC):
+    """Loaders over labelled images; a task says how a split is opened."""
+
+    train: Any
+    val: Any
+    test: Any
+    collate: Callable[[Any], dict[str, Any]]
+    """Collates samples to a batch: ``images`` (N, 3, S, S) uint8 and what the task's loss reads."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> list[str]:
+        """Class names by number."""
+
+    @abc.abstractmethod
+    def open(self, split: str, **options: Any) -> Any:
+        """Open the data set of a split: checked, and with what is wrong in it reported. Raises DatasetError."""
+
+    def setup(self, stage: str) -> None:
+        s = self.settings
+        if stage == "fit":
+            self.train = self.open("train", augment=s.augment, cache=s.cache)
+            self.train.epochs = self._epochs(len(self.train))
+        if stage in ("fit", "validate"):
+            self.val = self.open("val")
+        if stage == "test":
+            self.test = self.open("test")
+
+    def _epochs(self, images: int) -> int | None:
+        """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it."""
+        if (trainer := self.trainer) is None:
+            return None
+        ends = [trainer.max_epochs] if (trainer.max_epochs or 0) > 0 else []
+        if trainer.max_steps > 0:
+            each = self._global_batch
+            batches = images // each if images > each else 1
+            if isinstance(limit := trainer.limit_train_batches, int):
+                batches = min(batches, limit)
+            elif limit < 1:
+                batches = int(batches * limit)
+            steps = math.ceil(batches / trainer.accumulate_grad_batches)
+            ends.append(math.ceil(trainer.max_steps / max(1, steps)))
+        return min(ends, default=None)
+
+    @property
+    def _global_batch(self) -> int:
+        """Images per step on all ranks that read data of their own."""
+        own = int(self.settings.batch_size)
+        if (trainer := self.trainer) is None or not trainer.use_distributed_sampler:
+            return own
+        return own * int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])
+
+    def teardown(self, stage: str) -> None:
+        if stage == "fit" and self.train.damaged:
+            _LOG.warning("%d training images could not be decoded; others took their place", self.train.damaged)
+        measured = {"fit": "val", "validate": "val", "test": "test"}.get(stage)
+        if measured and (damaged := getattr(self, measured).damaged):
+            _LOG.warning(
+                "%d images of the %s split could not be decoded: the metrics are of the others", damaged, measured
+            )
+
+    def calibration_dataset(self) -> Any:
+        """Return the training images as they are, for calibration."""
+        return self.open("train")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test)
+
+    def _loader(self, dataset: Any, shuffle: bool = False) -> DataLoader[Any]:
+        s = self.settings
+        drop = (
+            shuffle and len(dataset) > self._global_batch
+        )  # a last batch of one or two images would shake batch statistics
+        return DataLoader(
+            dataset,
+            s.batch_size,
+            shuffle=shuffle,
+            drop_last=drop,
+            num_workers=s.workers,
+            collate_fn=self.collate,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class InferenceCopy:
+    """A frozen copy of a network for inference: folded batch norms, channels last, and bfloat16 where that is native.
+
+    Native: a CPU with AMX tiles, a GPU that has it. Elsewhere (AVX-512's bfloat16 is slower than its float32), and for
+    weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
+
+    Changes of the weights are told by the versions that PyTorch counts, and it counts neither those made through ``.data`` nor
+    those of fused optimizers: a detector drops its copy in training.
+    """
+
+    def __init__(self, model: Yolo) -> None:
+        self._tensors = list(itertools.chain(model.parameters(), model.buffers()))
+        self._state = [_state_of(tensor) for tensor in self._tensors]
+        with torch.inference_mode():
+            self._model = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self._device = next(model.parameters()).device
+            self._dtype = next(model.parameters()).dtype
+            if self._dtype == torch.float32 and _multiplies_bfloat16(self._device):
+                self._dtype = torch.bfloat16
+                exact = dict(self._model.head.named_buffers(recurse=False))
+                self._model.to(self._dtype)
+                for (
+                    name,
+                    value,
+                ) in exact.items():  # anchors: decoding multiplies by them, they stay as exact as they were
+                    setattr(self._model.head, name, value)
+
+    def is_current(self, model: Yolo) -> bool:
+        """Return True if ``model`` has the very weights that were copied."""
+        tensors = list(itertools.chain(model.parameters(), model.buffers()))
+        return len(tensors) == len(self._tensors) and all(
+            tensor is own and state is not None and _state_of(tensor) == state
+            for tensor, own, state in zip(tensors, self._tensors, self._state, strict=True)
+        )
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Any:
+        """Decode the output, float32 on the CPU, for images (N, 3, S, S) in [0, 1]."""
+        moved = images.to(self._device, self._dtype, memory_format=torch.channels_last)
+        decoded = self._model(moved)
+        return tuple(part.float().cpu() for part in decoded) if isinstance(decoded, tuple) else decoded.float().cpu()
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Tell a state of a tensor from others by its place and version; None for tensors that have no version."""
+    return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
+
+
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+
+
+REPEATS = 3
+
+
+def fastest_memory_format(
+    model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4
+) -> torch.memory_format:
+    """Return the layout in which forward and backward of ``model`` take less time on its device under ``context``.
+
+    The model's weights, statistics, gradients and the random streams are as before when this returns.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        return torch.channels_last  # tensor cores want it; timing a cold GPU would say little
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with isolate_rng():
+        images = torch.rand(batch_size, 3, image_size, image_size)
+        seconds = {
+            layout: _time(model, images, layout, context) for layout in (torch.contiguous_format, torch.channels_last)
+        }
+    model.load_state_dict(weights)
+    model.zero_grad(set_to_none=True)
+    return min(seconds, key=lambda layout: seconds[layout])
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """List the tensors of nested lists and tuples."""
+    return [output] if isinstance(output, Tensor) else [tensor for part in output for tensor in _tensors(part)]
+
+
+def _time(
+    model: Yolo, images: torch.Tensor, layout: torch.memory_format, context: Callable[[], AbstractContextManager[Any]]
+) -> float:
+    model.to(memory_format=layout)  # type: ignore[call-overload]
+    model.train()
+    images = images.contiguous(memory_format=layout)
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        with context():
+            loss = sum(part.float().square().mean() for part in _tensors(model.raw(images)))
+        loss.backward()  # type: ignore[union-attr]
+        times.append(time.perf_counter() - start)
+    return min(times)
