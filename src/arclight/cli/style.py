@@ -44,6 +44,18 @@ def progressed(items: Iterable[T], total: int, what: str, which: Callable[[T], o
 
 
 @contextmanager
+def counted(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many of how many are done, where a person looks at standard error; yields what takes (done, total)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+@contextmanager
 def working(what: str) -> Iterator[None]:
     """Show what is being done and for how long, where a person looks at standard error."""
     from rich.console import Console

@@ -1,8 +1,9 @@
-"""Read a data.yaml: class names and places of images. Nothing in it is run or downloaded."""
+"""Read and write a data.yaml: class names and places of images. Nothing in it is run or downloaded."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def read_data_yaml(path: str | Path) -> DataSpec:
             raise DatasetError(f"{file}: {split} must be a folder, a .txt list, or several of those, not {entries!r}")
         splits[split] = tuple(root / entry for entry in entries)
     return DataSpec(file=file, names=names, **splits)
+
+
+def write_data_yaml(folder: Path, names: Sequence[str], splits: Mapping[str, str]) -> Path:
+    """Write ``folder``/data.yaml: class names, and each split's place as seen from there. Returns the file."""
+    yaml = require("yaml", extra="vision")
+    content = {"path": ".", **splits, "names": list(names)}
+    file = folder / "data.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120), "utf-8")
+    return file
 
 
 def _names(file: Path, content: dict[str, Any]) -> tuple[str, ...]:

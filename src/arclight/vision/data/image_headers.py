@@ -36,6 +36,12 @@ class ImageHeader:
     alpha: bool = False
     truncated: bool = False
     """The file ends before the image does."""
+    bits: int = 8
+    """Of each channel."""
+    cmyk: bool = False
+    """Inks instead of light: cyan, magenta, yellow and black."""
+    several: bool = False
+    """An animation, or several pages."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,6 +60,20 @@ class ImageHeader:
             )
         if self.truncated:
             raise ImageError(f"truncated {name}: the file ends before the image does")
+
+    def oddities(self) -> list[str]:
+        """Say what decoding changes in the image, a sentence each; EXIF orientation apart."""
+        name = f"{self.format} image"
+        found = [f"{name} of one pixel"] * (self.width * self.height == 1)
+        if self.bits > 8:
+            found.append(f"{name} of {self.bits} bits per channel: the upper 8 are used")
+        if self.cmyk:
+            found.append(f"{name} in CMYK inks: it is converted to RGB, without its colour profile")
+        if self.alpha:
+            found.append(f"{name} with transparency: what is transparent becomes white")
+        if self.several:
+            found.append(f"{name} of several pictures: only the first is used")
+        return found
 
 
 def read_header(data: Data) -> ImageHeader:
@@ -102,7 +122,7 @@ def _unpack(layout: str, data: Data, offset: int) -> tuple[int, ...]:
 
 
 def _jpeg(data: Data) -> ImageHeader:
-    position, orientation, height, width, progressive = 2, 1, 0, 0, False
+    position, orientation, height, width, progressive, bits, channels = 2, 1, 0, 0, False, 8, 3
     while True:
         # As decoders do: skip to the next 0xFF, then over fill bytes.
         position = data.find(b"\xff", position)
@@ -116,7 +136,7 @@ def _jpeg(data: Data) -> ImageHeader:
             raise ImageError("truncated JPEG image: it ends before any pixel")
         (length,) = _unpack(">H", data, position)
         if 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
-            height, width = _unpack(">HH", data, position + 3)
+            bits, height, width, channels = _unpack(">BHHB", data, position + 2)
             progressive = code == 0xC2
         elif code == 0xE1 and data[position + 2 : position + 8] == b"Exif\0\0":
             orientation = _exif_orientation(bytes(data[position + 8 : position + length]))
@@ -127,7 +147,7 @@ def _jpeg(data: Data) -> ImageHeader:
         raise ImageError(f"JPEG image with more than {MAX_JPEG_SCANS} scans: it costs too much to decode")
     # Among pixels 0xFF is always followed by 0x00 or a restart marker, so this can only be the end of the image.
     complete = data[-2:] == b"\xff\xd9" or data.find(b"\xff\xd9", position) >= 0
-    return ImageHeader("JPEG", width, height, orientation, truncated=not complete)
+    return ImageHeader("JPEG", width, height, orientation, truncated=not complete, bits=bits, cmyk=channels == 4)
 
 
 # ---------------------------------------------------------------- PNG (W3C PNG, third edition)
@@ -153,16 +173,18 @@ def _png_chunks(data: Data) -> Iterator[tuple[bytes, int, int]]:
 def _png(data: Data) -> ImageHeader:
     if data[12:16] != b"IHDR":
         raise ImageError("damaged PNG image: it does not start with its header")
-    width, height, _, colour = _unpack(">IIBB", data, 16)
-    orientation, alpha, truncated = 1, colour in (4, 6), True
+    width, height, bits, colour = _unpack(">IIBB", data, 16)
+    orientation, alpha, truncated, animated = 1, colour in (4, 6), True, False
     for kind, start, end in _png_chunks(data):
         if kind == b"tRNS":
             alpha = True
         elif kind == b"eXIf":
             orientation = _exif_orientation(bytes(data[start + 8 : end - 4]))
+        elif kind == b"acTL":
+            animated = True
         elif kind == b"IEND":
             truncated = False
-    return ImageHeader("PNG", width, height, orientation, alpha, truncated)
+    return ImageHeader("PNG", width, height, orientation, alpha, truncated, bits, several=animated)
 
 
 def still_png(data: bytes) -> bytes:
@@ -201,7 +223,7 @@ def _webp(data: Data) -> ImageHeader:
             break
         position += 8 + length + length % 2
     size = (width_high << 16) + width_low + 1, (height_high << 16) + height_low + 1
-    return ImageHeader("WebP", *size, orientation, bool(flags & 0x10), truncated)
+    return ImageHeader("WebP", *size, orientation, bool(flags & 0x10), truncated, several=bool(flags & 0x02))
 
 
 # ---------------------------------------------------------------- GIF (GIF89a), BMP
@@ -209,7 +231,32 @@ def _webp(data: Data) -> ImageHeader:
 
 def _gif(data: Data) -> ImageHeader:
     width, height = _unpack("<HH", data, 6)
-    return ImageHeader("GIF", width, height, truncated=not bytes(data[-64:]).rstrip(b"\0").endswith(b";"))
+    truncated = not bytes(data[-64:]).rstrip(b"\0").endswith(b";")
+    return ImageHeader("GIF", width, height, truncated=truncated, several=_gif_has_several(data))
+
+
+def _gif_has_several(data: Data) -> bool:
+    """Return True if a second picture follows the first one."""
+    position, pictures = 13 + _palette_bytes(data[10:11]), 0
+    while position < len(data):
+        kind = data[position]
+        if kind == 0x2C:
+            pictures += 1
+            if pictures == 2:
+                return True
+            position += 11 + _palette_bytes(data[position + 9 : position + 10])
+        elif kind == 0x21:
+            position += 2
+        else:
+            return False  # the end, or damage
+        while position < len(data) and data[position]:
+            position += 1 + data[position]
+        position += 1
+    return False
+
+
+def _palette_bytes(flags: bytes) -> int:
+    return 3 << ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
 
 
 def _bmp(data: Data) -> ImageHeader:
@@ -278,7 +325,18 @@ def _tiff(data: Data) -> ImageHeader:
     truncated = any(end > len(data) for end in ends)
     orientation = tags.get(_ORIENTATION, 1)
     alpha = (tags.get(_PHOTOMETRIC), samples) in ((0, 2), (1, 2), (2, 4))
-    return ImageHeader("TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, alpha, truncated)
+    return ImageHeader(
+        "TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, alpha, truncated, bits,
+        cmyk=tags.get(_PHOTOMETRIC) == 5, several=_tiff_has_several(data),
+    )  # fmt: skip
+
+
+def _tiff_has_several(data: Data) -> bool:
+    order = "<" if data[:2] == b"II" else ">"
+    (directory,) = _unpack(order + "I", data, 4)
+    (count,) = _unpack(order + "H", data, directory)
+    following = data[directory + 2 + 12 * count : directory + 6 + 12 * count]
+    return len(following) == 4 and any(following)
 
 
 _READERS: tuple[tuple[bytes, Callable[[Data], ImageHeader]], ...] = (

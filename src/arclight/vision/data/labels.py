@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arclight.vision.data.image_headers import ImageError, file_header
+from arclight.vision.data.image_headers import ImageError, ImageHeader, file_header
 from arclight.vision.data.images import MAX_PIXELS
 
 TOLERANCE = 1e-3
 """Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 
 
 class DatasetError(ValueError):
@@ -68,6 +68,14 @@ class DatasetReport:
     """Images listed more than once, used once."""
     shared_labels: tuple[FileProblem, ...]
     """Label files that several images have by their names (a.jpg and a.png): all are used, though one must be wrong."""
+    repeated: tuple[FileProblem, ...] = ()
+    """The ``duplicate_rows``, by line."""
+    cut: tuple[FileProblem, ...] = ()
+    """The ``clipped`` boxes, by line."""
+    turned: tuple[FileProblem, ...] = ()
+    """Images that their EXIF orientation turns; labels are of the image as it is seen."""
+    odd: tuple[FileProblem, ...] = ()
+    """Images of which decoding changes something: 16 bits, CMYK, transparency, several pictures, a single pixel."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,6 +117,8 @@ class LabelledImages:
     shapes: NDArray[np.int32]
     """(N, 2): height and width of each image, pixels."""
     report: DatasetReport
+    lines: list[NDArray[np.int32]]
+    """Per image (n,): the line of its label file that each box stands in, from 1."""
 
 
 @dataclass
@@ -117,11 +127,21 @@ class LabelRows:
 
     rows: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
     problems: list[FileProblem] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    """The line of each row, from 1."""
+    repeated: list[FileProblem] = field(default_factory=list)
+    cut: list[FileProblem] = field(default_factory=list)
     out_of_range: int = 0
-    clipped: int = 0
-    duplicates: int = 0
     missing: bool = False
     empty: bool = False
+
+    @property
+    def clipped(self) -> int:
+        return len(self.cut)
+
+    @property
+    def duplicates(self) -> int:
+        return len(self.repeated)
 
 
 class _OutOfRangeError(ValueError):
@@ -147,7 +167,7 @@ def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
     The box of a polygon is its hull. ``path`` names the file in the problems found.
     """
     result = LabelRows()
-    boxes: dict[tuple[float, ...], None] = {}
+    boxes: dict[tuple[float, ...], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.split()
         if not fields:
@@ -158,12 +178,15 @@ def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
             result.problems.append(FileProblem(path, number, str(error)))
             result.out_of_range += isinstance(error, _OutOfRangeError)
             continue
-        result.duplicates += row in boxes
-        result.clipped += clipped and row not in boxes
-        boxes[row] = None
+        if row in boxes:
+            result.repeated.append(FileProblem(path, number, f"repeats line {boxes[row]}"))
+            continue
+        boxes[row] = number
+        if clipped:
+            result.cut.append(FileProblem(path, number, "the box reaches out of its image: it is cut at the edge"))
     result.empty = not boxes and not result.problems
     if boxes:
-        result.rows = np.array(list(boxes), np.float32)
+        result.rows, result.lines = np.array(list(boxes), np.float32), list(boxes.values())
     return result
 
 
@@ -231,8 +254,7 @@ def check_labels(
     unique = list(dict.fromkeys(images))
     if not unique:
         raise DatasetError(f"{name}: there are no images")
-    folder = label_path(unique[0]).parent
-    file = (folder if folder == unique[0].parent else folder.parent) / f"{name}.cache.npz"
+    file = cache_folder(unique[0]) / f"{name}.cache.npz"
     fingerprint = _fingerprint(unique, num_classes, len(images))
     found = _read_cache(file, fingerprint, unique) if cache else None
     if found is None:
@@ -248,7 +270,7 @@ def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int
     # Threads wait for slow disks together; on a fast one this is bound by Python and they do no harm.
     with ThreadPoolExecutor(8) as pool:
         scanned = list(pool.map(_scan_one, images, [num_classes] * len(images)))
-    usable = [(image, shape, rows) for image, (shape, rows) in zip(images, scanned) if not isinstance(shape, str)]
+    usable = [(image, header, rows) for image, (header, rows) in zip(images, scanned) if not isinstance(header, str)]
     every = [rows for _, rows in scanned]
     report = DatasetReport(
         name=name,
@@ -265,9 +287,20 @@ def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int
         duplicate_rows=sum(rows.duplicates for rows in every),
         duplicate_images=duplicate_images,
         shared_labels=_shared_labels([image for image, _, _ in usable]),
+        repeated=tuple(problem for rows in every for problem in rows.repeated),
+        cut=tuple(problem for rows in every for problem in rows.cut),
+        turned=tuple(
+            FileProblem(str(image), 0, f"EXIF orientation {header.orientation} turns it: labels are of what is seen")
+            for image, header, _ in usable
+            if header.orientation != 1
+        ),
+        odd=tuple(FileProblem(str(image), 0, why) for image, header, _ in usable for why in header.oddities()),
     )
-    shapes = np.array([shape for _, shape, _ in usable], np.int32).reshape(-1, 2)
-    return LabelledImages([image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report)
+    shapes = np.array([header.shape for _, header, _ in usable], np.int32).reshape(-1, 2)
+    lines = [np.array(rows.lines, np.int32) for _, _, rows in usable]
+    return LabelledImages(
+        [image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report, lines
+    )
 
 
 def _shared_labels(images: list[Path]) -> tuple[FileProblem, ...]:
@@ -281,25 +314,24 @@ def _shared_labels(images: list[Path]) -> tuple[FileProblem, ...]:
     )
 
 
-def _scan_one(image: Path, num_classes: int) -> tuple[tuple[int, int] | str, LabelRows]:
-    """Return the shape of the image, or why it cannot be used, and its labels."""
-    shape: tuple[int, int] | str
+def _scan_one(image: Path, num_classes: int) -> tuple[ImageHeader | str, LabelRows]:
+    """Return the header of the image, or why it cannot be used, and its labels."""
+    header: ImageHeader | str
     try:
         header = file_header(image)
         header.check(MAX_PIXELS)
-        shape = header.shape
     except ImageError as error:
-        shape = str(error)
+        header = str(error)
     except OSError as error:
-        shape = error.strerror or str(error)
+        header = error.strerror or str(error)
     path = label_path(image)
     try:
-        return shape, parse_labels(path.read_text("utf-8-sig"), str(path), num_classes)
+        return header, parse_labels(path.read_text("utf-8-sig"), str(path), num_classes)
     except FileNotFoundError:
-        return shape, LabelRows(missing=True)
+        return header, LabelRows(missing=True)
     except (OSError, UnicodeDecodeError) as error:
         reason = "not a text file" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
-        return shape, LabelRows(problems=[FileProblem(str(path), 0, reason)])
+        return header, LabelRows(problems=[FileProblem(str(path), 0, reason)])
 
 
 def _nothing_usable(images: list[Path], report: DatasetReport) -> str:
@@ -312,6 +344,12 @@ def _nothing_usable(images: list[Path], report: DatasetReport) -> str:
 
 
 # ---------------------------------------------------------------- cache
+
+
+def cache_folder(image: Path) -> Path:
+    """Return the folder for caches of a split of which ``image`` is the first one."""
+    folder = label_path(image).parent
+    return folder if folder == image.parent else folder.parent
 
 
 def _fingerprint(images: list[Path], num_classes: int, listed: int) -> str:
@@ -338,6 +376,7 @@ def _write_cache(file: Path, fingerprint: str, images: list[Path], found: Labell
                 usable=np.array([image in usable for image in images]),
                 counts=np.array([len(rows) for rows in found.labels], np.int64),
                 rows=np.concatenate([np.zeros((0, 5), np.float32), *found.labels]),
+                lines=np.concatenate([np.zeros(0, np.int32), *found.lines]),
                 shapes=found.shapes,
             )
         os.replace(temporary, file)
@@ -355,10 +394,11 @@ def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledIma
             if str(stored["fingerprint"]) != fingerprint:
                 return None
             report = json.loads(str(stored["report"]))
-            for key in ("corrupt", "malformed", "shared_labels"):
+            for key in ("corrupt", "malformed", "shared_labels", "repeated", "cut", "turned", "odd"):
                 report[key] = tuple(FileProblem(**problem) for problem in report[key])
-            labels = np.split(stored["rows"], np.cumsum(stored["counts"])[:-1])
+            ends = np.cumsum(stored["counts"])[:-1]
+            labels, lines = np.split(stored["rows"], ends), np.split(stored["lines"], ends)
             kept = [image for image, usable in zip(images, stored["usable"], strict=True) if usable]
-            return LabelledImages(kept, labels, stored["shapes"], DatasetReport(**report))
+            return LabelledImages(kept, labels, stored["shapes"], DatasetReport(**report), lines)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None

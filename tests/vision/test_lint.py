@@ -1,0 +1,431 @@
+"""Lint: every fault is named by file and line, look-alikes are found, and a mended copy has none of them."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from arclight.vision.data.data_yaml import read_data_yaml, write_data_yaml
+from arclight.vision.data.image_headers import read_header
+from arclight.vision.data.images import decode_image
+from arclight.vision.data.labels import DatasetError, label_path
+from arclight.vision.data.lint.checks import LintReport, best_possible_recall, lint
+from arclight.vision.data.lint.fingerprints import (
+    MAX_DISTANCE,
+    Fingerprints,
+    _near_hashes,
+    equal_files,
+    fingerprint_all,
+    linked_groups,
+    similar_pairs,
+)
+from arclight.vision.data.lint.mend import mend
+from arclight.vision.data.lint.sheet import write_sheet
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def both(tmp_path: Path, write_dataset: Write) -> Path:
+    """Eight images to train with and four others to validate with; all are fine but for few boxes per class."""
+    yaml = write_dataset(tmp_path, 8)
+    write_dataset(tmp_path, 12, split="val")
+    for index in range(8):
+        (tmp_path / f"images/val/{index:03d}.jpg").unlink()
+        (tmp_path / f"labels/val/{index:03d}.txt").unlink()
+    return yaml
+
+
+def found_in(yaml: Path, check: str, **options: Any) -> list[str]:
+    report = lint(read_data_yaml(yaml), cache=False, **options)
+    return [str(finding) for finding in report.findings if finding.check == check]
+
+
+def checks_of(report: LintReport) -> set[str]:
+    return {finding.check for finding in report.findings}
+
+
+# ---------------------------------------------------------------- one fault at a time
+
+
+def test_a_sound_data_set_has_no_errors(both: Path) -> None:
+    report = lint(read_data_yaml(both), cache=False)
+    assert checks_of(report) <= {"class"}
+    assert report.errors == 0
+    assert not list(both.parent.rglob("*.npz"))
+
+
+def write_label(root: Path, text: str, name: str = "train/000") -> None:
+    (root / f"labels/{name}.txt").write_text(text)
+
+
+def copy_image(root: Path, source: str, target: str) -> None:
+    shutil.copy(root / f"images/{source}.jpg", root / f"images/{target}.jpg")
+    shutil.copy(root / f"labels/{source}.txt", root / f"labels/{target}.txt")
+
+
+@pytest.mark.parametrize(
+    ("check", "break_it", "expected"),
+    [
+        ("malformed-row", lambda r: write_label(r, "0 .5 .5 .1 .1\n7 .5 .5 .1 .1\n"), "000.txt:2: unknown class 7"),
+        ("repeated-row", lambda r: write_label(r, "0 .5 .5 .1 .1\n\n0 .5 .5 .1 .1\n"), "000.txt:3: repeats line 1"),
+        ("near-equal-box", lambda r: write_label(r, "0 .5 .5 .2 .2\n0 .5 .501 .2 .2\n"), "000.txt:2: the box all but equals that of line 1"),
+        ("disputed-box", lambda r: write_label(r, "0 .5 .5 .2 .2\n\n1 .5 .501 .2 .2\n"), "000.txt:3: the box all but equals that of line 1 (IoU"),
+        ("tiny-box", lambda r: write_label(r, "0 .5 .5 .5 .5\n0 .5 .5 .001 .3\n"), "000.txt:2: the box is 0."),
+        ("covering-box", lambda r: write_label(r, "0 .5 .5 1 1\n"), "000.txt:1: the box covers the whole image"),
+        ("cut-box", lambda r: write_label(r, "0 .95 .5 .3 .3\n"), "000.txt:1: the box reaches out of its image"),
+        ("missing-label", lambda r: (r / "labels/train/000.txt").unlink(), "000.jpg: has no label file 000.txt"),
+        ("orphan-label", lambda r: write_label(r, "0 .5 .5 .1 .1", "train/lost"), "lost.txt: there is no image lost.* in"),
+        ("corrupt-image", lambda r: (r / "images/train/000.jpg").write_text("x"), "000.jpg: not an image"),
+        ("duplicate-image", lambda r: copy_image(r, "train/000", "train/copy"), "copy.jpg: is the same file as"),
+        ("leak", lambda r: copy_image(r, "train/000", "val/copy"), "copy.jpg: is the same file as"),
+        ("class", lambda r: (r / "data.yaml").write_text("train: images/train\nnames: [code, text, third]\n"), "class 2 (third) has no box in any split"),
+        ("split", lambda r: (r / "data.yaml").write_text("train: images/train\nval: images/no\nnames: [code, text]\n"), "images/no does not exist"),
+        ("same-split", lambda r: (r / "data.yaml").write_text("{train: images/train, val: images/train, names: [a, b]}"), "8 images are in train and in val"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_by_file_and_line(
+    both: Path, check: str, break_it: Callable[[Path], Any], expected: str
+) -> None:
+    assert not [finding for finding in found_in(both, check) if expected in finding]
+    break_it(both.parent)
+    found = found_in(both, check)
+    assert len([finding for finding in found if expected in finding]) == 1, found
+
+
+def test_listed_twice_shared_and_contradicting_files(both: Path) -> None:
+    root = both.parent
+    (root / "list.txt").write_text("images/train/000.jpg\nimages/train/001.jpg\nimages/train/000.jpg\n")
+    both.write_text("train: list.txt\nnames: [code, text]\n")
+    assert found_in(both, "listed-twice") == [f"{root}/images/train/000.jpg: is listed 2 times in train"]
+
+    both.write_text("train: images/train\nnames: [code, text]\n")
+    assert cv2.imwrite(str(root / "images/train/000.png"), np.zeros((9, 9, 3), np.uint8))
+    assert found_in(both, "shared-label") == [f"{root}/labels/train/000.txt: is the label file of 000.jpg, 000.png"]
+
+    copy_image(root, "train/001", "train/copy")
+    assert not found_in(both, "contradiction")
+    write_label(root, "1 0.2 0.2 0.1 0.1\n", "train/copy")
+    (message,) = found_in(both, "contradiction")
+    assert message.endswith(f"copy.jpg: is the same file as {root}/images/train/001.jpg, and its boxes differ")
+
+
+def test_rare_and_missing_classes_are_told_apart(both: Path) -> None:
+    root = both.parent
+    both.write_text("train: images/train\nval: images/val\nnames: [code, text, only in val, code]\n")
+    write_label(root, "2 0.5 0.5 0.2 0.2\n", "val/009")
+    text = "\n".join(found_in(both, "class"))
+    assert "2 classes are called 'code'" in text
+    assert "class 2 (only in val) has no box in train, and 1 in val" in text
+    assert "class 3 (code) has no box in any split" in text
+    rows = [f"0 {0.1 + 0.0003 * n:.4f} 0.5 0.01 0.3" for n in range(2500)]
+    write_label(root, "\n".join([*rows, *(f"1 0.5 {0.1 + 0.05 * n:.3f} 0.05 0.01" for n in range(12))]))
+    assert "class 1 (text) has" in "\n".join(found_in(both, "class"))
+    assert "and the commonest class 2,5" in "\n".join(found_in(both, "class"))
+
+
+def test_recall_of_anchors_agrees_with_the_training_code(both: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from arclight.vision.models import anchors as training
+
+    report = lint(read_data_yaml(both), cache=False, image_size=320, anchors=[(10, 13), (300, 300)])
+    train = report.splits["train"]
+    sizes = [
+        (row[3] * width * 320 / max(height, width), row[4] * height * 320 / max(height, width))
+        for rows, (height, width) in zip(train.labels, train.shapes)
+        for row in rows
+    ]
+    expected = training.best_possible_recall(
+        torch.tensor(np.array(sizes)), torch.tensor([(10.0, 13.0), (300.0, 300.0)])
+    )
+    assert report.anchor_recall == pytest.approx(expected)
+    assert best_possible_recall(train, 320, [(64, 64)]) == 1.0
+    assert 'train with anchors = "fitted"' in "".join(found_in(both, "anchors", image_size=320, anchors=[(2, 2)]))
+    assert not found_in(both, "anchors", image_size=320, anchors=[(64, 64)])
+
+
+# ---------------------------------------------------------------- odd images
+
+
+def png(width: int, height: int, bits: int, colour: int, *, animated: bool = False) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    row = b"\0" + bytes(width * channels * bits // 8)
+    control = chunk(b"acTL", struct.pack(">II", 2, 0)) if animated else b""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(row * height))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + control + pixels + chunk(b"IEND", b"")
+
+
+def gif(pictures: int) -> bytes:
+    picture = b"\x21\xf9\x04\0\0\0\0\0" + b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\x00"
+    return b"GIF89a" + struct.pack("<HHBBB", 1, 1, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff" + picture * pictures + b";"
+
+
+def test_oddities_are_read_from_headers() -> None:
+    assert read_header(png(2, 2, 16, 2)).oddities() == ["PNG image of 16 bits per channel: the upper 8 are used"]
+    assert read_header(png(2, 2, 8, 6)).oddities() == ["PNG image with transparency: what is transparent becomes white"]
+    assert read_header(png(2, 2, 8, 2, animated=True)).several
+    assert read_header(png(1, 1, 8, 2)).oddities() == ["PNG image of one pixel"]
+    assert not read_header(png(2, 2, 8, 2)).oddities()
+    assert not read_header(gif(1)).several
+    assert read_header(gif(2)).several
+    assert not read_header(gif(2)[:30]).several
+    image = pytest.importorskip("PIL.Image")
+    from io import BytesIO
+
+    def saved(mode: str, kind: str, **options: Any) -> Any:
+        file = BytesIO()
+        image.new(mode, (8, 6)).save(file, kind, **options)
+        return read_header(file.getvalue())
+
+    assert saved("CMYK", "JPEG").cmyk
+    assert saved("CMYK", "TIFF").cmyk
+    assert not saved("RGB", "JPEG").oddities()
+    assert not saved("RGB", "TIFF").oddities()
+    pages = {"save_all": True, "append_images": [image.new("RGB", (8, 6), (255, 0, 0))]}
+    assert saved("RGB", "TIFF", **pages).several
+    assert saved("RGB", "WEBP", **pages).several
+    assert saved("RGB", "GIF", **pages).several
+    assert saved("I;16", "PNG").bits == 16
+
+
+def test_images_that_are_odd_or_too_large_get_a_sentence(both: Path) -> None:
+    train = both.parent / "images/train"
+    (train / "deep.png").write_bytes(png(20, 20, 16, 2))
+    (train / "dot.png").write_bytes(png(1, 1, 8, 2))
+    huge = png(2, 2, 8, 2).replace(struct.pack(">II", 2, 2), struct.pack(">II", 10_000, 10_000), 1)
+    (train / "huge.png").write_bytes(huge)
+    odd = found_in(both, "odd-image")
+    assert f"{train}/deep.png: PNG image of 16 bits per channel: the upper 8 are used" in odd
+    assert f"{train}/dot.png: PNG image of one pixel" in odd
+    (huge_says,) = found_in(both, "corrupt-image")
+    assert huge_says.endswith("huge.png: PNG image of 10000 x 10000 pixels (100.0 million) is too large: at most 50 million "
+                              "are read; scale it down")  # fmt: skip
+
+
+def test_pixels_that_are_damaged_behind_a_sound_header_are_found_by_decoding(both: Path) -> None:
+    path = both.parent / "images/train/zz.png"
+    data = bytearray(png(64, 64, 8, 2))
+    data[60:64] = b"\xff\xff\xff\xff"
+    path.write_bytes(bytes(data))
+    assert not found_in(both, "corrupt-image", hashes="none")
+    (message,) = found_in(both, "corrupt-image")
+    assert message.startswith(f"{path}: damaged PNG image")
+
+
+# ---------------------------------------------------------------- look-alikes
+
+
+def scenery(seed: int, size: tuple[int, int] = (320, 240)) -> np.ndarray[Any, Any]:
+    small = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return cv2.resize(small, size, interpolation=cv2.INTER_CUBIC)
+
+
+@pytest.mark.parametrize("change", ["jpeg", "half", "bright", "noise"])
+def test_copies_are_recognised_and_others_are_not(tmp_path: Path, change: str) -> None:
+    files = []
+    for seed in range(40):
+        image = scenery(seed)
+        files.append(tmp_path / f"{seed}.png")
+        assert cv2.imwrite(str(files[-1]), image)
+        changed = {
+            "jpeg": lambda i: cv2.imdecode(cv2.imencode(".jpg", i, [1, 40])[1], 1),
+            "half": lambda i: cv2.resize(i, (160, 120), interpolation=cv2.INTER_AREA),
+            "bright": lambda i: np.clip(i * 0.8 + 10, 0, 255).astype(np.uint8),
+            "noise": lambda i: np.clip(i + np.random.default_rng(1).normal(0, 8, i.shape), 0, 255).astype(np.uint8),
+        }[change](image)
+        files.append(tmp_path / f"{seed}-changed.png")
+        assert cv2.imwrite(str(files[-1]), changed)
+    pairs, distances = similar_pairs(fingerprint_all(files))
+    assert pairs.tolist() == [[2 * seed, 2 * seed + 1] for seed in range(40)]
+    assert distances.max() <= MAX_DISTANCE
+
+
+def test_the_search_finds_what_comparing_all_pairs_finds() -> None:
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 2**63, 300, dtype=np.uint64)
+    near = hashes[:200].copy()
+    for place in range(200):
+        for bit in rng.choice(64, int(rng.integers(1, 12)), replace=False):
+            near[place] ^= np.uint64(1) << np.uint64(bit)
+    every = np.unique(np.concatenate((hashes, near)))
+    left, right, distance = _near_hashes(every)
+    bits = np.array([[int(a ^ b).bit_count() for b in every] for a in every])
+    expected = np.argwhere(np.triu(bits <= MAX_DISTANCE, 1))
+    np.testing.assert_array_equal(np.stack((left, right), 1), expected)
+    np.testing.assert_array_equal(distance, bits[left, right])
+    assert len(left) > 80
+
+
+def test_sheets_of_one_colour_look_like_nothing_and_shapes_matter() -> None:
+    blank = Fingerprints(np.zeros(3, np.uint64), np.full((3, 16, 16), 200, np.uint8), np.ones(3, np.float32), {})
+    assert len(similar_pairs(blank)[0]) == 0
+    thumbs = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
+    told = Fingerprints(np.full(3, 7, np.uint64), thumbs, np.array([1.0, 1.05, 1.5], np.float32), {})
+    assert similar_pairs(told)[0].tolist() == [[0, 1]]
+
+
+def test_links_make_groups() -> None:
+    assert linked_groups(6, [(4, 1), (1, 5), (0, 2)]) == [[0, 2], [1, 4, 5]]
+    assert linked_groups(3, []) == []
+
+
+def test_equal_files_are_found_by_all_their_bytes(tmp_path: Path) -> None:
+    ends = bytes(5000)
+    for name, data in {
+        "a": b"1",
+        "b": ends + b"x" + ends,
+        "c": ends + b"y" + ends,
+        "d": ends + b"x" + ends,
+        "e": b"",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    files = [tmp_path / name for name in "abcde"] + [tmp_path / "absent"]
+    assert equal_files(files) == [[1, 3]]
+
+
+def test_hashes_are_cached_until_a_file_changes(both: Path) -> None:
+    spec = read_data_yaml(both)
+    copy_image(both.parent, "train/000", "val/copy")
+    changed = both.parent / "images/val/copy.jpg"
+    assert cv2.imwrite(str(changed), cv2.imread(str(changed)), [cv2.IMWRITE_JPEG_QUALITY, 60])
+    assert "leak" not in checks_of(lint(spec, hashes="cached"))
+    first = lint(spec)
+    assert "leak" in checks_of(first)
+    cached = lint(spec, hashes="cached")
+    assert cached.findings == first.findings
+    assert cv2.imwrite(str(changed), scenery(5))
+    assert "leak" not in checks_of(lint(spec, hashes="cached"))
+    (both.parent / "labels/train.hashes.npz").write_bytes(b"damaged")
+    assert lint(spec).findings == lint(spec, cache=False).findings
+
+
+# ---------------------------------------------------------------- the sheet and the mended copy
+
+
+class Pictures(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_a_sheet_shows_the_worst_and_needs_nothing_else(both: Path, tmp_path: Path) -> None:
+    root = both.parent
+    copy_image(root, "train/000", "val/copy")
+    write_label(root, "0 .5 .5 .001 .3\n", "train/001")
+    both.write_text("train: images/train\nval: images/val\nnames: ['<script>alert(1)</script>', text]\n")
+    sheet = tmp_path / "out/sheet.html"
+    write_sheet(lint(read_data_yaml(both), cache=False), sheet)
+    page = Pictures()
+    page.feed(sheet.read_text())
+    assert len(page.sources) == 3  # two of the leak, one of the tiny box
+    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
+    assert "script" not in page.tags
+    assert "&lt;script&gt;" in sheet.read_text()
+
+
+def spoilt(both: Path) -> None:
+    root = both.parent
+    copy_image(root, "train/000", "val/copy")
+    copy_image(root, "train/001", "train/again")
+    (root / "images/train/002.jpg").write_bytes((root / "images/train/002.jpg").read_bytes()[:-200])
+    write_label(root, "0 .5 .5 .2 .2\nrubbish\n0 .5 .5 .2 .2\n0 .5 .501 .2 .2\n1 .1 .1 .3 .1 .2 .4\n", "train/003")
+    write_label(root, "0 .5 .5 .2 .2\n", "train/lost")
+    (root / "images/train/deep.png").write_bytes(png(20, 20, 16, 2))
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+    data = (root / "images/train/004.jpg").read_bytes()
+    turned = data[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + data[2:]
+    (root / "images/train/004.jpg").write_bytes(turned)
+
+
+def test_a_mended_copy_has_none_of_the_faults_and_the_original_all(both: Path, tmp_path: Path) -> None:
+    spoilt(both)
+    before = {path: path.read_bytes() for path in both.parent.rglob("*") if path.is_file()}
+    report = lint(read_data_yaml(both), cache=False)
+    assert checks_of(report) >= {
+        "leak", "duplicate-image", "corrupt-image", "malformed-row", "repeated-row", "near-equal-box", "orphan-label",
+        "odd-image", "exif-turn",
+    }  # fmt: skip
+    mended = mend(report, both.parent.parent / f"{tmp_path.name}-mended/set")
+    assert {path: path.read_bytes() for path in both.parent.rglob("*") if path.is_file()} == before
+    again = lint(read_data_yaml(mended.file), cache=False)
+    assert checks_of(again) <= {"class", "missing-label"}
+    train = {path.name: path for path in again.splits["train"].images}
+    assert sorted(train) == ["001.jpg", "003.jpg", "004.jpg", "005.jpg", "006.jpg", "007.jpg", "deep.png"] or sorted(
+        train
+    ) == ["003.jpg", "004.jpg", "005.jpg", "006.jpg", "007.jpg", "again.jpg", "deep.png"]
+    assert label_path(train["003.jpg"]).read_text() == "0 .5 .5 .2 .2\n1 .1 .1 .3 .1 .2 .4\n"  # the polygon as it was
+    assert train["005.jpg"].read_bytes() == before[both.parent / "images/train/005.jpg"]
+    seen = decode_image(both.parent / "images/train/004.jpg").astype(int)
+    written = decode_image(train["004.jpg"]).astype(int)
+    assert written.shape == seen.shape
+    assert abs(written - seen).mean() < 3
+    assert len(mended.changes) == len((mended.file.parent / "changes.txt").read_text().splitlines()) == 9
+    assert len(again.splits["val"].images) == 5
+
+
+def test_a_mend_writes_nowhere_but_into_a_new_folder(both: Path, tmp_path: Path) -> None:
+    report = lint(read_data_yaml(both), cache=False)
+    with pytest.raises(DatasetError, match="holds something already"):
+        mend(report, both.parent)
+    with pytest.raises(DatasetError, match="part of the data set"):
+        mend(report, both.parent / "images/train/new")
+    both.write_text("train: images/train\nval: images/train\nnames: [code, text]\n")
+    with pytest.raises(DatasetError, match="no image of train would be left: another split has them too"):
+        mend(lint(read_data_yaml(both), cache=False), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert not list(tmp_path.glob(".new*"))
+
+
+def test_two_images_of_one_label_file_get_one_each(both: Path, tmp_path: Path) -> None:
+    assert cv2.imwrite(str(both.parent / "images/train/000.png"), scenery(3))
+    mended = mend(lint(read_data_yaml(both), cache=False), tmp_path / "new")
+    names = {path.name for path in (tmp_path / "new/images/train").iterdir()}
+    assert {"000.jpg", "000_png.png"} <= names
+    assert (tmp_path / "new/labels/train/000_png.txt").exists()
+    assert any("shared-label" in sentence for sentence in mended.left)
+
+
+def test_names_of_any_kind_survive_a_data_yaml(tmp_path: Path) -> None:
+    names = ["no", "3", "a: b", "# c", "caf\N{LATIN SMALL LETTER E WITH ACUTE}", "'", '"', "- d", "{e}"]
+    (tmp_path / "images").mkdir()
+    assert read_data_yaml(write_data_yaml(tmp_path, names, {"train": "images"})).names == tuple(names)
+
+
+# ---------------------------------------------------------------- real photos
+
+
+def test_a_leak_in_real_photos_is_found_and_nothing_else_is_called_one(shared_data: Path) -> None:
+    report = lint(read_data_yaml(shared_data / "qr_photos"), cache=False)
+    leaks = [
+        (Path(finding.path).name, Path(finding.other).name) for finding in report.findings if finding.check == "leak"
+    ]
+    assert leaks == [("packs_img109.jpg", "packs_img108.jpg")]
+    (tiny,) = (finding for finding in report.findings if finding.check == "tiny-box")
+    assert (Path(tiny.path).name, tiny.line) == ("packs_img115.txt", 9)
+
+
+def test_photos_of_coco_have_no_look_alikes(tmp_path: Path, shared_data: Path) -> None:
+    names = "\n".join(f"  {number}: c{number}" for number in range(80))
+    root = shared_data / "coco128/images"
+    (tmp_path / "data.yaml").write_text(f"train: {root}/train2017\nval: {root}/val2017\nnames:\n{names}\n")
+    report = lint(read_data_yaml(tmp_path), cache=False)
+    assert report.errors == 0
+    assert not checks_of(report) & {"similar-images", "duplicate-image"}
