@@ -50,7 +50,7 @@ Severity = Literal["error", "warning", "note"]
 
 
 class Check(NamedTuple):
-    """What a check looks for, and how much it matters."""
+    """One kind of fault: how much it matters, and its heading."""
 
     severity: Severity
     title: str
