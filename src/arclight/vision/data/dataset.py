@@ -24,6 +24,7 @@ from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
 from arclight.vision.data.labels import DatasetError, DatasetReport, check_labels
 from arclight.vision.data.letterbox import Letterbox, letterbox
+from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
 
 cv2 = require("cv2", extra="vision")
@@ -101,7 +102,8 @@ class DetectionDataset(Dataset[Sample]):
 
     images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``check_labels`` gives them.
     epochs: length of the run, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
-    cache: keep all training images decoded in memory, at the size of the input.
+    cache: keep all training images decoded in memory, at the size of the input. mix: which of ``images`` an epoch
+    consists of, where some are of further data sets; all of them where not given.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
@@ -119,11 +121,14 @@ class DetectionDataset(Dataset[Sample]):
         epochs: int | None = None,
         cache: bool = False,
         report: DatasetReport | None = None,
+        mix: EpochMix | None = None,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
                 f"{len(images)} images and labels of {len(labels)}: each image needs its own, and one must be"
             )
+        if mix is not None and augment is None:
+            raise ValueError("mix is for training images: give augment, or leave mix out")
         if cache and augment is None:
             raise ValueError(
                 "cache=True keeps training images; without augment each image is read once: leave it False"
@@ -131,6 +136,7 @@ class DetectionDataset(Dataset[Sample]):
         self.images, self.labels, self.report = list(images), list(labels), report
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self.mosaic_open = True
+        self.mix, self.epoch = mix, 0
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
         self._recent: OrderedDict[int, _DecodedImage] = OrderedDict()
         self._recent_bytes = 0
@@ -145,16 +151,31 @@ class DetectionDataset(Dataset[Sample]):
         *,
         cache_labels: bool = True,
         selection: SiteSplit | None = None,
+        mix: Sequence[MixedData] = (),
         **settings: Any,
     ) -> DetectionDataset:
         """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
-        ``check_labels``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
+        ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
+        come into each epoch. Raises DatasetError where nothing usable is found.
         """
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
-        return cls([found.images[i] for i in own], [found.labels[i] for i in own], report=found.report, **settings)
+        images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
+        if not mix:
+            return cls(images, labels, report=found.report, **settings)
+        sizes = [len(images)]
+        for source in mix:
+            other = read_data_yaml(source.data)
+            numbers = np.array(source.class_numbers(other, spec.names), np.float32)
+            added = check_labels(other.images("train"), len(other.names), name="train", cache=cache_labels)
+            images += added.images
+            labels += [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
+            sizes.append(len(added.images))
+        return cls(
+            images, labels, report=found.report, mix=EpochMix(sizes, [source.weight for source in mix]), **settings
+        )
 
     @property
     def damaged(self) -> int:
@@ -162,12 +183,13 @@ class DetectionDataset(Dataset[Sample]):
         return int(self._damaged.sum())
 
     def set_epoch(self, epoch: int) -> None:
-        """Decide whether ``epoch`` still has mosaics and mixed images; the loader calls it in every process."""
+        """Decide which images ``epoch`` has, and whether as mosaics; the loader calls it in every process."""
+        self.epoch = epoch
         if self.augment is not None and self.epochs is not None:
             self.mosaic_open = epoch < self.epochs - round(self.augment.close_mosaic * self.epochs)
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.images) if self.mix is None else len(self.mix)
 
     def __getitem__(self, index: int) -> Sample:
         """Return one sample. Raises DatasetError for an image that is damaged, where none may stand in for it."""
@@ -186,7 +208,9 @@ class DetectionDataset(Dataset[Sample]):
         rng = np.random.default_rng(random.getrandbits(128))
         drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
         pool = np.concatenate((np.asarray(indices), drawn))
-        for index in indices:
+        if (mix := self.mix) is not None:
+            pool = np.array([mix.image(int(place), self.epoch) for place in pool])
+        for index in pool[: len(indices)]:
             self._add_augmented(samples, int(index), pool, rng, self.augment)
         self._drop_oldest()
         return samples
@@ -260,12 +284,12 @@ class DetectionDataset(Dataset[Sample]):
 
     def _fill_cache(self) -> None:
         free = _available_memory()
-        for index in range(len(self)):
+        for index in range(len(self.images)):
             self._decoded(index)
-            expected = self._recent_bytes / (index + 1) * len(self)
-            if index >= min(15, len(self) - 1) and free is not None and expected > 0.8 * free:
+            expected = self._recent_bytes / (index + 1) * len(self.images)
+            if index >= min(15, len(self.images) - 1) and free is not None and expected > 0.8 * free:
                 raise DatasetError(
-                    f"cache=True needs about {expected / 1e9:.1f} GB for {len(self)} images of {self.image_size} "
+                    f"cache=True needs about {expected / 1e9:.1f} GB for {len(self.images)} images of {self.image_size} "
                     f"pixels and {free / 1e9:.1f} GB of memory are free: set cache to false or lower image_size"
                 )
 
@@ -273,12 +297,12 @@ class DetectionDataset(Dataset[Sample]):
 
     def _read_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
         """Read the image at ``index``, or the first sound one after it; also returns its index."""
-        for candidate in chain(range(index, len(self)), range(index)):
+        for candidate in chain(range(index, len(self.images)), range(index)):
             try:
                 return read(self.images[candidate]), candidate
             except (ImageError, OSError) as error:
                 self._note_damage(candidate, error, "the next sound image stands in for it")
-        raise DatasetError(f"none of the {len(self)} images can be read any more; the first is {self.images[0]}")
+        raise DatasetError(f"none of the {len(self.images)} images can be read any more; the first is {self.images[0]}")
 
     def _note_damage(self, index: int, error: Exception, consequence: str) -> None:
         if not self._damaged[index]:

@@ -165,8 +165,15 @@ class DetectionData(VisionData):
     def open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
         selection = None if s.share is None else SiteSplit(self.spec, s.share)
+        mix = s.mix if options.get("augment") is not None else ()
         dataset = DetectionDataset.open(
-            self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, selection=selection, **options
+            self.spec,
+            split,
+            image_size=s.image_size,
+            cache_labels=s.cache_labels,
+            selection=selection,
+            mix=mix,
+            **options,
         )
         if (report := dataset.report) is not None:
             if report.corrupt or report.malformed or report.shared_labels:

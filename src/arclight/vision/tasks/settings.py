@@ -19,6 +19,7 @@ from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
 from arclight.vision.data.augment_settings import Augment
+from arclight.vision.data.mix import MixedData
 from arclight.vision.data.site_split import Merchant, SiteShare
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class DetectionTask(VisionTask):
 
     data: Path
     """The data set: a data.yaml with train, val and names."""
+    mix: tuple[MixedData, ...] = ()
+    """Further data sets whose training images are mixed into each epoch."""
     share: SiteShare | None = None
     """One site's share of the images, as arclight federate partitions them; none for all."""
     model: str = "yolov5n"
