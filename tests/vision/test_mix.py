@@ -149,6 +149,20 @@ def test_a_resumed_run_sees_the_same_images(two: tuple[Path, Path], tmp_path: Pa
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [
+        ([[]], r"task.mix\[0\]: need a table"),
+        ([{"weight": 1}], r"task.mix\[0\].data"),
+        ([{"data": "x", "weight": 0}], r"task.mix\[0\].weight"),
+        ([{"data": "x", "wait": 1}], r"task.mix\[0\].wait.*did you mean"),
+    ],
+)
+def test_a_wrong_mix_is_named(mix: list[Any], message: str) -> None:
+    with pytest.raises(recipe.RecipeError, match=message):
+        recipe.read(Recipe, {"task": {"kind": "detection", "data": "x", "mix": mix}})
+
+
 def test_a_recipe_names_its_mix(two: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "mixed.toml"
     path.write_text(
