@@ -68,7 +68,7 @@ def main() -> None:
 
 def measure(options: Any, work: Path) -> None:
     scenes = draw_scenes(work, quick=options.quick)
-    start = options.detector or train_on_scenes(scenes, work, quick=options.quick)
+    start = options.detector or train_on_scenes(work, quick=options.quick)
     generated = Detector.load_from_checkpoint(start)
     tuned = fine_tune(start, options.photos, scenes, work, epochs=1 if options.quick else 12)
     found = {("generated scenes only", 320): generated, ("fine-tuned on photos", FINE_SIZE): tuned}
@@ -100,16 +100,16 @@ def measure(options: Any, work: Path) -> None:
 
 
 def draw_scenes(work: Path, quick: bool) -> Path:
-    """The data.yaml of drawn scenes, as the demo draws them."""
+    """The data.yaml of scenes as the demo draws them; those drawn before are used again."""
     from rich.console import Console
 
     demo = Demo(work, scenes=60 if quick else SCENES, epochs=1, seed=0, console=Console())
     return demo.draw()
 
 
-def train_on_scenes(scenes: Path, work: Path, quick: bool) -> Path:
+def train_on_scenes(work: Path, quick: bool) -> Path:
     """A checkpoint of a detector that has never seen a photo."""
-    recipe = recipe_for(scenes, work, epochs=1 if quick else EPOCHS)
+    recipe = recipe_for(draw_scenes(work, quick), work, epochs=1 if quick else EPOCHS)
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, callbacks=callbacks(recipe))
     trainer.fit(module, datamodule=data)
