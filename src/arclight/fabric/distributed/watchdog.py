@@ -115,7 +115,7 @@ class Watchdog:
         claim = f"arclight/hang/claim/{json.dumps(self._mark)}"
         if self.store.compare_set(claim, "", str(self.rank)).decode() != str(self.rank):
             return  # another rank in the same collective reports
-        answers = self._question(max(ANSWER_TIMEOUT_S, self.patience / 8))  # a busy machine
+        answers = self._question(max(ANSWER_TIMEOUT_S, self.patience / 4))  # a busy machine
         behind = ranks_behind([a and a["entered"] for a in answers], self.rank)
         if behind:
             sys.stderr.write(self._report(answers, behind))
