@@ -107,3 +107,22 @@ def tiny(folder: Path) -> Iterator[Path]:
     )
     yield recipe
     sys.modules.pop("tiny_task", None)
+
+
+@pytest.fixture
+def detector(folder: Path) -> Path:
+    """A run of a detector that has learned nothing, and photos."""
+    pytest.importorskip("cv2")
+    import torch
+
+    from arclight import Trainer
+    from arclight.trainer.run.folder import RunFolder
+    from arclight.vision import Detector
+    from arclight.vision.tasks.settings import DetectionTask
+
+    run = RunFolder("runs", "detector")
+    detector = Detector(DetectionTask(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
+    trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(detector, torch.utils.data.DataLoader([0]))
+    trainer.save_checkpoint(run.checkpoints / "last.ckpt")
+    return run.path

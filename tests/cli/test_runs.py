@@ -395,22 +395,6 @@ def test_images_that_were_all_skipped_are_no_success(typed: Typed) -> None:
     assert "1 files skipped" in out
 
 
-@pytest.fixture
-def detector(folder: Path) -> Path:
-    """A run of a detector that has learned nothing, and photos."""
-    pytest.importorskip("cv2")
-    from arclight import Trainer
-    from arclight.vision import Detector
-    from arclight.vision.tasks.settings import DetectionTask
-
-    run = RunFolder("runs", "detector")
-    detector = Detector(DetectionTask(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
-    trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
-    trainer.fit(detector, torch.utils.data.DataLoader([0]))
-    trainer.save_checkpoint(run.checkpoints / "last.ckpt")
-    return run.path
-
-
 def test_a_run_predicts_with_thresholds_and_writes_labels(detector: Path, typed: Typed) -> None:
     import cv2
     import numpy as np

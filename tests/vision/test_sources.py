@@ -8,7 +8,8 @@ import cv2
 import numpy as np
 import pytest
 
-from arclight.vision.data.image_source import ImageSource, SourceError
+from arclight.vision.inputs.image_source import ImageSource
+from arclight.vision.inputs.memory_images import SourceError
 
 
 def draw(path: Path, value: int) -> Path:
@@ -135,8 +136,9 @@ def test_sources_without_images_are_errors_at_once(folder: Path) -> None:
     for source, message in (
         (folder / "empty", "no image or video in"),
         ([], "the list of sources is empty"),
-        ("https://example.com/a.jpg", "nothing is downloaded"),
-        (7, "int is not a source"),
+        ("ftp://example.com/a.jpg", "of addresses rtsp, rtsps, http, https are read"),
+        (7.0, "float is not a source"),
+        (True, "bool is not a source"),
         (np.zeros((4, 4, 3), np.float32), "type float32: give uint8"),
         (np.zeros((1, 4, 4, 3), np.uint8), r"shape \(1, 4, 4, 3\)"),
     ):

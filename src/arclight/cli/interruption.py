@@ -1,4 +1,4 @@
-"""Handle Ctrl-C while training: save between two steps and print the command that resumes."""
+"""Handle Ctrl-C: while training save between two steps and print the command that resumes; elsewhere end behind an item."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -65,6 +65,27 @@ class Interruption(Callback):
             if isinstance(end, SIGTERMException) and not self.asked:
                 raise  # asked for by somebody else, who gets the status of SIGTERM
             raise KeyboardInterrupt(kept(trainer, command)) from None
+
+
+@contextmanager
+def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
+    """Call ``stop`` on the first ctrl-C, raise KeyboardInterrupt on a second; what is yielded is empty until the first."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # only the main thread may set handlers
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        stop()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def kept(trainer: Trainer, command: str) -> str:

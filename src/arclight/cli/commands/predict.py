@@ -1,26 +1,34 @@
-"""``arclight predict``: run a detector or an exported program on images, folders and videos."""
+"""``arclight predict``: run a detector or an exported program on images, videos, cameras and streams."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import re
+import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.commands import language
+from arclight.cli.interruption import stopping
 from arclight.cli.runs import load_vision_module, run_folder
 from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
 if TYPE_CHECKING:
+    from arclight.vision.inference.fusion import Detect
+    from arclight.vision.inputs.image_source import Frame, ImageSource
     from arclight.vision.results.detections import Detections
+    from arclight.vision.results.writers import Prediction, Writer
+    from arclight.vision.tracking.counting import Count
 
-Finder = Callable[[Any], "Detections"]
+    Follow = Callable[[Frame, Detections], tuple[Detections, tuple[Count, ...]]]
+
+Points = list[tuple[float, float]]
 
 
 def predict(arguments: list[str]) -> int:
@@ -37,39 +45,126 @@ def predict(arguments: list[str]) -> int:
             "--prompt needs the run of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
         )
     options = _parser().parse_args(arguments)
-    find, sources = finder(options)
+    following = Following.asked(options)
+    detect, sources, confidence = finder(options)
 
-    from arclight.vision.data.image_source import ImageSource
+    from arclight.vision.inputs.image_source import ImageSource
+    from arclight.vision.inputs.memory_images import SourceError
 
-    frames = ImageSource(sources, vid_stride=options.stride)
-    found: dict[str, list[dict[str, Any]]] = {}
-    names = Counter[str]()
-    for frame in progressed(frames, len(frames.inputs), "looking", lambda frame: frame.path):
-        detections = find(frame.image)
-        name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
-        found[name] = detections.to_json()
-        print(f"{name}: {summary(detections.labels)}")
-        if options.out is not None:
-            detections.save(options.out / f"{len(found):06d}-{Path(frame.path).stem}.jpg")
-        stem = Path(frame.path).stem + ("" if frame.index is None else f"-{frame.index}")
-        names[stem] += 1  # images of several folders may have one name
-        stem = stem if names[stem] == 1 else f"{stem}-{names[stem]}"
-        if options.save_txt is not None:
-            write_labels(options.save_txt / f"{stem}.txt", detections, frame.image.shape)
-        if options.save_crop is not None:
-            write_crops(options.save_crop, stem, detections)
-    if options.save_csv is not None:
-        write_csv(options.save_csv, found)
-    print(f"{len(found)} images, {sum(map(len, found.values()))} objects, {len(frames.skipped)} files skipped")
-    write_json(options.json, found)
-    return int(not found)  # all were skipped
+    source = ImageSource(
+        sources if len(sources) > 1 else sources[0], vid_stride=options.vid_stride, max_frames=options.max_frames,
+        every_frame=options.every_frame, prefetch=2 * options.batch,
+    )  # fmt: skip
+    if source.live and options.max_frames is None:
+        print("until ctrl-C:", ", ".join(one.name for one in source.live))
+    counts, lost = Counter[str](), None
+    with stopping(source.stop) as interrupts, ExitStack() as stack:
+        writers = [stack.enter_context(writer) for writer in writers_of(options)]
+        try:
+            for prediction in predictions(source, detect, options.batch, following.start(confidence)):
+                for writer in writers:
+                    writer.write(prediction)
+                print(f"{prediction.name}: {summary(prediction.found.labels)}")
+                counts.update(images=1, objects=len(prediction.found))
+        except SourceError as error:
+            lost = error  # what was found before is kept
+    for line in following.said():
+        print(line)
+    print(f"{counts['images']} images, {counts['objects']} objects, {len(source.skipped)} files skipped")
+    if lost is not None:
+        raise lost
+    if interrupts and not source.live:  # which are ended so
+        raise KeyboardInterrupt("the files hold what was found until then")
+    return int(not counts["images"])  # all were skipped
+
+
+def predictions(source: ImageSource, detect: Detect, batch: int, follow: Follow) -> Iterator[Prediction]:
+    """Detect in the images of a source, ``batch`` at a time, name and follow what was found; holds one batch in memory."""
+    from arclight.vision.results.writers import Names, Prediction
+
+    names = Names()
+    with closing(source.batches(batch)) as batches:
+        for frames in progressed(batches, len(source.inputs), "looking", lambda frames: frames[-1].path):
+            for frame, found in zip(frames, detect([frame.image for frame in frames]), strict=True):
+                name, stem = names.of(frame.path, frame.index)
+                fps = None if frame.fps is None else frame.fps / source.vid_stride
+                found, counts = follow(frame, found)
+                yield Prediction(name, stem, frame.path, frame.index, fps, frame.image, found, counts)
+
+
+class Following:
+    """Tracks objects and counts them at lines and in zones, if that was asked for: anew in each video."""
+
+    def __init__(self, tracker: str | None, lines: list[Points], zones: list[Points]) -> None:
+        self.tracker, self.lines, self.zones = tracker, lines, zones
+        self.counts: dict[str, tuple[Count, ...]] = {}
+
+    @classmethod
+    def asked(cls, options: argparse.Namespace) -> Following:
+        """Raises UsageError for lines and zones that are none, or where nothing tracks."""
+        lines, zones = options.count_line or [], options.count_zone or []
+        if (lines or zones) and options.track is None:
+            raise UsageError("only tracked objects are counted: give --track bytetrack or --track ocsort, too")
+        following = cls(options.track, lines, zones)
+        try:
+            following._new_counts()
+        except ValueError as error:
+            raise UsageError(f"--count-line, --count-zone: {error}") from None
+        return following
+
+    def _new_counts(self) -> tuple[Count, ...]:
+        from arclight.vision.tracking.counting import LineCount, ZoneCount
+
+        return (*map(LineCount, self.lines), *map(ZoneCount, self.zones))
+
+    def start(self, confidence: float) -> Follow:
+        """Return what follows the objects of each frame; ``confidence`` may begin a track."""
+        if (name := self.tracker) is None:
+            return lambda frame, found: (found, ())
+        from arclight.vision.tracking.tracks import Trackers, make_tracker
+
+        trackers = Trackers(lambda: make_tracker(name, confidence))
+
+        def follow(frame: Frame, found: Detections) -> tuple[Detections, tuple[Count, ...]]:
+            tracked = trackers.update(frame, found)
+            place = frame.path if frame.index is not None else str(Path(frame.path).parent)
+            counts = self.counts.setdefault(place, self._new_counts()) if self.lines or self.zones else ()
+            for count in counts:
+                count.update(tracked)
+            return tracked, counts
+
+        return follow
+
+    def said(self) -> Iterator[str]:
+        """Lines of text that say what was counted."""
+        for place, counts in self.counts.items():
+            kinds = [f"line {n + 1}" for n in range(len(self.lines))] + [
+                f"zone {n + 1}" for n in range(len(self.zones))
+            ]
+            yield from (f"{place}, {kind}: {count}" for kind, count in zip(kinds, counts, strict=True))
+
+
+def writers_of(options: argparse.Namespace) -> list[Writer]:
+    """Make a writer for each output that was asked for."""
+    from arclight.vision.results import writers
+
+    made: list[tuple[Path | None, Callable[[Path], Writer]]] = [
+        (options.out, writers.MarkedImages),
+        (options.save_video, writers.Videos),
+        (options.save_txt, writers.Labels),
+        (options.save_crop, writers.Crops),
+        (options.save_csv, lambda path: writers.CsvFile(path, tracked=options.track is not None)),
+        (options.save_jsonl, writers.JsonLines),
+        (options.json, writers.JsonFile),
+    ]
+    return [make(path) for path, make in made if path is not None]
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="arclight predict",
         usage="arclight predict RUN SOURCE [SOURCE ...] [options], or arclight predict SOURCE [SOURCE ...] --program FILE [options]",
-        description="Find objects in images, folders, patterns and videos, with the best checkpoint of a detector's run or with an exported "
+        description="Find objects in images, videos, cameras and streams, with the best checkpoint of a detector's run or with an exported "
         "program; or, with package.module:Model first, predict with a module of your own. With the run of a language model first, generate text: "
         "arclight predict RUN --prompt TEXT; RUN --help says more.",
     )
@@ -77,7 +172,9 @@ def _parser() -> Parser:
         "source",
         nargs="+",
         metavar="SOURCE",
-        help="an image, a folder, a pattern such as 'a/*.jpg', or a video; before them, without --program, a run folder or a checkpoint",
+        help="an image, a folder, a pattern such as 'a/*.jpg', a video, the number of a camera, an address (rtsp://, http://), "
+        "'screen', a file of sources by line (.streams), or - for paths by line of standard input; before them, without --program, "
+        "a run folder or a checkpoint, or several, whose boxes are brought together",
     )
     parser.add_argument("--program", type=Path, metavar="FILE", help="exported detector (.onnx)")
     parser.add_argument(
@@ -91,6 +188,12 @@ def _parser() -> Parser:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the images with their boxes to this folder")
     parser.add_argument(
+        "--save-video",
+        type=Path,
+        metavar="DIR",
+        help="write videos and streams with their boxes to this folder, as .mp4",
+    )
+    parser.add_argument(
         "--save-txt",
         type=Path,
         metavar="DIR",
@@ -103,12 +206,63 @@ def _parser() -> Parser:
         help="write each object as an image to this folder, in a folder of its class",
     )
     parser.add_argument("--save-csv", type=Path, metavar="FILE", help="write a row for each object to this file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the detections to this file")
+    parser.add_argument(
+        "--save-jsonl",
+        type=Path,
+        metavar="FILE",
+        help="write a line of JSON for each image to this file, as soon as it is done",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the detections to this file, as one object")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep objects of these classes only")
     parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
     parser.add_argument("--max-det", type=_count, metavar="N", help="most objects of one image (default: 300)")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
+    _add_input_options(parser)
+    _add_inference_options(parser)
     return parser
+
+
+def _add_inference_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--slice",
+        type=_count,
+        metavar="PX",
+        help="look at overlapping slices of this many pixels, too, for small objects",
+    )
+    parser.add_argument(
+        "--overlap", type=_overlap, default=0.2, metavar="P", help="share of a slice that overlaps the next"
+    )
+    parser.add_argument(
+        "--augment", action="store_true", help="look at a smaller and a mirrored copy of each image, too"
+    )
+    parser.add_argument(
+        "--track", choices=["bytetrack", "ocsort"], help="number objects and follow them through videos"
+    )
+    parser.add_argument(
+        "--count-line", type=_points, action="append", metavar="X1,Y1,X2,Y2",
+        help="count tracked objects that cross this line, to the right and to the left of who walks from its first point to its second",
+    )  # fmt: skip
+    parser.add_argument(
+        "--count-zone", type=_points, action="append", metavar="X1,Y1,X2,Y2,X3,Y3,...",
+        help="count tracked objects in the polygon of these corners, pixels",
+    )  # fmt: skip
+
+
+def _add_input_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--vid-stride",
+        "--stride",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="use every N-th frame of a video or stream",
+    )
+    parser.add_argument("--max-frames", type=_count, metavar="N", help="end after this many images and frames")
+    parser.add_argument(
+        "--every-frame",
+        action="store_true",
+        help="look at each frame of a stream, with a delay where the detector is slower (default: the newest)",
+    )
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="images that are looked at together")
 
 
 def _count(text: str) -> int:
@@ -118,6 +272,22 @@ def _count(text: str) -> int:
     return value
 
 
+def _overlap(text: str) -> float:
+    if (value := _share(text)) == 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+    return value
+
+
+def _points(text: str) -> Points:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) < 2 or len(values) % 2:
+        raise argparse.ArgumentTypeError(f"{text} is no list of points: write pixels as x1,y1,x2,y2")
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
 def _share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
@@ -125,24 +295,80 @@ def _share(text: str) -> float:
     return value
 
 
-def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
-    """Make what finds objects in an image, of a program or a run, and say which words name images."""
-    from arclight.vision.boxes import TOP_K
+def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
+    """Make what finds objects in images, of programs and runs, and say which words name images, and the confidence of tracks."""
+    from arclight.vision.boxes import MAX_DET, TOP_K
 
     given = {
         "conf_threshold": options.conf, "iou_threshold": options.iou, "agnostic": options.agnostic_nms or None,
         "max_det": options.max_det if options.classes is None else TOP_K,  # other classes take no places
     }  # fmt: skip
     changed = {name: value for name, value in given.items() if value is not None}
-    if options.program is not None:
-        from arclight.vision.tasks.processing import load_detector_program
+    members, sources = (_program if options.program is not None else _runs)(options, changed)
+    names, confidence = members[0].names, members[0].confidence
+    if options.classes is not None and (unknown := [name for name in options.classes if name not in names]):
+        raise UsageError(f"--classes: {unknown[0]!r} is no class of this detector: it finds {', '.join(names)}")
+    if other := next((member.names for member in members if member.names != names), None):
+        raise UsageError(
+            f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; they cannot be brought together"
+        )
+    detect = _widened(options, [member.detect for member in members])
+    if options.classes is None:
+        return detect, sources, confidence
+    kept = options.max_det or MAX_DET
+    return lambda images: [found.of(*options.classes)[:kept] for found in detect(images)], sources, confidence
 
-        program = load_detector_program(options.program, **changed)
-        return _chosen(program.predict_one, options, program.metadata["names"]), options.source
-    first, *sources = options.source
-    place = Path(first)
-    if run_folder(place) is None and not (place / "manifest.json").is_file():
-        if not place.exists() and "*" not in first and not place.suffix:
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """One detector: what detects, the classes that it finds, and its confidence threshold."""
+
+    detect: Detect
+    names: list[str]
+    confidence: float
+
+
+def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
+    """Bring several detectors together, and look at copies and slices of the images, as far as that was asked for."""
+    from arclight.vision.inference.fusion import ensemble
+    from arclight.vision.inference.slicing import sliced
+    from arclight.vision.inference.test_time import augmented
+
+    detect = detectors[0] if len(detectors) == 1 else ensemble(detectors)
+    again: dict[str, Any] = {} if options.iou is None else {"iou_threshold": options.iou}
+    if options.augment:
+        detect = augmented(detect, **again)
+    return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **again)
+
+
+def _wanted(options: argparse.Namespace, processing: Any, changed: dict[str, Any]) -> Any:
+    """Return the processing with what was asked for, and the doubtful boxes that a tracker wants."""
+    used = dataclasses.replace(processing, **changed)
+    if options.track is None:
+        return used
+    from arclight.vision.tracking.tracks import confidence_wanted
+
+    return dataclasses.replace(used, conf_threshold=confidence_wanted(options.track, used.conf_threshold))
+
+
+def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
+    from arclight.vision.tasks.processing import load_detector_program
+
+    program: Any = load_detector_program(options.program, **changed)
+    confidence = program.processing.conf_threshold
+    used = _wanted(options, program.processing, {})
+    if used != program.processing:
+        program = load_detector_program(options.program, **changed, conf_threshold=used.conf_threshold)
+    return [_Member(program.predict, program.metadata["names"], confidence)], options.source
+
+
+def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
+    """Open the runs that are named first, one or more."""
+    first = options.source[0]
+    sources = list(itertools.dropwhile(_is_run, options.source))
+    runs = options.source[: len(options.source) - len(sources)]
+    if not runs:
+        if not Path(first).exists() and "*" not in first and not Path(first).suffix:
             raise UsageError(f"there is no run folder {first}, nor images of this name")
         raise UsageError(
             f"{first} is no run: name the run of a detector first, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
@@ -152,52 +378,17 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
 
     import torch
 
-    detector = load_vision_module(place).to("cuda" if torch.cuda.is_available() else "cpu")
-    used = dataclasses.replace(detector.processing, **changed)
-    return _chosen(lambda image: detector.predict([image], used)[0], options, detector.names), sources
+    members = []
+    for run in runs:
+        detector = load_vision_module(Path(run)).to("cuda" if torch.cuda.is_available() else "cpu")
+        used = _wanted(options, detector.processing, changed)
+        confidence = changed.get("conf_threshold", detector.processing.conf_threshold)
+        members.append(_Member(functools.partial(detector.predict, processing=used), detector.names, confidence))
+    return members, sources
 
 
-def _chosen(find: Finder, options: argparse.Namespace, names: list[str]) -> Finder:
-    """Keep objects of the classes named alone, if any are; UsageError for one that the detector does not know."""
-    from arclight.vision.boxes import MAX_DET
-
-    if options.classes is None:
-        return find
-    if unknown := [name for name in options.classes if name not in names]:
-        raise UsageError(f"--classes: {unknown[0]!r} is no class of this detector: it finds {', '.join(names)}")
-    return lambda image: find(image).of(*options.classes)[: options.max_det or MAX_DET]
-
-
-def write_crops(folder: Path, stem: str, detections: Detections) -> None:
-    """Write what is in each box to a folder of its class; boxes without pixels in the image are left out."""
-    from arclight.vision.results.detections import write_image
-
-    for number, (label, crop) in enumerate(zip(detections.labels, detections.crops())):
-        if crop.size:
-            place = re.sub(r"[^\w-]", "_", label) or "_"  # a class may have any name, ".." as well
-            write_image(folder / place / f"{stem}-{number}.jpg", crop)
-
-
-def write_csv(file: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Write a row for each object: image, label, confidence, left, top, right, bottom in pixels."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="", encoding="utf-8") as stream:
-        rows = csv.writer(stream)
-        rows.writerow(["image", "label", "confidence", "left", "top", "right", "bottom"])
-        rows.writerows(
-            [name, one["label"], one["confidence"], *one["box_xyxy_px"]] for name, of in found.items() for one in of
-        )
-
-
-def write_labels(file: Path, detections: Detections, shape: tuple[int, ...]) -> None:
-    """Write a line for each box: class, then centre and size as shares of the image's width and height."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    height, width = shape[:2]
-    lines = [
-        " ".join([str(int(cls)), *(f"{share:.6g}" for share in (x / width, y / height, w / width, h / height))])
-        for cls, (x, y, w, h) in zip(detections.boxes.cls, detections.boxes.xywh)
-    ]
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def _is_run(word: str) -> bool:
+    return run_folder(Path(word)) is not None or (Path(word) / "manifest.json").is_file()
 
 
 def summary(labels: list[str]) -> str:

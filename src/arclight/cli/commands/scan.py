@@ -31,7 +31,7 @@ def scan(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from arclight.vision import qris
-    from arclight.vision.data.image_source import ImageSource
+    from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.tasks.processing import load_detector_program
 
     console = console_of()

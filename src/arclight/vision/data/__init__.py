@@ -2,6 +2,5 @@
 
 Files of a YOLO-format data set come in: `data_yaml` says where they are, `labels` checks them, `site_split` picks those of
 one federated site. Bytes become pixels in `images`, which `image_headers` guards against hostile files. Out go the batches
-of `dataset`, letterboxed (`letterbox`) or augmented (`augment`, by `augment_settings`). `image_source` is the same way for
-prediction: files, folders, patterns, videos and arrays become single images. Open `dataset` first.
+of `dataset`, letterboxed (`letterbox`) or augmented (`augment`, by `augment_settings`). Open `dataset` first.
 """

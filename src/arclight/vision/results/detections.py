@@ -65,6 +65,8 @@ class Detections:
     """The photo, RGB uint8 (height, width, 3), if it was kept."""
     path: str | None = None
     """Where the photo came from, if from a file."""
+    ids: NDArray[np.int64] | None = None
+    """(k,) number of the track that each box belongs to, from 1, if objects are followed through a video."""
 
     @classmethod
     def from_arrays(
@@ -95,7 +97,8 @@ class Detections:
         """Some of the boxes, chosen as by NumPy: a number, a slice, a mask (k,) or numbers (n,)."""
         picked = np.atleast_1d(np.arange(len(self))[chosen])
         boxes = Boxes(self.boxes.xyxy[picked], self.boxes.conf[picked], self.boxes.cls[picked])
-        return Detections(boxes, self.names, self.image, self.path)
+        ids = None if self.ids is None else self.ids[picked]
+        return Detections(boxes, self.names, self.image, self.path, ids)
 
     def of(self, *names: str) -> Detections:
         """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
@@ -115,6 +118,8 @@ class Detections:
         if self.image is None:
             raise ValueError("these detections hold no image to draw on: pass image= when making them")
         texts = [f"{label} {confidence:.2f}" for label, confidence in zip(self.labels, self.boxes.conf)]
+        if self.ids is not None:
+            texts = [f"{number} {text}" for number, text in zip(self.ids.tolist(), texts, strict=True)]
         return draw_boxes(self.image, self.boxes.xyxy, texts, self.boxes.cls.astype(int).tolist())
 
     def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
@@ -134,11 +139,14 @@ class Detections:
         return crops
 
     def to_json(self) -> list[dict[str, Any]]:
-        """List the boxes as plain dictionaries: label, confidence and box_xyxy_px (left, top, right, bottom)."""
-        return [
+        """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked."""
+        rows: list[dict[str, Any]] = [
             {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
             for label, score, box in zip(self.labels, self.boxes.conf, self.boxes.xyxy)
         ]
+        if self.ids is not None:
+            rows = [{**row, "id": number} for row, number in zip(rows, self.ids.tolist(), strict=True)]
+        return rows
 
     def save(self, path: str | Path) -> Path:
         """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""

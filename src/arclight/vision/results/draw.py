@@ -53,6 +53,16 @@ def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Seq
     return canvas
 
 
+def draw_shape(image: Image, points: ArrayLike, text: str, *, closed: bool) -> None:
+    """Draw a line or a polygon (n, 2) in pixels onto ``image`` itself, with its text at the first point."""
+    side = math.sqrt(image.shape[0] * image.shape[1])
+    line = max(round(side / 320), 1)
+    corners = np.asarray(points, np.float64).clip(-1e6, 1e6).round().astype(np.int32)
+    for colour, width in (((255, 255, 255), line + 2), (GROUND, line)):
+        cv2.polylines(image, [corners], closed, colour, width, cv2.LINE_AA)
+    _draw_label(image, text, (int(corners[0, 0]), int(corners[0, 1])), GROUND, height=max(side / 38, 11))
+
+
 def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colour, height: float) -> None:
     """Draw ``text`` on a plate above ``corner`` (left, top), or below if there is no room; never outside."""
     left, top = corner

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -100,6 +101,23 @@ class Detector(VisionModule):
     ) -> list[Detections]:
         """Find objects in RGB uint8 photos of any sizes; see `predict`."""
         return self.predict(images, processing)
+
+    def track(
+        self, source: Any, tracker: str = "bytetrack", *, conf_threshold: float | None = None, **options: Any
+    ) -> Iterator[Detections]:
+        """Follow objects through videos and streams: yield those of each frame, with their ``ids``.
+
+        source, options: as :class:`ImageSource` takes them. tracker: ``bytetrack`` or ``ocsort``. conf_threshold: confidence from
+        which a box may begin a track; the detector's own where not given.
+        """
+        from arclight.vision.inputs.image_source import ImageSource
+        from arclight.vision.tracking.tracks import confidence_wanted, make_tracker, track
+
+        confidence = self.processing.conf_threshold if conf_threshold is None else conf_threshold
+        make_tracker(tracker, confidence)  # a wrong name is an error here, not at the first frame
+        used = dataclasses.replace(self.processing, conf_threshold=confidence_wanted(tracker, confidence))
+        frames = ImageSource(source, **options)
+        return track(lambda images: self.detect(images, used), frames, lambda: make_tracker(tracker, confidence))
 
     @property
     def processing(self) -> DetectionProcessing:

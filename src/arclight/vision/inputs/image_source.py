@@ -1,0 +1,256 @@
+"""Iterate over images for prediction: files, memory, standard input, videos, cameras and streams, and lists of those."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import logging
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from arclight.vision.data.data_yaml import did_you_mean
+from arclight.vision.data.images import MAX_PIXELS, SUFFIXES, Image, ImageError, decode_image
+from arclight.vision.data.labels import FileProblem
+from arclight.vision.inputs.live import RECONNECT_S, LiveInput, LiveStreams, live_input
+from arclight.vision.inputs.memory_images import (
+    SourceError,
+    checked_array,
+    is_pil,
+    is_tensor,
+    memory_image,
+    tensor_images,
+)
+from arclight.vision.inputs.prefetch import prefetch
+from arclight.vision.inputs.video import VIDEO_SUFFIXES, read_video
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image as PILImage
+
+log = logging.getLogger(__name__)
+
+MAX_FPS = 1000
+"""Beyond it what a stream promises is the resolution of its clock, not a rate."""
+
+One: TypeAlias = "str | Path | int | Image | bytes | torch.Tensor | PILImage"
+Source: TypeAlias = "One | Sequence[One]"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One image to look at."""
+
+    path: str
+    """The file, the address without its password, ``camera 0``, or ``array 0``, ``array 1``, ... for what is in memory."""
+    index: int | None
+    """Number of the frame in its video or stream, from 0; None for images."""
+    image: Image
+    """(height, width, 3) RGB uint8."""
+    fps: float | None = None
+    """Frames per second of its video or stream, before any stride; None for images, and where it is not known."""
+
+    @property
+    def name(self) -> str:
+        """The path, and the number of the frame in it if there is one: ``clip.mp4#12``."""
+        return self.path if self.index is None else f"{self.path}#{self.index}"
+
+
+class StandardInput:
+    """Paths of images and videos, one a line of standard input, read as they come."""
+
+    def __str__(self) -> str:
+        return "standard input"
+
+
+class ImageSource:
+    """The images of a ``source``, in order: iterate it for each ``Frame``, or ``batches`` for several at once.
+
+    source: an image or video file, a folder (searched recursively, sorted), a pattern such as ``shots/*.jpg`` (``**``
+    for any depth); an array (height, width, 3) RGB or (height, width) grey, both uint8; a tensor (3, height, width) or
+    (N, 3, height, width), uint8 or float in [0, 1]; a PIL image; the bytes of an image file; ``-`` for paths by line of standard
+    input; a camera's number; an address (rtsp, http); ``screen``; a file of sources by line that ends in ``.streams``; or a list
+    of any of those. Only addresses that are named so are opened, none that stands in a file or in standard input's lines.
+    Cameras, addresses and the screen come after all others, together, and have no end.
+
+    vid_stride: of a video or stream, only every so-many-th frame. max_frames: end after so many. every_frame: of streams keep each
+    frame instead of the newest (see :class:`LiveStreams`). reconnect_s: give a stream up after so long without a frame.
+    prefetch: images of files decoded ahead in a thread.
+
+    A file that cannot be read is reported, skipped and added to ``skipped``. Raises SourceError at once for a source
+    that does not exist, holds no image, or is no image; and where the last of some streams was lost.
+    """
+
+    def __init__(
+        self, source: Source, *, vid_stride: int = 1, max_pixels: int = MAX_PIXELS, max_frames: int | None = None,
+        every_frame: bool = False, reconnect_s: float = RECONNECT_S, prefetch: int = 0,
+    ) -> None:  # fmt: skip
+        for name, value in (("vid_stride", vid_stride), ("max_frames", max_frames)):
+            if value is not None and value < 1:
+                raise SourceError(f"{name} is {value}; it must be at least 1")
+        self.vid_stride, self.max_pixels, self.max_frames = vid_stride, max_pixels, max_frames
+        self.every_frame, self.reconnect_s, self.prefetch = every_frame, reconnect_s, prefetch
+        self.skipped: list[FileProblem] = []
+        self._stopped = False
+        parts = source if isinstance(source, list | tuple) else [source]
+        self.inputs = [found for part in parts for found in _expand(part)]
+        """Files, images in memory and live inputs, in order."""
+        if not self.inputs:
+            raise SourceError("the list of sources is empty")
+
+    @property
+    def live(self) -> list[LiveInput]:
+        """The inputs that have no end."""
+        return [item for item in self.inputs if isinstance(item, LiveInput)]
+
+    def stop(self) -> None:
+        """End the present iteration behind the images that are on their way; signal handlers and other threads may call it."""
+        self._stopped = True
+
+    def __iter__(self) -> Iterator[Frame]:
+        with closing(self.batches(1)) as batches:
+            for batch in batches:
+                yield from batch
+
+    def batches(self, size: int) -> Generator[list[Frame], None, None]:
+        """Yield ``size`` images at a time, in order; of live inputs those that are there, at least one."""
+        if size < 1:
+            raise SourceError(f"a batch has at least 1 image, got {size}")
+        self.skipped.clear()
+        self._stopped = False
+        left = self.max_frames
+        with closing(self._batches(size)) as batches:
+            for batch in batches:
+                if left is not None:
+                    batch, left = batch[:left], left - len(batch)
+                yield batch
+                if self._stopped or (left is not None and left <= 0):
+                    return
+
+    def _batches(self, size: int) -> Generator[list[Frame], None, None]:
+        with closing(prefetch(self._still(), self.prefetch)) as frames:
+            while batch := list(itertools.islice(frames, size)):
+                yield batch
+        if not self.live:
+            return
+        streams = LiveStreams(
+            self.live, problem=self._problem, max_pixels=self.max_pixels, vid_stride=self.vid_stride,
+            every_frame=self.every_frame, reconnect_s=self.reconnect_s,
+        )  # fmt: skip
+        with streams:
+            for found in streams.batches(size, stopped=lambda: self._stopped):
+                yield [Frame(one.name, one.index, one.image, _known(one.fps)) for one in found]
+
+    def _still(self) -> Generator[Frame, None, None]:
+        """Frames of all inputs that have an end."""
+        numbers = itertools.count()
+        for item in self.inputs:
+            if isinstance(item, StandardInput):
+                for path in self._lines():
+                    yield from self._file(path)
+            elif isinstance(item, Path):
+                yield from self._file(item)
+            elif not isinstance(item, LiveInput):
+                name = f"{'array' if isinstance(item, np.ndarray) else 'image'} {next(numbers)}"
+                try:
+                    yield Frame(name, None, memory_image(item, self.max_pixels))
+                except ImageError as error:
+                    self._problem(name, str(error))
+
+    def _file(self, path: Path) -> Generator[Frame, None, None]:
+        try:
+            if path.suffix.lower() not in VIDEO_SUFFIXES:
+                yield Frame(str(path), None, decode_image(path, max_pixels=self.max_pixels))
+                return
+            frames = read_video(
+                path,
+                vid_stride=self.vid_stride,
+                max_pixels=self.max_pixels,
+                problem=lambda reason: self._problem(str(path), reason),
+            )
+            with closing(frames):
+                for index, fps, image in frames:
+                    yield Frame(str(path), index, image, _known(fps))
+        except (ImageError, OSError) as error:
+            self._problem(str(path), (error.strerror if isinstance(error, OSError) else None) or str(error))
+
+    def _lines(self) -> Iterator[Path]:
+        """Files that the lines of standard input stand for; lines that stand for none are skipped and reported."""
+        for number, line in enumerate(sys.stdin, start=1):
+            if not (text := line.rstrip("\r\n")):
+                continue
+            try:
+                yield from _files(text)
+            except SourceError as error:
+                self._problem("standard input", str(error), number)
+
+    def _problem(self, path: str, reason: str, line: int = 0) -> None:
+        self.skipped.append(FileProblem(path, line, reason))
+        log.warning("skipped %s: %s", f"line {line} of {path}" if line else path, reason)
+
+
+def _known(fps: float) -> float | None:
+    return fps if 0 < fps <= MAX_FPS else None
+
+
+def _expand(source: Any) -> list[Any]:
+    """Return the inputs that one source stands for, at least one. Raises SourceError."""
+    if isinstance(source, np.ndarray):
+        return [checked_array(source)]
+    if is_tensor(source):
+        return list(tensor_images(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        return [bytes(source)]
+    if is_pil(source):
+        return [source]
+    if not isinstance(source, str | Path | int) or isinstance(source, bool):
+        raise SourceError(
+            f"{type(source).__name__} is not a source of images: give a path, a pattern, an array, a tensor, a PIL image, bytes, "
+            "the number of a camera, or a list"
+        )
+    if isinstance(source, int):
+        return [live_input(source)]
+    if isinstance(source, str) and not Path(source).expanduser().exists():  # a file of this name comes first
+        if source == "-":
+            return [StandardInput()]
+        if (live := live_input(source)) is not None:
+            return [live]
+    if Path(source).suffix == ".streams" and Path(source).is_file():
+        lines = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines()]
+        named = [line for line in lines if line and not line.startswith("#")]
+        if not named:
+            raise SourceError(f"{source} names no source: write one a line, such as rtsp://camera/stream")
+        return [found for line in named for found in _listed(line, Path(source))]
+    return list(_files(source))
+
+
+def _listed(line: str, file: Path) -> list[Any]:
+    if line == "-" or Path(line).suffix == ".streams":
+        raise SourceError(f"{file} names {line}: name standard input and lists themselves")
+    return _expand(line)
+
+
+def _files(source: str | Path) -> list[Path]:
+    """Return the files that a path, folder or pattern stands for, at least one. Raises SourceError."""
+    if "://" in str(source):
+        raise SourceError(f"{source} is an address: give a file or folder on this machine here")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        endings = (*SUFFIXES, *VIDEO_SUFFIXES)
+        files = sorted(found for found in path.rglob("*") if found.suffix.lower() in endings and found.is_file())
+        if not files:
+            raise SourceError(f"no image or video in {path} (endings looked for: {' '.join(endings)})")
+        return files
+    if path.exists():
+        return [path]
+    if glob.has_magic(str(path)):
+        matches = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
+        if not matches:
+            raise SourceError(f"no file matches {source}")
+        return matches
+    raise SourceError(f"{source} does not exist{did_you_mean(path)}")

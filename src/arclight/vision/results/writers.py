@@ -1,0 +1,307 @@
+"""Write the results of many images as they come: videos, labels, crops, tables and JSON, none of which grows in memory.
+
+Each writer is a context: a file takes its name when the context ends, also by an interrupt, with what was written until then;
+an error that ends it early leaves a former file of that name as it was.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+import numpy as np
+
+from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
+from arclight.vision.results.detections import Detections, write_image
+from arclight.vision.results.draw import draw_shape
+from arclight.vision.tracking.counting import Count, ZoneCount
+
+cv2 = require("cv2", extra="vision")
+
+DEFAULT_FPS = 25.0
+"""Frames per second of a written video whose source says none."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was found in one image, and the names that it goes by in files."""
+
+    name: str
+    """Unlike all others: the path of the image, with the number of the frame in a video."""
+    stem: str
+    """The same as part of a file's name."""
+    source: str
+    """The file, camera or address that the image came from."""
+    index: int | None
+    """Number of the frame in its video or stream; None for images."""
+    fps: float | None
+    """Frames per second at which the frames that are looked at follow one another; None where it is not known."""
+    image: Image
+    found: Detections
+    counts: tuple[Count, ...] = ()
+    """Lines and zones, with what was counted in this source until this image."""
+
+    def marked(self) -> Image:
+        """Draw what was found, and lines and zones with their counts, on the image."""
+        image = self.found.plot()
+        for count in self.counts:
+            draw_shape(image, count.points, str(count), closed=isinstance(count, ZoneCount))
+        return image
+
+
+class Names:
+    """Give images names that none had before, remembering a number for each source and not one for each frame."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
+        self._stems: dict[tuple[str, int], str] = {}
+        self._used: set[str] = set()
+        self._videos: set[str] = set()
+
+    def of(self, path: str, index: int | None) -> tuple[str, str]:
+        """Return the name of the next image of ``path`` and its stem; a source that is read again is counted."""
+        position = 0 if index is None else index
+        if position <= self._last.get(path, -1):
+            self._turns[path] += 1
+        self._last[path] = position
+        turn = self._turns.setdefault(path, 1)
+        if (stem := self._stems.get((path, turn))) is None:
+            stem = self._stems[path, turn] = self._new_stem(path, video=index is not None)
+        name = path if turn == 1 else f"{path} ({turn})"
+        if index is None:
+            return name, stem
+        of_frame = f"{stem}-{index}"
+        return f"{name}#{index}", f"{of_frame} frame" if of_frame in self._used else of_frame
+
+    def _new_stem(self, path: str, *, video: bool) -> str:
+        own = re.sub(r"[^\w .()\[\]-]", "_", Path(path).stem) or "_"  # of an address, say
+        stem, number = own, 1
+        while (
+            stem in self._used or stem.rpartition("-")[0] in self._videos
+        ):  # the name of another, or of a video's frame
+            number += 1
+            stem = f"{own} {number}" if video or own in self._videos else f"{own}-{number}"
+        self._used.add(stem)
+        if video:
+            self._videos.add(stem)
+        return stem
+
+
+class Writer(Protocol):
+    """A context that takes predictions."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def write(self, prediction: Prediction) -> None: ...
+
+
+class _FileWriter:
+    """A text file that takes its name at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+
+    def __enter__(self) -> Self:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.stream: IO[str] = self._partial.open("w", newline="", encoding="utf-8")
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Write what comes before the first prediction."""
+
+    def end(self) -> None:
+        """Write what comes behind the last one."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.stream:
+            self.end()
+        if kind is None or issubclass(kind, KeyboardInterrupt):
+            self._partial.replace(self.path)
+        else:
+            self._partial.unlink()
+
+
+class JsonFile(_FileWriter):
+    """One JSON object: name of the image to the list of what was found in it."""
+
+    def start(self) -> None:
+        self._before = "{\n"
+
+    def write(self, prediction: Prediction) -> None:
+        listed = json.dumps(prediction.found.to_json(), indent=2).replace("\n", "\n  ")
+        self.stream.write(f"{self._before}  {json.dumps(prediction.name)}: {listed}")
+        self._before = ",\n"
+
+    def end(self) -> None:
+        self.stream.write("{}\n" if self._before == "{\n" else "\n}\n")
+
+
+class JsonLines(_FileWriter):
+    """A JSON object a line and image: name, frame, width, height and objects; each line is there as soon as its image is done."""
+
+    def __enter__(self) -> Self:
+        self._partial = self.path  # others follow the file while it grows
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.close()  # whatever ended it, whole lines were written
+
+    def write(self, prediction: Prediction) -> None:
+        height, width = prediction.image.shape[:2]
+        row: dict[str, object] = {
+            "image": prediction.source,
+            "frame": prediction.index,
+            "width": width,
+            "height": height,
+            "objects": prediction.found.to_json(),
+        }
+        if prediction.counts:
+            row["counts"] = [count.to_json() for count in prediction.counts]
+        self.stream.write(json.dumps(row) + "\n")
+        self.stream.flush()
+
+
+class CsvFile(_FileWriter):
+    """A row for each object: image, label, confidence, left, top, right, bottom in pixels, and the track's id of tracked ones."""
+
+    def __init__(self, path: Path, tracked: bool) -> None:
+        super().__init__(path)
+        self.tracked = tracked
+
+    def start(self) -> None:
+        self._rows = csv.writer(self.stream)
+        columns = ["image", "label", "confidence", "left", "top", "right", "bottom"]
+        self._rows.writerow([*columns, "id"] if self.tracked else columns)
+
+    def write(self, prediction: Prediction) -> None:
+        for one in prediction.found.to_json():
+            row = [prediction.name, one["label"], one["confidence"], *one["box_xyxy_px"]]
+            self._rows.writerow([*row, one["id"]] if self.tracked else row)
+
+
+class _FolderWriter:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class MarkedImages(_FolderWriter):
+    """Every image with its boxes, numbered in order."""
+
+    _count = 0
+
+    def write(self, prediction: Prediction) -> None:
+        self._count += 1
+        write_image(self.folder / f"{self._count:06d}-{Path(prediction.source).stem}.jpg", prediction.marked())
+
+
+class Labels(_FolderWriter):
+    """A text file for each image in YOLO's format: class, centre and size as shares of the image; a track's id behind them."""
+
+    def write(self, prediction: Prediction) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = prediction.found
+        height, width = prediction.image.shape[:2]
+        shares = found.boxes.xywh / np.array([width, height, width, height], np.float32)
+        lines = [
+            " ".join([str(int(cls)), *(f"{share:.6g}" for share in row)])
+            for cls, row in zip(found.boxes.cls, shares.tolist())
+        ]
+        if found.ids is not None:
+            lines = [f"{line} {number}" for line, number in zip(lines, found.ids.tolist(), strict=True)]
+        (self.folder / f"{prediction.stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+class Crops(_FolderWriter):
+    """Each object as an image in a folder of its class; boxes without pixels in the image are left out."""
+
+    def write(self, prediction: Prediction) -> None:
+        for number, (label, crop) in enumerate(zip(prediction.found.labels, prediction.found.crops())):
+            if crop.size:
+                place = re.sub(r"[^\w-]", "_", label) or "_"  # a class may have any name, ".." as well
+                write_image(self.folder / place / f"{prediction.stem}-{number}.jpg", crop)
+
+
+class Videos(_FolderWriter):
+    """A marked video (.mp4) for each video and stream; images are passed over.
+
+    A source whose frames change their size goes on in another file: a video has one size.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.written: list[Path] = []
+        self._open: dict[str, _Video] = {}
+
+    def write(self, prediction: Prediction) -> None:
+        if prediction.index is None:
+            return
+        frame = prediction.marked()
+        source = prediction.name.rpartition("#")[0]
+        video = self._open.get(source)
+        if video is None or video.shape != frame.shape:
+            if video is not None:
+                video.close()
+            stem = prediction.stem.rpartition("-")[0]
+            path = self.folder / f"{stem}.mp4"
+            number = 2
+            while path in self.written:
+                path, number = self.folder / f"{stem}-part{number}.mp4", number + 1
+            self.written.append(path)
+            video = self._open[source] = _Video(path, frame.shape, prediction.fps or DEFAULT_FPS)
+        video.add(frame)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for video in self._open.values():
+            video.close(keep=kind is None or issubclass(kind, KeyboardInterrupt))
+
+
+class _Video:
+    def __init__(self, path: Path, shape: tuple[int, ...], fps: float) -> None:
+        self.path, self.shape = path, shape
+        self._partial = path.with_name(f".{path.stem}.{os.getpid()}.mp4")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        height, width = (side + side % 2 for side in shape[:2])  # codecs want even sides
+        codec = cv2.VideoWriter_fourcc(*"mp4v")
+        self._writer = cv2.VideoWriter(str(self._partial.absolute()), cv2.CAP_FFMPEG, codec, fps, (width, height))
+        if not self._writer.isOpened():
+            raise OSError(f"no video of {width} x {height} pixels can be written to {path}")
+
+    def add(self, frame: Image) -> None:
+        height, width = frame.shape[:2]
+        bgr = cv2.cvtColor(frame, cv2.COLOR_RGB2BGR)
+        if height % 2 or width % 2:
+            bgr = cv2.copyMakeBorder(bgr, 0, height % 2, 0, width % 2, cv2.BORDER_REPLICATE)
+        self._writer.write(bgr)
+
+    def close(self, *, keep: bool = True) -> None:
+        self._writer.release()
+        if keep:
+            self._partial.replace(self.path)
+        else:
+            self._partial.unlink(missing_ok=True)
