@@ -13,6 +13,7 @@ from tests.vision.moving_scenes import NAMES, Scene, found_in, score
 
 from arclight.vision import Detections
 from arclight.vision.inputs.image_source import Frame
+from arclight.vision.results.writers import Prediction
 from arclight.vision.tracking.assignment import assign
 from arclight.vision.tracking.counting import LineCount, ZoneCount
 from arclight.vision.tracking.kalman import area_and_ratio, height_scaled
@@ -330,6 +331,19 @@ def test_zones_count_who_is_inside_and_who_has_been() -> None:
     assert zone.to_json() == {"inside": {}, "entered": {NAMES[0]: 1}}, "the notch is outside"
     walk(zone, (10, 80), id=3)
     assert zone.entered[NAMES[0]] == 2
+
+
+def test_lines_and_zones_are_drawn_with_their_counts() -> None:
+    image = np.full((400, 600, 3), 90, np.uint8)
+    found = dataclasses.replace(boxes_of([[50, 50, 90, 90]]), image=image, ids=np.array([4]))
+    counts = LineCount([(500, 350), (500, 50)]), ZoneCount([(150, 100), (400, 100), (400, 300), (150, 300)])
+    marked = Prediction("a#0", "a-0", "a", 0, None, image, found, counts).marked()
+    changed = (marked != image).any(axis=2)
+    assert changed[60:320, 500].all()
+    assert changed[110:290, 400].all()
+    assert changed[110:290, 150].all()
+    assert not changed[130:280, 170:380].any()
+    assert (image == 90).all()
 
 
 def test_counters_forget_those_that_are_gone() -> None:
