@@ -20,9 +20,8 @@ from tests.vision.mjpeg import Camera
 
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision.inputs import live
-from arclight.vision.inputs.image_source import ImageSource
+from arclight.vision.inputs.image_source import ImageSource, prefetch
 from arclight.vision.inputs.memory_images import SourceError
-from arclight.vision.inputs.prefetch import prefetch
 
 
 def solid(*rgb: int, height: int = 6, width: int = 8) -> np.ndarray:

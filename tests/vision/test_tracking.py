@@ -15,9 +15,10 @@ from arclight.vision import Detections
 from arclight.vision.inputs.image_source import Frame
 from arclight.vision.results.writers import Prediction
 from arclight.vision.tracking.assignment import assign
+from arclight.vision.tracking.byte_track import height_scaled
 from arclight.vision.tracking.counting import LineCount, ZoneCount
-from arclight.vision.tracking.kalman import area_and_ratio, height_scaled
 from arclight.vision.tracking.mot_metrics import score_tracks
+from arclight.vision.tracking.oc_sort import area_and_ratio
 from arclight.vision.tracking.tracks import TRACKERS, Trackers, make_tracker
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import glob
 import itertools
 import logging
+import queue
 import sys
-from collections.abc import Generator, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from arclight.fabric.extras import require
 from arclight.vision.data.data_yaml import did_you_mean
 from arclight.vision.data.images import MAX_PIXELS, SUFFIXES, Image, ImageError, decode_image
 from arclight.vision.data.labels import FileProblem
@@ -26,17 +29,28 @@ from arclight.vision.inputs.memory_images import (
     memory_image,
     tensor_images,
 )
-from arclight.vision.inputs.prefetch import prefetch
-from arclight.vision.inputs.video import VIDEO_SUFFIXES, read_video
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image as PILImage
 
+cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_FPS = 1000
 """Beyond it what a stream promises is the resolution of its clock, not a rate."""
+
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".asf", ".ts")
+
+_HEAD_BYTES = 4096
+_ASF = bytes.fromhex("3026b2758e66cf11")
+_TS_PACKET = 188
+_QUICKTIME = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot")
+_TEXT_FORMATS = (b"#ext", b"<mpd", b"ffconcat", b"c=in ip", b"[playlist]", b"<asx")
+"""How the text files begin, or what they hold, that name other files and addresses to FFmpeg (lower case)."""
+_POLL_S = 0.1
+"""How long the reading thread waits for room before it looks whether anybody still wants items."""
 
 One: TypeAlias = "str | Path | int | Image | bytes | torch.Tensor | PILImage"
 Source: TypeAlias = "One | Sequence[One]"
@@ -254,3 +268,115 @@ def _files(source: str | Path) -> list[Path]:
             raise SourceError(f"no file matches {source}")
         return matches
     raise SourceError(f"{source} does not exist{did_you_mean(path)}")
+
+
+# -- videos --------------------------------------------------------------------------------------------------------
+
+
+def check_container(path: Path) -> None:
+    """Raise ImageError unless a file begins as video containers do: FFmpeg looks at content, never at the name.
+
+    A playlist (HLS, DASH, SDP, concat) that is named .mp4 would make it open the files and addresses in it.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    text = head.partition(b"\0")[0].lower()  # FFmpeg's tests for these formats end at the first zero byte
+    if found := next((mark for mark in _TEXT_FORMATS if mark in text), None):
+        raise ImageError(
+            f"not a video: it is a playlist or description ({found.decode()!r} stands in it) that names other files or "
+            "addresses, which are not followed; name those themselves"
+        )
+    known = (
+        head[4:8] in _QUICKTIME  # ISO 14496-12, QuickTime
+        or (head[:4] == b"RIFF" and head[8:11] == b"AVI")
+        or head[:4] == b"\x1a\x45\xdf\xa3"  # Matroska, WebM
+        or head[:4] in (b"\0\0\1\xba", b"\0\0\1\xb3")  # MPEG program and video streams
+        or head[:8] == _ASF
+        or (len(head) > _TS_PACKET and head[0] == head[_TS_PACKET] == 0x47)
+        or (len(head) > _TS_PACKET + 8 and head[4] == head[_TS_PACKET + 8] == 0x47)  # with time stamps (.m2ts)
+    )
+    if not known:
+        raise ImageError(
+            f"not a video that can be read: it starts with {head[:16]!r}; MP4, MOV, AVI, Matroska, WebM, MPEG and WMV are read"
+        )
+
+
+def read_video(
+    path: Path, *, vid_stride: int, max_pixels: int, problem: Callable[[str], None]
+) -> Generator[tuple[int, float, Image], None, None]:
+    """Yield (number, frames per second, RGB image) of every ``vid_stride``-th frame, holding one at a time.
+
+    ``problem`` is called with a sentence for frames that cannot be decoded and for a video that ends early; ImageError is raised
+    for a file that is no video, has no frame, or frames above ``max_pixels``.
+    """
+    check_container(path)
+    # The absolute path, and FFmpeg by name: "concat:..." is a protocol of FFmpeg's, "%03d" a pattern to another reader.
+    video = cv2.VideoCapture(str(path.absolute()), cv2.CAP_FFMPEG)
+    try:
+        size = int(video.get(cv2.CAP_PROP_FRAME_WIDTH)) * int(video.get(cv2.CAP_PROP_FRAME_HEIGHT))
+        if not video.isOpened() or size <= 0:
+            raise ImageError("not a video that can be read")
+        if size > max_pixels:
+            raise ImageError(f"video frames of {size / 1e6:.1f} million pixels are too large")
+        fps, promised = video.get(cv2.CAP_PROP_FPS), video.get(cv2.CAP_PROP_FRAME_COUNT)
+        index = 0
+        while video.grab():
+            if index % vid_stride == 0:
+                decoded, frame = video.retrieve()
+                if decoded:
+                    yield index, fps, cv2.cvtColor(frame, cv2.COLOR_BGR2RGB, dst=frame)
+                else:
+                    problem(f"frame {index} cannot be decoded: it is left out")
+            index += 1
+        if index == 0:
+            raise ImageError("the video has no frame that can be read")
+        if index < promised - max(2, promised // 50):  # some containers only estimate their length
+            problem(f"the video ends after {index} of {int(promised)} frames: it is cut or damaged")
+    finally:
+        video.release()
+
+
+# -- reading ahead -------------------------------------------------------------------------------------------------
+
+
+def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+    """Iterate ``items`` in a thread of its own, at most ``depth`` ahead of the consumer, in order.
+
+    What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
+    """
+    if depth < 1:
+        yield from items
+        return
+    ready: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(depth)
+    closed = threading.Event()
+
+    def put(entry: tuple[bool, T | BaseException | None]) -> bool:
+        while not closed.is_set():
+            try:
+                ready.put(entry, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def read() -> None:
+        try:
+            for item in items:
+                if not put((True, item)):
+                    return
+            put((False, None))
+        except BaseException as error:  # raised again by the consumer
+            put((False, error))
+
+    threading.Thread(target=read, name="arclight-prefetch", daemon=True).start()
+    try:
+        while True:
+            more, entry = ready.get()
+            if more:
+                yield entry  # type: ignore[misc]
+            elif isinstance(entry, BaseException):
+                raise entry
+            else:
+                return
+    finally:
+        closed.set()

@@ -42,7 +42,7 @@ _POLL_S = 0.2
 
 
 class Capture(Protocol):
-    """What OpenCV's VideoCapture does."""
+    """The part of OpenCV's VideoCapture that is used here."""
 
     def isOpened(self) -> bool: ...  # noqa: N802
     def grab(self) -> bool: ...

@@ -31,7 +31,7 @@ DEFAULT_FPS = 25.0
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found in one image, and the names that it goes by in files."""
+    """The objects of one image, and the names that it goes by in files."""
 
     name: str
     """Unlike all others: the path of the image, with the number of the frame in a video."""

@@ -9,13 +9,47 @@ from numpy.typing import NDArray
 
 from arclight.vision.results.detections import Detections
 from arclight.vision.tracking.assignment import assign, overlaps, with_ids
-from arclight.vision.tracking.kalman import KalmanState, height_scaled, without_velocity
+from arclight.vision.tracking.kalman import KalmanState, Matrix, Motion, Vector, constant_velocity, without_velocity
+
+
+def height_scaled() -> Motion:
+    """Return DeepSORT's motion: centre, aspect ratio and height, noise in proportion to the height.
+
+    Wojke et al. 2017; standard deviations of 1/20 of the height in position and 1/160 in velocity.
+    """
+    position, velocity = 1 / 20, 1 / 160
+    F, H = constant_velocity(8, 4)
+
+    def measure(box: Vector) -> Vector:
+        width, height = box[2] - box[0], box[3] - box[1]
+        return np.array([(box[0] + box[2]) / 2, (box[1] + box[3]) / 2, width / height, height])
+
+    def to_box(x: Vector) -> Vector:
+        half = np.array([x[2] * x[3], x[3]]) / 2
+        return np.concatenate((x[:2] - half, x[:2] + half))
+
+    def diagonal(h: float, place: float, aspect: float, speed: float, aspect_speed: float) -> Matrix:
+        of_place, of_speed = place * position * h, speed * velocity * h
+        spread = [of_place, of_place, aspect, of_place, of_speed, of_speed, aspect_speed, of_speed]
+        return np.diag(np.square(spread))
+
+    return Motion(
+        F, H, measure, to_box,
+        Q=lambda x: diagonal(x[3], 1, 1e-2, 1, 1e-5),
+        R=lambda x: np.diag(np.square([position * x[3], position * x[3], 1e-1, position * x[3]])),
+        P=lambda x: diagonal(x[3], 2, 1e-2, 10, 1e-5),
+    )  # fmt: skip
+
 
 _MOTION = height_scaled()
 _HEIGHT_SPEED = 7
 
-_FIRST_LIMIT, _SECOND_LIMIT, _NEW_LIMIT = 0.8, 0.5, 0.7
-"""Largest costs of the three matchings: one minus overlap, in the first and last times confidence."""
+_FIRST_LIMIT = 0.8
+"""Largest cost of a confident box for a known track: one minus overlap times confidence."""
+_SECOND_LIMIT = 0.5
+"""Largest cost of a doubtful box for a track that found no confident one: one minus overlap."""
+_NEW_LIMIT = 0.7
+"""Largest cost of a confident box for a track that no second frame has confirmed: one minus overlap times confidence."""
 _SAME_OVERLAP = 0.85
 """Overlap beyond which a lost track and one that is seen are the same object."""
 

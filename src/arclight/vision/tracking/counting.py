@@ -18,7 +18,7 @@ FORGET_AFTER = 300
 
 
 class _Seen:
-    """What was noted of each track, as long as it may come back."""
+    """A note on each track, kept as long as it may come back."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[int, Any]] = {}

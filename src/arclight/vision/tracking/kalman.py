@@ -1,4 +1,4 @@
-"""Predict where a box will be: a Kalman filter with constant velocity, over the box forms of SORT and DeepSORT."""
+"""Predict where a box will be: a Kalman filter, and the motion that a tracker assumes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KalmanState:
 
 @dataclass(frozen=True)
 class Motion:
-    """How boxes move: what a filter of them is made of."""
+    """The motion of boxes: transition, measurement and noise of a filter."""
 
     F: Matrix
     H: Matrix
@@ -62,62 +62,10 @@ class Motion:
         return state.update(self.measure(box), self.H, self.R(state.x))
 
 
-def _constant_velocity(states: int, measured: int) -> tuple[Matrix, Matrix]:
+def constant_velocity(states: int, measured: int) -> tuple[Matrix, Matrix]:
     """F adds the last components of a state, its velocities, to the first ones; H measures the first ``measured``."""
     F = np.eye(states) + np.eye(states, k=measured)
     return F, np.eye(measured, states)
-
-
-def height_scaled() -> Motion:
-    """DeepSORT's form, which ByteTrack uses: centre, aspect ratio and height, noise in proportion to the height.
-
-    Wojke et al. 2017; standard deviations of 1/20 of the height in position and 1/160 in velocity.
-    """
-    position, velocity = 1 / 20, 1 / 160
-    F, H = _constant_velocity(8, 4)
-
-    def measure(box: Vector) -> Vector:
-        width, height = box[2] - box[0], box[3] - box[1]
-        return np.array([(box[0] + box[2]) / 2, (box[1] + box[3]) / 2, width / height, height])
-
-    def to_box(x: Vector) -> Vector:
-        half = np.array([x[2] * x[3], x[3]]) / 2
-        return np.concatenate((x[:2] - half, x[:2] + half))
-
-    def diagonal(h: float, place: float, aspect: float, speed: float, aspect_speed: float) -> Matrix:
-        of_place, of_speed = place * position * h, speed * velocity * h
-        spread = [of_place, of_place, aspect, of_place, of_speed, of_speed, aspect_speed, of_speed]
-        return np.diag(np.square(spread))
-
-    return Motion(
-        F, H, measure, to_box,
-        Q=lambda x: diagonal(x[3], 1, 1e-2, 1, 1e-5),
-        R=lambda x: np.diag(np.square([position * x[3], position * x[3], 1e-1, position * x[3]])),
-        P=lambda x: diagonal(x[3], 2, 1e-2, 10, 1e-5),
-    )  # fmt: skip
-
-
-def area_and_ratio() -> Motion:
-    """SORT's form, which OC-SORT uses: centre, area and aspect ratio, of which the ratio has no velocity.
-
-    Bewley et al. 2016; fixed noise.
-    """
-    F, H = np.eye(7), np.eye(4, 7)
-    F[0, 4] = F[1, 5] = F[2, 6] = 1
-    Q = np.diag([1, 1, 1, 1, 1e-2, 1e-2, 1e-4])
-    R = np.diag([1.0, 1, 10, 10])
-    P = np.diag([10.0, 10, 10, 10, 1e4, 1e4, 1e4])
-
-    def measure(box: Vector) -> Vector:
-        width, height = box[2] - box[0], box[3] - box[1]
-        return np.array([(box[0] + box[2]) / 2, (box[1] + box[3]) / 2, width * height, width / height])
-
-    def to_box(x: Vector) -> Vector:
-        width = np.sqrt(x[2] * x[3])
-        half = np.array([width, x[2] / width]) / 2
-        return np.concatenate((x[:2] - half, x[:2] + half))
-
-    return Motion(F, H, measure, to_box, Q=lambda x: Q, R=lambda x: R, P=lambda x: P)
 
 
 def without_velocity(state: KalmanState, component: int) -> KalmanState:

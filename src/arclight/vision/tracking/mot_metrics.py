@@ -17,7 +17,7 @@ Labelled = tuple[ArrayLike, ArrayLike]
 
 @dataclass(frozen=True)
 class TrackingScores:
-    """How well objects were found and told apart through a video."""
+    """Counts of a tracker's right and wrong answers through a video."""
 
     truths: int
     found: int

@@ -9,9 +9,33 @@ from numpy.typing import NDArray
 
 from arclight.vision.results.detections import Detections
 from arclight.vision.tracking.assignment import assign, overlaps, with_ids
-from arclight.vision.tracking.kalman import KalmanState, area_and_ratio, without_velocity
+from arclight.vision.tracking.kalman import KalmanState, Motion, Vector, without_velocity
 
 Box = NDArray[np.float64]
+
+
+def area_and_ratio() -> Motion:
+    """Return SORT's motion: centre, area and aspect ratio, of which the ratio has no velocity.
+
+    Bewley et al. 2016; fixed noise.
+    """
+    F, H = np.eye(7), np.eye(4, 7)
+    F[0, 4] = F[1, 5] = F[2, 6] = 1
+    Q = np.diag([1, 1, 1, 1, 1e-2, 1e-2, 1e-4])
+    R = np.diag([1.0, 1, 10, 10])
+    P = np.diag([10.0, 10, 10, 10, 1e4, 1e4, 1e4])
+
+    def measure(box: Vector) -> Vector:
+        width, height = box[2] - box[0], box[3] - box[1]
+        return np.array([(box[0] + box[2]) / 2, (box[1] + box[3]) / 2, width * height, width / height])
+
+    def to_box(x: Vector) -> Vector:
+        width = np.sqrt(x[2] * x[3])
+        half = np.array([width, x[2] / width]) / 2
+        return np.concatenate((x[:2] - half, x[:2] + half))
+
+    return Motion(F, H, measure, to_box, Q=lambda x: Q, R=lambda x: R, P=lambda x: P)
+
 
 _MOTION = area_and_ratio()
 _AREA, _AREA_SPEED = 2, 6
