@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FLOWER := .flower-venv
-EXTRAS := vision,text,deploy,serve,federated,dev
+EXTRAS := vision,text,deploy,serve,federated,tune,dev
 
 .PHONY: setup demo test test-all check format bench bench-peers flower-venv clean
 

@@ -27,6 +27,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
             "find the fastest plan for a number of GPUs, without having them",
         ),
         "train": ("arclight.cli.commands.train:train", "train from a recipe, or resume a run"),
+        "tune": ("arclight.cli.tune.search:tune", "search the settings of a recipe for the best ones"),
         "federate": (
             "arclight.cli.federate.federated_run:federate",
             "train one model on the data of many sites, which stay there",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
@@ -42,6 +42,8 @@ class TrainingRun(Checked):
     """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
+    search: dict[str, Any] | None = None
+    """Ranges that arclight tune searches, by field: task.optimizer.lr = "1e-4:1e-2:log"; training leaves them alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

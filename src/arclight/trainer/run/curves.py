@@ -154,13 +154,17 @@ def last_finite(points: Sequence[Point]) -> float:
 
 def best_point(name: str, points: Sequence[Point]) -> Point | None:
     """Return the best (step, value) of a metric whose name says what is better; None where it does not."""
-    tail = name.rpartition("/")[2]
     finite = [point for point in points if math.isfinite(point[1])]
-    if not finite:
+    mode = mode_of(name)
+    if not finite or mode is None:
         return None
-    if _LOWER.search(tail):
-        return min(finite, key=lambda point: point[1])
-    return max(finite, key=lambda point: point[1]) if _HIGHER.search(tail) else None
+    return (min if mode == "min" else max)(finite, key=lambda point: point[1])
+
+
+def mode_of(name: str) -> str | None:
+    """Return whether less (min) or more (max) of a metric is better; None where its name does not say so."""
+    tail = name.rpartition("/")[2]
+    return "min" if _LOWER.search(tail) else "max" if _HIGHER.search(tail) else None
 
 
 def number_text(value: float) -> str:

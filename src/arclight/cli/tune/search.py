@@ -1,0 +1,364 @@
+"""``arclight tune``: run trials until the budget is spent, several at a time, and write the best recipe and a page of the search."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import (
+    RECIPE,
+    Parser,
+    UsageError,
+    check_short_flags,
+    check_writable,
+    read_recipe,
+    recipe_parser,
+)
+from arclight.cli.schema import UserRun
+from arclight.cli.tune.space import Parameter, Range, Subject, parameters, start
+from arclight.cli.user_module import config_text, named_module, read_run, target_of
+from arclight.recipe import write
+
+if TYPE_CHECKING:
+    from arclight.cli.tune.trial import Search
+
+TRIALS = 20
+OF_USER_MODULE = "config.toml"
+SETTINGS = "search.json"
+CHECKED_FIRST = 3
+"""A search whose first trials have all failed ends with their error: the next would fail too."""
+
+
+def tune(arguments: list[str]) -> None:
+    own = named_module(arguments)
+    parser = tune_parser(own is not None)
+    if "-h" not in arguments and "--help" not in arguments:
+        resumed, _ = parser.parse_known_args(arguments)
+        if resumed.resume is not None:
+            return run_search(*resume(parser, arguments))
+    if own is not None:
+        options, flags = user_options(parser, own, arguments[1:])
+        run: Any = read_run(own, options, flags)
+        text, target = config_text(dataclasses.replace(run, search=None)), target_of(own)
+    else:
+        run, options = read_recipe(parser, arguments)
+        text, target = write(dataclasses.replace(run, search=None)), None
+    return run_search(*begin(run, Subject(text, target), options))
+
+
+def tune_parser(of_user_module: bool) -> Parser:
+    parser = recipe_parser("tune", "Search the settings of a recipe, or of a module of your own, for the best ones.")
+    parser.usage = "arclight tune [recipe.toml | package.module:Model] --search.FIELD low:high[:log] ... [options]"
+    if of_user_module:
+        parser.add_argument("--data", metavar="TARGET", help="package.module:Class of the data")
+        parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="settings in TOML")
+    parser.add_argument("--trials", type=_positive, metavar="N", help=f"trials that shall end (default: {TRIALS})")
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="TIME", help="start no trial after this time, as 90s, 30m or 8h"
+    )
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="trials at a time, a process each (default: 1)")
+    parser.add_argument("--sampler", choices=("tpe", "cmaes", "random"), help="how values are drawn (default: tpe)")
+    parser.add_argument(
+        "--pruner", choices=("median", "hyperband", "none"), help="which trials end early (default: median)"
+    )
+    parser.add_argument(
+        "--monitor", metavar="NAME", help="logged value to improve (default: that of [checkpoint] or [stopping])"
+    )
+    parser.add_argument("--mode", choices=("min", "max"), help="whether lower or higher is better (default: as there)")
+    parser.add_argument(
+        "--storage", metavar="URL", help="database of the trials, for several machines (default: a file of SQLite)"
+    )
+    parser.add_argument("--study", metavar="NAME", help="name of the search in that database (default: the recipe's)")
+    parser.add_argument("--resume", type=Path, metavar="PATH", help="go on with the search in this folder")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"need a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
+    try:
+        seconds = float(number) * units[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"need a time above 0, such as 90s, 30m or 8h, got {text!r}")
+    return seconds
+
+
+def user_options(parser: Parser, model: type, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options of a search over a user's own module; its help lists the constructors' arguments."""
+    from arclight.cli.user_run import user_help
+
+    asked = [word for word in words if word not in ("-h", "--help")]
+    options, flags = parser.parse_known_args(asked)
+    if len(asked) < len(words):
+        print(user_help(parser, model, options))
+        raise SystemExit(0)
+    check_short_flags(flags, UserRun)
+    return options, flags
+
+
+def begin(run: Any, subject: Subject, options: argparse.Namespace) -> tuple[Search, dict[str, Any]]:
+    """Check a new search, make its folder, and write what repeats and resumes it."""
+    from arclight.cli.tune import study as studies
+    from arclight.cli.tune.trial import Search, check_one_process
+
+    space = parameters(subject, run.search)
+    if options.sampler == "cmaes" and not any(isinstance(one, Range) for one in space):
+        raise UsageError("--sampler cmaes evolves ranges, and there are choices only: leave it at tpe")
+    check_one_process(run)
+    monitor, mode = goal(run, options)
+    name = run.name or str(subject.target).rpartition(":")[2].rpartition(".")[2].lower()
+    check_writable(run.root / name, "root")
+    folder = next_search(run.root / name)
+    storage = options.storage or studies.local_database(folder)
+    study_name = options.study or (name if options.storage else folder.name)
+    search = Search(
+        subject=subject, parameters=tuple(space), folder=folder, storage=storage, study=study_name, monitor=monitor, mode=mode,
+        sampler=options.sampler or "tpe", pruner=options.pruner or "median", seed=run.seed, jobs=options.jobs or 1,
+    )  # fmt: skip
+    try:
+        agree_with_study(search, start(space, subject.read()))
+    except UsageError:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    kept = {name: getattr(search, name) for name in ("study", "monitor", "mode", "sampler", "pruner", "jobs")}
+    limits = {"trials": options.trials or TRIALS, "timeout": options.timeout}
+    settings = {
+        "target": subject.target,
+        "storage": options.storage and studies.without_password(storage),
+        **kept,
+        **limits,
+    }
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    text = subject.write(run)
+    (folder / (OF_USER_MODULE if subject.target else RECIPE)).write_text(
+        f"# arclight tune --resume {folder} goes on with this search.\n\n{text}", encoding="utf-8"
+    )
+    return search, limits
+
+
+def goal(run: Any, options: argparse.Namespace) -> tuple[str, str]:
+    """Return the value to improve and its mode. Raises UsageError where nothing names it."""
+    from arclight.trainer.run.curves import mode_of
+
+    known = {part.monitor: part.mode for part in (run.stopping, run.checkpoint) if part is not None and part.monitor}
+    monitor = options.monitor or next(reversed(known), None)
+    if monitor is None:
+        raise UsageError("name the value to improve, as in --monitor val/loss, or set checkpoint.monitor")
+    mode = options.mode or known.get(monitor) or mode_of(monitor)
+    if mode is None:
+        raise UsageError(f"say whether lower or higher values of {monitor} are better: --mode min or --mode max")
+    return monitor, mode
+
+
+def next_search(parent: Path) -> Path:
+    """Make the folder tune-n with the next free number."""
+    taken = [int(path.name[5:]) for path in parent.glob("tune-*") if path.name[5:].isdigit()]
+    number = max(taken, default=0)
+    while True:
+        number += 1
+        try:
+            (parent / f"tune-{number}").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return parent / f"tune-{number}"
+
+
+def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
+    """Note in the study what it searches; its first trial has the recipe's ``own`` values. Raises UsageError for another search."""
+    study = search.open()
+    said = {"monitor": search.monitor, "mode": search.mode, "space": [_said(one) for one in search.parameters]}
+    before = study.user_attrs.get("search")
+    if before is None:
+        study.set_user_attr("search", said)
+        if own is not None:
+            study.enqueue_trial(own)
+    elif before != said:
+        differs = next(name for name in said if before.get(name) != said[name])
+        raise UsageError(
+            f"--study {search.study}: the search of this name in the database has another {differs}: "
+            f"{before.get(differs)}; here it is {said[differs]}. Give this one a name of its own"
+        )
+
+
+def _said(parameter: Parameter) -> str:
+    fields = dataclasses.asdict(parameter)
+    name = fields.pop("field")
+    shown = ":".join(str(value) for value in fields.values() if value not in (None, False))
+    return f"{name} = {shown}"
+
+
+def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]]:
+    """Open the search that ``--resume`` names; options given again replace those that it had."""
+    from arclight.cli.tune import study as studies
+    from arclight.cli.tune.trial import Search
+    from arclight.recipe import read
+
+    options, others = parser.parse_known_args(words)
+    folder: Path = options.resume
+    fixed = [name for name in ("monitor", "mode", "study") if getattr(options, name) is not None]
+    if others or fixed:
+        given = others[0] if others else f"--{fixed[0]}"
+        raise UsageError(f"--resume: the search has its recipe and ranges in its folder; leave out {given}")
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--resume {folder} is no search: name a folder as runs/<name>/tune-<n>") from error
+    target = settings["target"]
+    path = folder / (OF_USER_MODULE if target else RECIPE)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    subject = Subject(path.read_text(encoding="utf-8"), target)
+    run = read(subject.schema, path)
+    storage = options.storage or settings["storage"] or studies.local_database(folder)
+    if ":***@" in storage:
+        raise UsageError(f"--resume: give --storage again, {storage} was kept without its password")
+    chosen = {
+        name: getattr(options, name) or settings[name]
+        for name in ("sampler", "pruner", "jobs", "study", "monitor", "mode")
+    }
+    space = tuple(parameters(subject, run.search))
+    search = Search(subject=subject, parameters=space, folder=folder, storage=storage, seed=run.seed, **chosen)
+    studies.fail_stale_trials(search.open())
+    return search, {"trials": options.trials or settings["trials"], "timeout": options.timeout or settings["timeout"]}
+
+
+def run_search(search: Search, limits: dict[str, Any]) -> None:
+    """Run trials until enough have ended or the time is over; then say which was the best."""
+    from arclight.cli.tune import study as studies
+
+    study = search.open()
+    deadline = time.monotonic() + (limits["timeout"] or float("inf"))
+    watch = Watch(search, study)
+    again = f"arclight tune --resume {search.folder} goes on with the search"
+    try:
+        run_trials(search, study, limits["trials"], deadline, watch.look)
+    except KeyboardInterrupt:
+        watch.look()
+        raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None
+    found = studies.best(study)
+    if found is None:
+        raise UsageError(f"no trial came to its end; {again}, with other ranges start a new one. {watch.first_error()}")
+    print(
+        f"\nThe best {search.monitor} is {found.value:.6g}, of trial {found.number}; its run is {search.folder / str(found.number)}"
+    )
+    for name, value in found.params.items():
+        print(f"  {name} = {value}")
+    print(
+        f"The best settings are in {search.folder / 'best.toml'}: {search.subject.command(search.folder / 'best.toml')}"
+    )
+    print(f"The report is {search.folder / 'report.html'}")
+    if len(studies.finished(study)) < limits["trials"]:
+        print(f"The time was over after {len(studies.finished(study))} of {limits['trials']} trials; {again}")
+
+
+def run_trials(search: Search, study: Any, budget: int, deadline: float, look: Callable[[], None]) -> None:
+    """Keep ``search.jobs`` trials running until ``budget`` have ended; ``look`` is called whenever one has."""
+    from arclight.cli.tune import study as studies
+    from arclight.cli.tune.trial import TrialProcess, run_trial
+
+    active: list[TrialProcess] = []
+    try:
+        while True:
+            others = _elsewhere(study, [one.process.pid for one in active])
+            left = budget - len(studies.finished(study)) - others - len(active)
+            if time.monotonic() >= deadline:
+                left = 0
+            if search.jobs == 1:
+                if left <= 0:
+                    return
+                run_trial(search)
+            else:
+                free = sorted(set(range(search.jobs)) - {one.slot for one in active})
+                active += [TrialProcess(search, slot) for slot in free[: max(0, left)]]
+                if not active:
+                    return
+                ended = wait([one.sentinel for one in active])
+                for one in [one for one in active if one.sentinel in ended]:
+                    active.remove(one)
+                    one.close(study)
+            look()
+    finally:
+        for one in active:
+            one.stop()
+
+
+def _elsewhere(study: Any, own: Sequence[int | None]) -> int:
+    """Count the trials that run in processes of others, on this machine or another."""
+    from arclight.cli.tune import study as studies
+
+    running = study.get_trials(deepcopy=False, states=(studies.RUNNING,))
+    return sum(one.user_attrs.get("process", ["", None])[1] not in own for one in running)
+
+
+class Watch:
+    """Says what became of each trial, and keeps the best settings and the page of the search."""
+
+    def __init__(self, search: Search, study: Any) -> None:
+        from arclight.cli.tune import study as studies
+
+        self._search, self._study = search, study
+        self._seen = {one.number for one in studies.finished(study)}
+
+    def look(self) -> None:
+        """Report trials that have ended since. Raises UsageError where the first ones have all failed."""
+        from arclight.cli.tune import study as studies
+        from arclight.cli.tune.search_report import write_search_report
+
+        ended = studies.finished(self._study)
+        best = studies.best(self._study)
+        for one in (one for one in ended if one.number not in self._seen):
+            self._seen.add(one.number)
+            print(self._line(one, best), flush=True)
+        if best is not None:
+            self._keep(best)
+        if ended:
+            write_search_report(self._search, self._study)
+        if len(ended) >= CHECKED_FIRST and all(one.state == studies.FAILED for one in ended):
+            raise UsageError(f"the first {len(ended)} trials have all failed. {self.first_error()}")
+
+    def first_error(self) -> str:
+        from arclight.cli.tune import study as studies
+
+        failed = [one for one in studies.finished(self._study) if one.state == studies.FAILED]
+        return f"Trial {failed[0].number}: {failed[0].user_attrs['error']}" if failed else ""
+
+    def _line(self, one: Any, best: Any) -> str:
+        from arclight.cli.tune import study as studies
+
+        values = ", ".join(f"{name.rpartition('.')[2]} {_short(value)}" for name, value in one.params.items())
+        if one.state == studies.FAILED:
+            return f"trial {one.number} failed: {one.user_attrs['error']}  ({values})"
+        outcome = "nothing" if one.value is None else f"{self._search.monitor} {one.value:.6g}"
+        pruned = ", ended early" if one.state == studies.PRUNED else ""
+        leads = ", the best so far" if best is not None and best.number == one.number else ""
+        return f"trial {one.number}: {outcome}{pruned}{leads}  ({values})"
+
+    def _keep(self, best: Any) -> None:
+        from arclight.cli.tune.space import flags_of
+        from arclight.trainer.run.folder import write_atomically
+
+        subject, path = self._search.subject, self._search.folder / "best.toml"
+        text = subject.write(subject.read(flags_of(self._search.parameters, best.params)))
+        about = f"# Trial {best.number}: {self._search.monitor} {best.value:.6g}. {subject.command(path)} trains with these settings."
+        write_atomically(path, f"{about}\n\n{text}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

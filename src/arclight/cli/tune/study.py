@@ -1,0 +1,207 @@
+"""Keep the trials of a search in Optuna's database, sample their values, and count them.
+
+The state of every sampler is a function of the trials before: nothing is pickled, and a search that is resumed goes on as one that was
+never stopped would have.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arclight.cli.arguments import UsageError
+from arclight.cli.tune.space import Parameter, Range
+from arclight.fabric.extras import require
+
+optuna = require("optuna", extra="tune")
+cmaes = require("cmaes", extra="tune")
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+HEARTBEAT_S = 30
+GRACE_S = 180
+"""A trial of another machine that has said nothing for so long is taken for dead."""
+SIGMA = 0.2
+"""CMA-ES begins with this standard deviation, as a share of each range."""
+COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+FAILED, RUNNING = optuna.trial.TrialState.FAIL, optuna.trial.TrialState.RUNNING
+
+
+def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
+    """Open the study ``name`` in the database at ``url``, or make it. Raises UsageError where there is no such database."""
+    wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
+    try:
+        with _experiments_allowed():
+            storage = optuna.storages.RDBStorage(
+                url, engine_kwargs=wait, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S
+            )
+        return optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction="maximize" if mode == "max" else "minimize",
+            pruner=_pruner(pruner),
+            load_if_exists=True,
+        )
+    except (ImportError, ValueError, require("sqlalchemy", extra="tune").exc.SQLAlchemyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UsageError(f"--storage {without_password(url)} cannot be opened: {first}") from error
+
+
+@contextmanager
+def _experiments_allowed() -> Iterator[None]:
+    """Leave out Optuna's warnings that heartbeats and its way of parallel draws may change in a later version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def local_database(folder: Path) -> str:
+    """Return the address of the database that a search has where none was named."""
+    return f"sqlite:///{folder.absolute() / 'search.db'}"
+
+
+def without_password(url: str) -> str:
+    """Return a database's address as it may be shown and kept."""
+    head, at, rest = url.rpartition("@")
+    scheme, slashes, account = head.partition("://")
+    return f"{scheme}{slashes}{account.partition(':')[0]}:***{at}{rest}" if at and ":" in account else url
+
+
+def _pruner(kind: str) -> Any:
+    pruners = optuna.pruners
+    if kind == "hyperband":
+        return pruners.HyperbandPruner(min_resource=1)
+    return pruners.MedianPruner(n_startup_trials=4) if kind == "median" else pruners.NopPruner()
+
+
+def sampler(kind: str, seed: int, number: int, parameters: Sequence[Parameter], parallel: bool) -> Any:
+    """Make the sampler of trial ``number``: its random numbers depend on that and the ``seed`` alone."""
+    own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    if kind == "random":
+        return optuna.samplers.RandomSampler(seed=own)
+    if kind == "cmaes":
+        return CmaSampler(own, [parameter for parameter in parameters if isinstance(parameter, Range)])
+    with _experiments_allowed():
+        return optuna.samplers.TPESampler(seed=own, constant_liar=parallel)
+
+
+class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
+    """Sample ranges by CMA-ES (Hansen 2016, arXiv 1604.00772) and choices at random.
+
+    Optuna's own keeps a pickle in the database. This one tells the evolution all generations again, from the trials' values, which
+    takes milliseconds for a thousand trials.
+    """
+
+    def __init__(self, seed: int, ranges: Sequence[Range]) -> None:
+        self._seed, self._ranges = seed, list(ranges)
+        self._independent = optuna.samplers.RandomSampler(seed=seed)
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return {parameter.field: parameter.distribution() for parameter in self._ranges}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._ranges:
+            return {}
+        evolution = cmaes.CMA(
+            mean=np.full(len(self._ranges), 0.5),
+            sigma=SIGMA,
+            bounds=np.tile([0.0, 1.0], (len(self._ranges), 1)),
+            seed=self._seed,
+        )
+        ended = [one for one in study.get_trials(deepcopy=False) if one.state in (COMPLETE, PRUNED)]
+        told = [one for one in sorted(ended, key=lambda one: one.datetime_complete) if one.value is not None]
+        sign = -1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1.0
+        size = evolution.population_size
+        for begin in range(0, len(told) - size + 1, size):
+            evolution.tell([(self._unit(one.params), sign * one.value) for one in told[begin : begin + size]])
+        drawn: NDArray[np.float64] = evolution.ask()
+        return {parameter.field: _from_unit(parameter, float(share)) for parameter, share in zip(self._ranges, drawn)}
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        return self._independent.sample_independent(study, trial, param_name, param_distribution)
+
+    def _unit(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
+        return np.array([_to_unit(parameter, values[parameter.field]) for parameter in self._ranges])
+
+
+def _to_unit(parameter: Range, value: float) -> float:
+    low, high = parameter.low, parameter.high
+    if parameter.log:
+        low, high, value = float(np.log(low)), float(np.log(high)), float(np.log(value))
+    return (value - low) / (high - low)
+
+
+def _from_unit(parameter: Range, share: float) -> float | int:
+    low, high = parameter.low, parameter.high
+    if parameter.log:
+        value = float(np.exp(np.log(low) + share * (np.log(high) - np.log(low))))
+    else:
+        value = low + share * (high - low)
+    step = parameter.step or (1.0 if parameter.integer else None)
+    if step is not None:
+        value = low + round((value - low) / step) * step
+        value = value if value <= high else value - step
+    value = min(max(value, low), high)
+    return int(value) if parameter.integer else value
+
+
+def this_process() -> list[str | int]:
+    """Identify this process among those of all machines: host, number, and the time it was started."""
+    return [socket.gethostname(), os.getpid(), _started(os.getpid())]
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in ticks since the machine was; empty where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def is_alive(process: Sequence[str | int]) -> bool:
+    """Return False for a process of this machine that has ended; others are judged by their heartbeats."""
+    host, pid, started = process
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _started(int(pid)) == started
+
+
+def fail_stale_trials(study: Any) -> int:
+    """Mark trials as failed whose process has ended without a word; returns how many."""
+    stale = [
+        one
+        for one in study.get_trials(deepcopy=False, states=(RUNNING,))
+        if "process" in one.user_attrs and not is_alive(one.user_attrs["process"])
+    ]
+    for one in stale:
+        study.tell(one.number, state=FAILED)
+    return len(stale)
+
+
+def finished(study: Any) -> list[Any]:
+    """Return the trials that count: complete, pruned, or failed by an error of their own; killed ones do not."""
+    return [
+        one
+        for one in study.get_trials(deepcopy=False)
+        if one.state in (COMPLETE, PRUNED) or (one.state == FAILED and "error" in one.user_attrs)
+    ]
+
+
+def best(study: Any) -> Any:
+    """Return the complete trial with the best value; None without one."""
+    complete = study.get_trials(deepcopy=False, states=(COMPLETE,))
+    sign = 1 if study.direction == optuna.study.StudyDirection.MINIMIZE else -1
+    return min(complete, key=lambda one: (sign * one.value, one.number), default=None)

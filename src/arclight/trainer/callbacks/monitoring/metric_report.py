@@ -1,0 +1,55 @@
+"""Report a monitored value at each validation, to whoever decides whether the run is worth going on with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from arclight.trainer.callback import Callback
+from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+class MetricReport(Callback):
+    """Call ``report(value, number)`` with ``monitor`` after each validation, numbered from 1; end the run where it returns True.
+
+    A run without validation reports at the end of each epoch. A value that is not logged raises MissingMetricError.
+    """
+
+    runs_last = True
+
+    def __init__(self, monitor: str, mode: str, report: Callable[[float, int], bool]) -> None:
+        check_mode(mode)
+        self.monitor, self.mode, self.report = monitor, mode, report
+        self.values: list[float] = []
+        self.stopped = False
+        self._logged: set[str] = set()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if not trainer.sanity_checking:
+            self._report(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if not trainer.enable_validation:
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        self._logged |= trainer.callback_metrics.keys()
+        if self.monitor not in trainer.callback_metrics:
+            raise MissingMetricError("MetricReport", self.monitor, self._logged)
+        self.values.append(float(trainer.callback_metrics[self.monitor]))
+        if self.report(self.values[-1], len(self.values)):
+            self.stopped = trainer.should_stop = True
+
+    def best(self) -> float:
+        """Return the best value of the run. Raises ValueError where none was finite."""
+        if not self.values:
+            raise MissingMetricError("MetricReport", self.monitor, self._logged)
+        known = [value for value in self.values if math.isfinite(value)]
+        if not known:
+            raise ValueError(f"{self.monitor} was {self.values[-1]} at every validation")
+        return max(known) if self.mode == "max" else min(known)
