@@ -101,6 +101,70 @@ def test_without_any_change_an_image_is_letterboxed_exactly() -> None:
     np.testing.assert_allclose(moved, boxes + np.float32([0, pad_x, pad_y, pad_x, pad_y]))
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_boxes_of_nine_images_follow_the_pixels(name: str) -> None:
+    rng = np.random.default_rng(3)
+    boxes_seen = 0
+    for _ in range(25):
+        sides = [
+            (320, 320),
+            (240, 320),
+            (320, 200),
+            (180, 320),
+            (320, 320),
+            (320, 160),
+            (200, 320),
+            (320, 320),
+            (320, 240),
+        ]
+        tiles = [tile(q, 1, *shape, rng) for q, shape in enumerate(sides)]
+        image, boxes = changes.mosaic9(tiles, rng, TRANSFORMS[name], SIZE)
+        assert image.shape == (SIZE, SIZE, 3)
+        boxes_seen += check_boxes_against_pixels(image, boxes, upright=name == "default")
+    assert boxes_seen > 60
+
+
+def test_nine_images_are_smaller_than_four_and_fill_the_square() -> None:
+    rng = np.random.default_rng(1)
+    plain = [(np.full((320, 320, 3), 20 * q, np.uint8), np.zeros((0, 5), np.float32)) for q in range(9)]
+    still = Augment(scale=0, translate=0)
+    images = [changes.mosaic9(plain, rng, still, SIZE)[0] for _ in range(20)]
+    assert not any((image == GREY).all(-1).any() for image in images)
+    assert all((image == 0).all(-1).sum() == pytest.approx((320 * 2 / 3) ** 2, rel=0.02) for image in images)
+
+
+def test_pasted_objects_are_whole_and_hide_little() -> None:
+    rng = np.random.default_rng(6)
+    gained = 0
+    for _ in range(40):
+        canvas = changes.random_affine(tile(0, 2, 240, 320, rng), rng, STILL, SIZE)
+        source = tile(3, 3, 160, 160, rng)
+        before, count = canvas[0].copy(), len(canvas[1])
+        image, boxes = changes.copy_paste(canvas, source, rng)
+        assert boxes.dtype == np.float32
+        gained += len(boxes) - count
+        for label, *corners in boxes[count:]:
+            found, _ = hull(image, COLOURS[int(label)])
+            np.testing.assert_array_equal(corners, found)
+        for _, *corners in boxes[:count]:
+            x1, y1, x2, y2 = map(round, corners)
+            inside = (slice(y1, y2), slice(x1, x2))
+            assert (image[inside] != before[inside]).any(-1).mean() <= 3 * changes.MAX_HIDDEN
+    assert gained > 20
+
+
+def test_classes_that_nobody_meets_mirrored_stay_as_they_are() -> None:
+    assert changes.never_mirrored(["QR_code", "cat", "Barcode", "text line"], Augment()) == {0, 2, 3}
+    assert changes.never_mirrored(["qr"], Augment(never_mirrored=())) == frozenset()
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+    always = Augment(fliplr=1, flipud=1)
+    for label, fixed, stays in ((0, {0}, True), (1, {0}, False), (0, set(), False)):
+        boxes = np.array([[1, 5, 5, 50, 60], [label, 10, 20, 100, 120]], np.float32)
+        turned, moved = changes.flip((image, boxes), rng, always, frozenset(fixed))
+        assert np.array_equal(turned, image) == np.array_equal(moved, boxes) == stays
+
+
 def test_tiles_of_an_upright_mosaic_meet_without_a_gap() -> None:
     rng = np.random.default_rng(1)
     plain = [(np.full((320, 320, 3), 10 * q, np.uint8), np.zeros((0, 5), np.float32)) for q in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +180,85 @@ def test_batches_do_not_depend_on_caches(tmp_path: Path, monkeypatch: pytest.Mon
     assert_equal_batches(one, all_batches(open_train(yaml, augment=EVERYTHING, cache=True), workers=0))
     monkeypatch.setattr(dataset_module, "RECENT_BYTES", 0)
     assert_equal_batches(one, all_batches(open_train(yaml, augment=EVERYTHING), workers=0))
+
+
+MORE = dataclasses.replace(EVERYTHING, mosaic9=0.5, copy_paste=0.5)
+
+
+def test_batches_of_all_options_do_not_depend_on_workers_or_caches(tmp_path: Path, write_dataset: Write) -> None:
+    yaml = write_dataset(tmp_path, 16)
+    options = {"augment": MORE, "multi_scale": 0.5, "image_weights": True, "epochs": 2}
+    one = all_batches(open_train(yaml, **options), workers=0)
+    assert_equal_batches(one, all_batches(open_train(yaml, **options), workers=2))
+    files = tmp_path / "kept"
+    for _ in range(2):
+        assert_equal_batches(one, all_batches(open_train(yaml, disk_cache=files, **options), workers=2))
+    assert len({batch["images"].shape[-1] for batch in one}) > 1
+
+
+def test_a_resumed_epoch_has_the_sizes_and_draws_of_one_that_was_not_stopped(data: Path) -> None:
+    opened = open_train(data, augment=MORE, multi_scale=0.5, image_weights=True)
+    loader = ResumableLoader(DataLoader(opened, 2, shuffle=True, collate_fn=collate), seed=11)
+    assert_equal_batches(list(loader.batches(0))[2:], list(loader.batches(0, start=2)))
+
+
+def test_batches_of_several_scales_are_multiples_of_the_stride(data: Path) -> None:
+    opened = open_train(data, augment=Augment(), image_size=128, multi_scale=0.5)
+    sides = {opened.__getitems__([0, 1]).images.shape[-1] for _ in range(40)}
+    assert sides == {64, 96, 128, 160, 192}
+    assert dataset_module.batch_sides(128, 0.0, 32) == [128]
+    assert dataset_module.batch_sides(640, 0.1, 64) == [576, 640, 704]
+    still = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)
+    scaled, plain = open_train(data, augment=still, multi_scale=0.5), open_train(data)
+    for _ in range(4):
+        for sample, whole in zip(scaled.__getitems__([0, 1, 2]), plain.__getitems__([0, 1, 2])):
+            torch.testing.assert_close(sample.targets, whole.targets, atol=0.01, rtol=0)  # a pixel of 64 is rounded
+
+
+def test_images_of_rare_classes_are_drawn_more_often() -> None:
+    rows = [np.array([[0, 0.5, 0.5, 0.1, 0.1]], np.float32)] * 9 + [np.array([[1, 0.5, 0.5, 0.1, 0.1]], np.float32)]
+    weights = dataset_module.draw_weights(rows)
+    np.testing.assert_allclose(weights, [1 / 18] * 9 + [1 / 2])
+    with_background = dataset_module.draw_weights([*rows, np.zeros((0, 5), np.float32)])
+    assert with_background[-1] == pytest.approx(1 / 11)
+    assert with_background.sum() == pytest.approx(1)
+    np.testing.assert_allclose(dataset_module.draw_weights([np.zeros((0, 5), np.float32)] * 4), [0.25] * 4)
+
+
+def test_weighted_batches_hold_what_the_weights_say(data: Path) -> None:
+    opened = open_train(data, augment=Augment(mosaic=0), image_weights=True)
+    weights = dataset_module.draw_weights(opened.labels)
+    drawn = [sample.path for _ in range(60) for sample in opened.__getitems__(list(range(8)))]
+    shares = np.array([drawn.count(str(path)) for path in opened.images]) / len(drawn)
+    np.testing.assert_allclose(shares, weights, atol=0.06)
+    assert abs(weights - 1 / 8).max() > 0.06  # else the line above would hold without them
+
+
+def test_images_kept_in_files_are_read_again_and_follow_their_source(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Path] = []
+    read = dataset_module.decode_reduced
+    monkeypatch.setattr(
+        dataset_module, "decode_reduced", lambda path, size: (decoded.append(path), read(path, size))[1]
+    )
+    files = tmp_path / "kept"
+
+    def all_images() -> list[np.ndarray]:
+        opened = open_train(data, augment=Augment(), disk_cache=files)
+        return [opened._decoded(index).image for index in range(8)]
+
+    first = all_images()
+    assert len(decoded) == 8
+    assert all(np.array_equal(a, b) for a, b in zip(first, all_images()))
+    assert len(decoded) == 8
+    changed = sorted((data.parent / "images/train").iterdir())[3]
+    assert cv2.imwrite(str(changed), np.zeros((80, 80, 3), np.uint8))
+    assert all_images()[3].max() == 0
+    assert decoded[8:] == [changed]
+    for kept in files.iterdir():
+        kept.write_bytes(kept.read_bytes()[:100])  # a disk that was full
+    assert all(np.array_equal(a, b) for place, (a, b) in enumerate(zip(first, all_images())) if place != 3)
 
 
 def test_batches_depend_on_the_random_state_only(data: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from arclight.vision import build_model
 from arclight.vision.boxes import nms, xyxy_to_xywh
-from arclight.vision.models.loss import Gains, assign, scaled_gains, yolo_loss
+from arclight.vision.models import loss as loss_module
+from arclight.vision.models.loss import Gains, LossOptions, assign, scaled_gains, update_balance, yolo_loss
 
 GAINS = Gains(box=0.05, obj=1.0, cls=0.5)
 ANCHORS = build_model("yolov5n").anchors
@@ -96,6 +97,83 @@ def test_agrees_with_the_plain_loop():
     assert [float(parts[k]) for k in ("box", "obj", "cls")] == pytest.approx(expected, rel=2e-5)
     assert float(total.detach()) == pytest.approx(3 * sum(expected), rel=2e-5)
     assert not any(part.requires_grad for part in parts.values())
+
+
+def focal_reference(logit, target, gamma, pos_weight, quality):
+    p = sigmoid(logit)
+    entropy = -(pos_weight * target * math.log(p) + (1 - target) * math.log(1 - p))
+    alpha = 0.25 * target + 0.75 * (1 - target)
+    error = abs(target - p) if quality else 1 - (target * p + (1 - target) * (1 - p))
+    return entropy * alpha * error**gamma
+
+
+@pytest.mark.parametrize(("quality", "gamma"), [(False, 1.5), (True, 2.0)])
+def test_focal_losses_agree_with_their_formulas(quality, gamma):
+    options = LossOptions(focal_gamma=gamma, quality=quality, obj_pos_weight=0.7)
+    raw = [level.detach() for level in raw_levels(dtype=torch.float64)]
+    _, parts = yolo_loss(raw, torch.zeros(0, 6), ANCHORS, GAINS, options)
+    expected = sum(
+        weight * np.mean([focal_reference(x, 0.0, gamma, 0.7, quality) for x in level[..., 4].flatten().tolist()])
+        for weight, level in zip((4.0, 1.0, 0.4), raw)
+    )
+    assert parts["obj"].item() == pytest.approx(expected, rel=1e-9)
+    targets = random_targets()
+    plain, focal = (yolo_loss(raw, targets, ANCHORS, GAINS, o)[1]["cls"] for o in (LossOptions(), options))
+    assert 0 < focal < plain
+
+
+def test_smoothed_labels_are_least_at_less_than_certain():
+    raw, target = raw_levels(n=1), torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]])
+    losses = {}
+    for logit in (2.0, 3.0, 9.0):
+        levels = [level.detach().clone() for level in raw]
+        for level in levels:
+            level[..., 5:] = -logit
+            level[..., 6] = logit
+        for share in (0.0, 0.1):
+            losses[logit, share] = yolo_loss(levels, target, ANCHORS, GAINS, LossOptions(label_smoothing=share))[1][
+                "cls"
+            ]
+    assert losses[9.0, 0.0] < losses[3.0, 0.0] < losses[2.0, 0.0]
+    assert losses[3.0, 0.1] < losses[9.0, 0.1]  # sigmoid(2.94) = 0.95 is what is wanted
+    assert losses[3.0, 0.1] < losses[2.0, 0.1]
+
+
+def test_positive_weights_count_wanted_classes_more():
+    raw, targets = [level.detach() for level in raw_levels()], random_targets()
+    one, two, four = (
+        yolo_loss(raw, targets, ANCHORS, GAINS, LossOptions(cls_pos_weight=weight))[1]["cls"]
+        for weight in (1.0, 2.0, 4.0)
+    )
+    assert two - one == pytest.approx((four - two).item() / 2, rel=1e-4)
+    assert two > one
+
+
+def test_a_wider_match_answers_for_more_anchors():
+    targets = random_targets(m=40)
+    grid = (12, 16)
+    counts = [int(assign(targets, ANCHORS[0], grid, t).mask.sum()) for t in (1.5, 4.0, 20.0)]
+    assert counts[0] < counts[1] < counts[2]
+    raw = [level.detach() for level in raw_levels()]
+    narrow, wide = (yolo_loss(raw, targets, ANCHORS, GAINS, LossOptions(anchor_t=t))[0] for t in (1.5, 4.0))
+    assert narrow != wide
+
+
+def test_balance_moves_to_where_levels_count_alike(monkeypatch):
+    raw, targets = [level.detach() for level in raw_levels()], random_targets()
+    balance = torch.tensor([4.0, 1.0, 0.4])
+    fixed, _ = yolo_loss(raw, targets, ANCHORS, GAINS)
+    same, _ = yolo_loss(raw, targets, ANCHORS, GAINS, balance=balance)
+    assert torch.equal(fixed, same)
+    assert balance.tolist() == pytest.approx([4.0, 1.0, 0.4])
+    yolo_loss(raw, targets, ANCHORS, GAINS, balance=balance, learns_balance=True)
+    assert balance[1] == 1
+    assert balance.tolist() != pytest.approx([4.0, 1.0, 0.4], abs=1e-7)
+    losses = [torch.tensor(value) for value in (0.1, 0.4, 0.8)]
+    monkeypatch.setattr(loss_module, "AUTOBALANCE_RATE", 0.01)
+    for _ in range(1500):
+        update_balance(balance, losses)
+    assert balance.tolist() == pytest.approx([4.0, 1.0, 0.5], rel=1e-2)
 
 
 def test_the_order_of_objects_does_not_matter():

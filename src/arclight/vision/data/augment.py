@@ -1,4 +1,4 @@
-"""Augment training images and their boxes: mosaic, mixup, affine, colour, flips.
+"""Augment training images and their boxes: mosaics, mixup, pasted objects, affine, colour, flips.
 
 Every function takes its random numbers from the generator it is given, so the same state of it and the same images
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,10 @@ MIN_SIDE = 2.0
 """Boxes with a shorter side than this, pixels, are dropped: there is nothing left to see."""
 MIN_VISIBLE = 0.1
 """Boxes of which less than this share is inside the image are dropped."""
+MAX_HIDDEN = 0.3
+"""A pasted object may hide at most this share of another one."""
+MAX_PASTED = 8
+"""Objects pasted into one image."""
 
 
 def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
@@ -48,6 +53,61 @@ def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment
         _warp_into(canvas, image, matrix)
         boxes.append(warp_boxes(labels, matrix, size))
     return canvas, np.concatenate(boxes)
+
+
+def mosaic9(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+    """Compose nine images at two thirds of their size, the first in the middle, in a square of ``size`` pixels.
+
+    They fill the same plane of twice the size as the four of `mosaic`, around a random centre; each is warped once.
+    """
+    transform = random_transform(rng, augment, size, reach=1.5 * size)
+    cell = 2 * size / 3
+    centre = rng.uniform(-cell / 4, cell / 4, 2)
+    canvas = np.full((size, size, 3), GREY, np.uint8)
+    boxes = []
+    for (row, column), (image, labels) in zip(_AROUND, tiles, strict=True):
+        height, width = image.shape[0] * cell / size, image.shape[1] * cell / size
+        # Against the middle cell, so that the grey of images that are not square lies outside.
+        left = centre[0] + (column - 0.5) * cell + (cell - width) * (0.5 - 0.5 * column)
+        top = centre[1] + (row - 0.5) * cell + (cell - height) * (0.5 - 0.5 * row)
+        matrix = transform @ _shift(left, top) @ np.diag([cell / size, cell / size, 1.0])
+        _warp_into(canvas, image, matrix)
+        boxes.append(warp_boxes(labels, matrix, size))
+    return canvas, np.concatenate(boxes)
+
+
+_AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))
+"""Row and column of each of nine images, from the middle one."""
+
+
+def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator) -> Labelled:
+    """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
+
+    The rectangle of each box is what is copied, as it is: neither mirrored nor turned (the idea: arXiv 2012.07177).
+    """
+    image, boxes = labelled
+    pixels, candidates = source
+    height, width = image.shape[:2]
+    pasted = [boxes]
+    for row in candidates[rng.permutation(len(candidates))[:MAX_PASTED]]:
+        x1, y1, x2, y2 = row[1:].round().astype(int).clip(0, [*pixels.shape[1::-1]] * 2).tolist()
+        left = int(rng.integers(0, max(width - (x2 - x1), 0) + 1))
+        top = int(rng.integers(0, max(height - (y2 - y1), 0) + 1))
+        if min(x2 - x1, y2 - y1) < MIN_SIDE or x2 - x1 > width or y2 - y1 > height:
+            continue
+        place = np.array([[row[0], left, top, left + x2 - x1, top + y2 - y1]], np.float32)
+        if _hidden(np.concatenate(pasted), place[0]).max(initial=0.0) <= MAX_HIDDEN:
+            image[top : top + y2 - y1, left : left + x2 - x1] = pixels[y1:y2, x1:x2]
+            pasted.append(place)
+    return image, np.concatenate(pasted)
+
+
+def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the share of each box's area that the row ``cover`` hides."""
+    sides = np.minimum(boxes[:, 3:5], cover[3:5]) - np.maximum(boxes[:, 1:3], cover[1:3])
+    areas = (boxes[:, 3:5] - boxes[:, 1:3]).prod(1)
+    shares: NDArray[np.float32] = sides.clip(0).prod(1) / np.maximum(areas, 1e-9)
+    return shares
 
 
 def random_affine(tile: Labelled, rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
@@ -91,14 +151,25 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
     return np.concatenate((boxes[keep, :1], seen[keep]), 1, dtype=np.float32)
 
 
-def flip(labelled: Labelled, rng: np.random.Generator, augment: Augment) -> Labelled:
-    """Mirror left-right and top-bottom, each with its probability."""
+def never_mirrored(names: Sequence[str], augment: Augment) -> frozenset[int]:
+    """Return the numbers of the classes whose names match a pattern of ``augment.never_mirrored``, whatever their case."""
+    patterns = [pattern.lower() for pattern in augment.never_mirrored]
+    return frozenset(
+        number for number, name in enumerate(names) if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
+    )
+
+
+def flip(
+    labelled: Labelled, rng: np.random.Generator, augment: Augment, fixed: frozenset[int] = frozenset()
+) -> Labelled:
+    """Mirror left-right and top-bottom, each with its probability, unless there is an object of a class in ``fixed``."""
     image, boxes = labelled
     height, width = image.shape[:2]
-    if rng.random() < augment.fliplr:
+    may = not fixed or fixed.isdisjoint(boxes[:, 0].astype(int).tolist())
+    if rng.random() < augment.fliplr and may:
         image = cv2.flip(image, 1)
         boxes = np.stack((boxes[:, 0], width - boxes[:, 3], boxes[:, 2], width - boxes[:, 1], boxes[:, 4]), 1)
-    if rng.random() < augment.flipud:
+    if rng.random() < augment.flipud and may:
         image = cv2.flip(image, 0)
         boxes = np.stack((boxes[:, 0], boxes[:, 1], height - boxes[:, 4], boxes[:, 3], height - boxes[:, 2]), 1)
     return image, boxes

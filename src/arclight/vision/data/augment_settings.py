@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from arclight._intervals import Checked, Fraction, Interval, ProperFraction
 
@@ -13,9 +13,13 @@ class Augment(Checked):
     """Random changes to training images; defaults suit codes and text, which have no mirror image."""
 
     mosaic: Fraction = 1.0
-    """Probability of composing four images into one, in [0, 1]."""
+    """Probability of composing several images into one, in [0, 1]."""
+    mosaic9: Fraction = 0.0
+    """Share of these compositions that have nine smaller images instead of four."""
     mixup: Fraction = 0.0
     """Probability of blending two images, in [0, 1]."""
+    copy_paste: Fraction = 0.0
+    """Probability of pasting objects of another image where they hide none, in [0, 1]."""
     degrees: Annotated[float, Interval(ge=0, le=180)] = 0.0
     """Largest rotation, degrees."""
     translate: Fraction = 0.1
@@ -36,5 +40,82 @@ class Augment(Checked):
     """Probability of mirroring left-right, in [0, 1]; leave at 0 for codes and text."""
     flipud: Fraction = 0.0
     """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
+    never_mirrored: tuple[str, ...] = ("*qr*", "*barcode*", "*matrix*", "*text*")
+    """Classes, as patterns of names, whose images are not mirrored whatever fliplr and flipud say: nobody meets them so."""
     close_mosaic: Fraction = 0.1
-    """Final fraction of training without mosaics."""
+    """Final fraction of training without mosaics, mixed images and pasted objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoAugment(Augment):
+    """Leave training images as they are (hyp.no-augmentation of YOLOv5)."""
+
+    recipe_kind: ClassVar[str] = "none"
+
+    mosaic: Fraction = 0.0
+    translate: Fraction = 0.0
+    scale: ProperFraction = 0.0
+    hsv_h: Fraction = 0.0
+    hsv_s: Fraction = 0.0
+    hsv_v: Fraction = 0.0
+    close_mosaic: Fraction = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchLow(Augment):
+    """Change images as YOLOv5 does for its small models (hyp.scratch-low): the usual changes, mirrored and to the end."""
+
+    recipe_kind: ClassVar[str] = "scratch-low"
+
+    fliplr: Fraction = 0.5
+    close_mosaic: Fraction = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchMed(ScratchLow):
+    """Change images as YOLOv5 does for models of middling size (hyp.scratch-med); its obj_gain is 0.7, its cls_gain 0.3."""
+
+    recipe_kind: ClassVar[str] = "scratch-med"
+
+    scale: ProperFraction = 0.9
+    mixup: Fraction = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchHigh(ScratchMed):
+    """Change images as YOLOv5 does for its large models (hyp.scratch-high); its obj_gain is 0.7, its cls_gain 0.3."""
+
+    recipe_kind: ClassVar[str] = "scratch-high"
+
+    copy_paste: Fraction = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PascalVOC(ScratchLow):
+    """Change images as YOLOv5's evolution found best for fine-tuning on Pascal VOC (hyp.VOC)."""
+
+    recipe_kind: ClassVar[str] = "voc"
+
+    mosaic: Fraction = 0.85834
+    mixup: Fraction = 0.04266
+    translate: Fraction = 0.04591
+    scale: ProperFraction = 0.75544
+    hsv_h: Fraction = 0.01041
+    hsv_s: Fraction = 0.54703
+    hsv_v: Fraction = 0.27739
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects365(ScratchLow):
+    """Change images as YOLOv5 does for Objects365 (hyp.Objects365)."""
+
+    recipe_kind: ClassVar[str] = "objects365"
+
+    translate: Fraction = 0.0902
+    scale: ProperFraction = 0.491
+    hsv_h: Fraction = 0.0188
+    hsv_s: Fraction = 0.704
+    hsv_v: Fraction = 0.36
+
+
+AnyAugment = Augment | NoAugment | ScratchLow | ScratchMed | ScratchHigh | PascalVOC | Objects365

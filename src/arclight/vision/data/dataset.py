@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
+import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -58,6 +61,7 @@ class BatchBuffer(list[Sample]):
 
     def __init__(self, size: int, count: int) -> None:
         super().__init__()
+        self.size = size
         self.images = torch.empty(count, 3, size, size, dtype=torch.uint8)
 
     def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any) -> None:
@@ -102,8 +106,11 @@ class DetectionDataset(Dataset[Sample]):
 
     images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``check_labels`` gives them.
     epochs: length of the run, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
-    cache: keep all training images decoded in memory, at the size of the input. mix: which of ``images`` an epoch
-    consists of, where some are of further data sets; all of them where not given.
+    cache: keep all training images decoded in memory, at the size of the input. disk_cache: keep them in files of this folder, which
+    are there again at the next start; an image that has changed since is decoded again.
+    names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
+    share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
+    mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
@@ -120,13 +127,20 @@ class DetectionDataset(Dataset[Sample]):
         augment: Augment | None = None,
         epochs: int | None = None,
         cache: bool = False,
+        disk_cache: Path | None = None,
         report: DatasetReport | None = None,
         mix: EpochMix | None = None,
+        names: Sequence[str] = (),
+        multi_scale: float = 0.0,
+        stride: int = 32,
+        image_weights: bool = False,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
                 f"{len(images)} images and labels of {len(labels)}: each image needs its own, and one must be"
             )
+        if mix is not None and image_weights:
+            raise ValueError("image_weights and mix both say how often an image is drawn: leave one of them out")
         if mix is not None and augment is None:
             raise ValueError("mix is for training images: give augment, or leave mix out")
         if cache and augment is None:
@@ -135,11 +149,17 @@ class DetectionDataset(Dataset[Sample]):
             )
         self.images, self.labels, self.report = list(images), list(labels), report
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
+        self._files = disk_cache
+        self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
+        self._sides = batch_sides(image_size, multi_scale, stride)
+        self._weights = draw_weights(self.labels) if image_weights else None
         self.mosaic_open = True
         self.mix, self.epoch = mix, 0
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
         self._recent: OrderedDict[int, _DecodedImage] = OrderedDict()
         self._recent_bytes = 0
+        if disk_cache is not None:
+            disk_cache.mkdir(parents=True, exist_ok=True)
         if cache:
             self._fill_cache()
 
@@ -162,9 +182,10 @@ class DetectionDataset(Dataset[Sample]):
         """
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
+        settings = {"names": spec.names, "report": found.report, **settings}
         images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
         if not mix:
-            return cls(images, labels, report=found.report, **settings)
+            return cls(images, labels, **settings)
         sizes = [len(images)]
         for source in mix:
             other = read_data_yaml(source.data)
@@ -173,9 +194,7 @@ class DetectionDataset(Dataset[Sample]):
             images += added.images
             labels += [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
             sizes.append(len(added.images))
-        return cls(
-            images, labels, report=found.report, mix=EpochMix(sizes, [source.weight for source in mix]), **settings
-        )
+        return cls(images, labels, mix=EpochMix(sizes, [source.weight for source in mix]), **settings)
 
     @property
     def damaged(self) -> int:
@@ -200,12 +219,15 @@ class DetectionDataset(Dataset[Sample]):
 
     def __getitems__(self, indices: Sequence[int]) -> BatchBuffer:
         """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
-        samples = BatchBuffer(self.image_size, len(indices))
         if self.augment is None:
+            samples = BatchBuffer(self.image_size, len(indices))
             for index in indices:
                 self._add_letterboxed(samples, int(index))
             return samples
         rng = np.random.default_rng(random.getrandbits(128))
+        samples = BatchBuffer(self.image_size if len(self._sides) == 1 else int(rng.choice(self._sides)), len(indices))
+        if self._weights is not None:
+            indices = rng.choice(len(self), size=len(indices), p=self._weights).tolist()
         drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
         pool = np.concatenate((np.asarray(indices), drawn))
         if (mix := self.mix) is not None:
@@ -238,8 +260,15 @@ class DetectionDataset(Dataset[Sample]):
         labelled = self._compose(index, pool, rng, augment)
         if self.mosaic_open and rng.random() < augment.mixup:
             labelled = augmentation.mixup(labelled, self._compose(int(rng.choice(pool)), pool, rng, augment), rng)
-        image, boxes = augmentation.flip(labelled, rng, augment)
+        if self.mosaic_open and augment.copy_paste and rng.random() < augment.copy_paste:
+            labelled = augmentation.copy_paste(labelled, self._decoded(int(rng.choice(pool)))[:2], rng)
+        image, boxes = augmentation.flip(labelled, rng, augment, self._fixed)
         image = augmentation.hsv_jitter(image, rng, augment)
+        if samples.size != self.image_size:
+            shrinks = samples.size < self.image_size
+            image = cv2.resize(
+                image, (samples.size, samples.size), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+            )
         targets = boxes.copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
@@ -251,6 +280,9 @@ class DetectionDataset(Dataset[Sample]):
     ) -> augmentation.Labelled:
         if not (self.mosaic_open and rng.random() < augment.mosaic):
             return augmentation.random_affine(self._decoded(index)[:2], rng, augment, self.image_size)
+        if augment.mosaic9 and rng.random() < augment.mosaic9:
+            nine = [self._decoded(int(member))[:2] for member in (index, *rng.choice(pool, 8))]
+            return augmentation.mosaic9(nine, rng, augment, self.image_size)
         members = rng.permutation([index, *rng.choice(pool, 3)]).tolist()
         return augmentation.mosaic([self._decoded(member)[:2] for member in members], rng, augment, self.image_size)
 
@@ -264,17 +296,37 @@ class DetectionDataset(Dataset[Sample]):
 
     def _decode(self, index: int) -> _DecodedImage:
         size = self.image_size
-        (image, (full_height, full_width)), index = self._read_sound(index, lambda path: decode_reduced(path, size))
-        scale = size / max(full_height, full_width)
-        height, width = max(round(full_height * scale), 1), max(round(full_width * scale), 1)
-        if image.shape[:2] != (height, width):
-            # After a reduced decode little is left to shrink, where bilinear is as good as area and many times faster.
-            far = max(image.shape[:2]) > 2 * size
-            image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if far else cv2.INTER_LINEAR)
+        image, index = self._read_sound(
+            index, lambda path: decode_at(path, size) if self._files is None else self._kept(path)
+        )
+        height, width = image.shape[:2]
         rows = self.labels[index]
         low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, :1], low * (width, height), high * (width, height)), 1, dtype=np.float32)
         return _DecodedImage(image, boxes, self.images[index])
+
+    def _kept(self, path: Path) -> Image:
+        """Read an image from the folder of the cache; decode and write it first where it is not there as it is now."""
+        assert self._files is not None
+        seen = path.stat()
+        key = hashlib.sha256(
+            f"{path.absolute()} {seen.st_size} {seen.st_mtime_ns} {self.image_size}".encode()
+        ).hexdigest()
+        kept = self._files / f"{key[:32]}.npy"
+        try:
+            image: Image = np.load(kept, allow_pickle=False)
+        except (FileNotFoundError, ValueError, EOFError):  # not there yet, or cut off by a full disk
+            image = decode_at(path, self.image_size)
+            part = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")  # several workers may write it at once
+            try:
+                with part.open("wb") as file:
+                    np.save(file, image)
+                os.replace(part, kept)
+            except OSError as error:
+                raise DatasetError(f"{kept} cannot be written ({error.strerror}): set cache to false") from error
+            finally:
+                part.unlink(missing_ok=True)
+        return image
 
     def _drop_oldest(self) -> None:
         # Only between batches: within one, each image is decoded once whatever its size.
@@ -308,6 +360,38 @@ class DetectionDataset(Dataset[Sample]):
         if not self._damaged[index]:
             self._damaged[index] = 1
             log.warning("%s: %s; %s", self.images[index], error, consequence)
+
+
+def decode_at(path: Path, size: int) -> Image:
+    """Decode an image so that its longer side has ``size`` pixels."""
+    image, (full_height, full_width) = decode_reduced(path, size)
+    scale = size / max(full_height, full_width)
+    height, width = max(round(full_height * scale), 1), max(round(full_width * scale), 1)
+    if image.shape[:2] != (height, width):
+        # After a reduced decode little is left to shrink, where bilinear is as good as area and many times faster.
+        far = max(image.shape[:2]) > 2 * size
+        image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if far else cv2.INTER_LINEAR)
+    return image
+
+
+def batch_sides(size: int, share: float, stride: int) -> list[int]:
+    """List the sides of training batches: multiples of ``stride`` within ``share`` of ``size``, which is one of them."""
+    low, high = math.ceil(size * (1 - share) / stride), math.floor(size * (1 + share) / stride)
+    return sorted({size, *(stride * number for number in range(max(low, 1), high + 1))}) if share else [size]
+
+
+def draw_weights(labels: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """Compute the probability of each image: the sum over its boxes of one over the number of boxes of their class.
+
+    Images of rare classes are drawn more often (YOLOv5's labels_to_image_weights), those of background as often as without weights.
+    """
+    counts = np.bincount(np.concatenate(labels)[:, 0].astype(int), minlength=1)
+    sums = np.array([(1 / counts[rows[:, 0].astype(int)]).sum() for rows in labels])
+    empty = sums == 0
+    share = 1 - empty.mean()
+    weights = np.where(empty, 1 / len(labels), share * sums / max(sums.sum(), 1e-12))
+    normalised: NDArray[np.float64] = weights / weights.sum()
+    return normalised
 
 
 def _available_memory() -> int | None:

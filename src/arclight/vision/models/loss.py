@@ -33,6 +33,27 @@ class Gains(NamedTuple):
     cls: float
 
 
+class LossOptions(NamedTuple):
+    """Variations of the loss; the defaults change nothing."""
+
+    anchor_t: float = ANCHOR_T
+    """An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+    label_smoothing: float = 0.0
+    """Class targets are ``1 - label_smoothing / 2`` and ``label_smoothing / 2`` (arXiv 1902.04103, eq. 3)."""
+    focal_gamma: float = 0.0
+    """Exponent by which easy answers count less, for objectness and class; 0 for plain cross-entropy."""
+    quality: bool = False
+    """Quality focal loss (arXiv 2006.04388), whose targets may be shares, in place of focal loss (arXiv 1708.02002)."""
+    obj_pos_weight: float = 1.0
+    """Weight of the part of the objectness loss that wants a prediction higher."""
+    cls_pos_weight: float = 1.0
+    """Likewise of the class loss."""
+
+
+FOCAL_ALPHA = 0.25
+AUTOBALANCE_RATE = 1e-4
+
+
 class Assignment(NamedTuple):
     """Predictions of one level that answer for objects: K = 3 k M candidates, those in ``mask`` count."""
 
@@ -62,13 +83,29 @@ def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 
     )
 
 
+def update_balance(balance: Tensor, level_losses: Sequence[Tensor]) -> None:
+    """Move the weights of levels, in place, to where each level's objectness loss counts alike (YOLOv5's autobalance).
+
+    They stay relative to the second level's, which is 1. Nothing waits for the device.
+    """
+    balance.mul_(1 - AUTOBALANCE_RATE).add_(AUTOBALANCE_RATE / torch.stack(list(level_losses)).detach().clamp(min=1e-9))
+    balance.div_(balance[min(1, len(balance) - 1)].clone())
+
+
 def yolo_loss(
-    raw: Sequence[Tensor], targets: Tensor, anchors: Tensor, gains: Gains, anchor_t: float = ANCHOR_T
+    raw: Sequence[Tensor],
+    targets: Tensor,
+    anchors: Tensor,
+    gains: Gains,
+    options: LossOptions = LossOptions(),  # noqa: B008 (it cannot be changed)
+    balance: Tensor | None = None,
+    learns_balance: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
 
     raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
-    centre y, width, height as shares of the image. anchors: (levels, k, 2) in cells, ``Yolo.anchors``.
+    centre y, width, height as shares of the image. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
+    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
@@ -79,10 +116,17 @@ def yolo_loss(
     device = raw[0].device
     box = obj = cls = torch.zeros((), device=device)
     with torch.autocast(device.type, enabled=False):
-        for logits, level_anchors, balance in zip(raw, anchors, level_balance(len(raw)), strict=True):
+        level_losses: list[Tensor] = []
+        for level, (logits, level_anchors, weight) in enumerate(
+            zip(raw, anchors, level_balance(len(raw)), strict=True)
+        ):
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, anchor_t)
-            box, obj, cls = box + level_box, obj + balance * level_obj, cls + level_cls
+            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, options)
+            level_losses.append(level_obj)
+            box, cls = box + level_box, cls + level_cls
+            obj = obj + (weight if balance is None else balance[level].clone()) * level_obj
+        if balance is not None and learns_balance:
+            update_balance(balance, level_losses)
         box, obj, cls = gains.box * box, gains.obj * obj, gains.cls * cls
         total = (box + obj + cls) * len(raw[0])
     return total, {"box": box.detach(), "obj": obj.detach(), "cls": cls.detach()}
@@ -129,10 +173,28 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
     )
 
 
-def _level_loss(logits: Tensor, targets: Tensor, anchors: Tensor, anchor_t: float) -> tuple[Tensor, Tensor, Tensor]:
+def _cross_entropy(
+    logits: Tensor, wanted: Tensor, options: LossOptions, pos_weight: float, reduction: str = "none"
+) -> Tensor:
+    """Binary cross-entropy on logits, as the options change it; ``reduction`` is none or mean."""
+    weight = None if pos_weight == 1 else torch.full((), pos_weight, dtype=logits.dtype, device=logits.device)
+    if not options.focal_gamma:
+        return F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction=reduction)
+    loss = F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
+    answer = logits.sigmoid()
+    alpha = wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)
+    right = wanted * answer + (1 - wanted) * (1 - answer)
+    error = (wanted - answer).abs() if options.quality else 1 - right
+    focal = loss * alpha * error.clamp(min=1e-7) ** options.focal_gamma
+    return focal.mean() if reduction == "mean" else focal
+
+
+def _level_loss(
+    logits: Tensor, targets: Tensor, anchors: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
     """Box, objectness and class loss of one level, unweighted."""
     num_classes = logits.shape[-1] - 5
-    match = assign(targets.to(logits.dtype), anchors, (logits.shape[2], logits.shape[3]), anchor_t)
+    match = assign(targets.to(logits.dtype), anchors, (logits.shape[2], logits.shape[3]), options.anchor_t)
     matches = match.mask.sum().clamp(min=1)
     answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
 
@@ -147,10 +209,12 @@ def _level_loss(logits: Tensor, targets: Tensor, anchors: Tensor, anchor_t: floa
     flat = ((match.image * a + match.anchor) * height + match.row) * width + match.column
     quality = torch.where(match.mask, iou.detach().clamp(min=0), 0.0)
     wanted = torch.zeros_like(positions).flatten().scatter_reduce(0, flat, quality, "amax").view_as(positions)
-    obj_loss = F.binary_cross_entropy_with_logits(positions, wanted)
+    obj_loss = _cross_entropy(positions, wanted, options, options.obj_pos_weight, "mean")
 
     if num_classes == 1:
         return box_loss, obj_loss, torch.zeros_like(box_loss)
     one_hot = (match.label[:, None] == torch.arange(num_classes, device=logits.device)).to(logits.dtype)
-    per_match = F.binary_cross_entropy_with_logits(answers[:, 5:], one_hot, reduction="none").mean(-1)
+    if options.label_smoothing:
+        one_hot = one_hot * (1 - options.label_smoothing) + options.label_smoothing / 2
+    per_match = _cross_entropy(answers[:, 5:], one_hot, options, options.cls_pos_weight).mean(-1)
     return box_loss, obj_loss, torch.where(match.mask, per_match, 0.0).sum() / matches

@@ -17,9 +17,9 @@ from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.site_split import SiteSplit
-from arclight.vision.models.anchors import fit_anchors
+from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
-from arclight.vision.models.loss import Gains, scaled_gains, yolo_loss
+from arclight.vision.models.loss import Gains, LossOptions, level_balance, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import build_model, fitting_tensors
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
@@ -39,12 +39,23 @@ class Detector(VisionModule):
 
     head: ClassVar[HeadBlock] = "detect"
     settings: DetectionTask
+    level_weights: Tensor | None
 
     def __init__(self, settings: DetectionTask, names: Sequence[str], table: str | None = None) -> None:
         """``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
         super().__init__(settings, names, table)
         gains = Gains(box=settings.box_gain, obj=settings.obj_gain, cls=settings.cls_gain)
         self.gains = scaled_gains(gains, len(self.names), settings.image_size, len(self.model.stride))
+        self.loss_options = LossOptions(
+            anchor_t=settings.anchor_t,
+            label_smoothing=settings.label_smoothing,
+            focal_gamma=settings.focal_gamma,
+            quality=settings.focal_loss == "quality",
+            obj_pos_weight=settings.obj_pos_weight,
+            cls_pos_weight=settings.cls_pos_weight,
+        )
+        weights = torch.tensor(level_balance(len(self.model.stride))) if settings.autobalance else None
+        self.register_buffer("level_weights", weights)  # in checkpoints, where it is learned
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -127,7 +138,10 @@ class Detector(VisionModule):
         )
 
     def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, parts = yolo_loss(raw, batch["targets"], self.model.anchors, self.gains)
+        learns = self.training and torch.is_grad_enabled()
+        loss, parts = yolo_loss(
+            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns
+        )
         if len(self.names) == 1:
             del parts["cls"]  # a single class has nothing to tell apart
         return loss, parts
@@ -145,18 +159,33 @@ class Detector(VisionModule):
         return write_charts(self.results, self.names, folder)
 
     def setup(self, stage: str) -> None:
-        """Fit the anchors to the training boxes, where the settings ask for it; a resumed run gets its own back later."""
+        """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
         data = self.trainer.datamodule
-        if stage == "fit" and self.settings.anchors == "fitted" and isinstance(data, DetectionData):
-            sizes = (
-                torch.from_numpy(np.concatenate([labels[:, 3:5] for labels in data.train.labels]))
-                * self.settings.image_size
-            )
-            anchors = fit_anchors(sizes, self.settings.image_size, self.model.anchors.shape[:2].numel()).view_as(
-                self.model.anchors
-            )
-            strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
-            self.model.anchors.copy_(anchors / strides)
+        if stage == "fit" and isinstance(data, DetectionData) and any(map(len, data.train.labels)):
+            shares = np.concatenate([labels[:, 3:5] for labels in data.train.labels])
+            self._fit_anchors(torch.from_numpy(shares) * self.settings.image_size)
+
+    def _fit_anchors(self, sizes_px: Tensor) -> None:
+        """Set the anchors as the settings say, for boxes (n, 2); say if there are boxes that none answers for."""
+        s, anchors = self.settings, self.model.anchors
+        strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
+        before = (anchors * strides).view(-1, 2)
+        recall = best_possible_recall(sizes_px, before, s.anchor_t)
+        kind = s.anchors if s.anchors != "auto" else "evolved" if recall < GOOD_RECALL else "coco"
+        if kind == "coco":
+            if recall < GOOD_RECALL:
+                _LOG.warning(
+                    "no anchor answers for %.1f %% of the training boxes: try task.anchors = auto", 100 * (1 - recall)
+                )
+            return
+        found = fit_anchors(sizes_px, s.image_size, len(before), anchor_t=s.anchor_t)
+        if kind == "evolved":
+            found = evolve_anchors(found, sizes_px, anchor_t=s.anchor_t)
+        self.model.anchors.copy_(found.view_as(anchors) / strides)
+        after = best_possible_recall(sizes_px, found, s.anchor_t)
+        _LOG.info(
+            "anchors %s: they answer for %.1f %% of the training boxes, not %.1f %%", kind, 100 * after, 100 * recall
+        )
 
     def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Images ``start`` to ``stop`` of a batch, with their targets, whose first column then counts from 0 again."""
@@ -178,12 +207,19 @@ class DetectionData(VisionData):
 
     @property
     def names(self) -> list[str]:
-        return list(self.spec.names)
+        return ["object"] if self.settings.single_class else list(self.spec.names)
 
     def open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
         selection = None if s.share is None else SiteSplit(self.spec, s.share)
         mix = s.mix if options.get("augment") is not None else ()
+        if options.get("augment") is not None:
+            files = s.data.parent / "images.cache" if s.disk_cache else None
+            options |= {"disk_cache": files, "image_weights": s.image_weights}
+            if s.multi_scale:
+                with torch.device("meta"):
+                    stride = build_model(s.model, len(self.names)).stride[-1]
+                options |= {"multi_scale": s.multi_scale, "stride": stride}
         dataset = DetectionDataset.open(
             self.spec,
             split,
@@ -198,4 +234,7 @@ class DetectionData(VisionData):
                 _LOG.warning("%s", report)
             if not report.boxes:
                 _LOG.warning("%s: all %d images are background, there is no box in them", split, report.images)
+        if s.single_class:
+            for rows in dataset.labels:
+                rows[:, 0] = 0
         return dataset

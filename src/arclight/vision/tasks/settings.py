@@ -13,12 +13,14 @@ from arclight._intervals import (
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
+    ProperFraction,
 )
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
-from arclight.vision.data.augment_settings import Augment
+from arclight.vision.data.augment_settings import AnyAugment, Augment
 from arclight.vision.data.mix import MixedData
 from arclight.vision.data.site_split import Merchant, SiteShare
 
@@ -87,16 +89,40 @@ class DetectionTask(VisionTask):
     """One site's share of the images, as arclight federate partitions them; none for all."""
     model: str = "yolov5n"
     """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, or your .yaml of YOLOv5's form."""
-    anchors: Literal["coco", "fitted"] = "coco"
-    """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
+    anchors: Literal["coco", "fitted", "evolved", "auto"] = "coco"
+    """Box shapes that the head starts from: published, fitted to this data set, these evolved; auto evolves where published ones miss."""
+    anchor_t: Annotated[float, Interval(gt=1, le=20)] = 4.0
+    """An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
     cache_labels: bool = True
     """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""
+    disk_cache: bool = False
+    """Keep decoded training images on disk, in the data set's folder images.cache, for this and later runs."""
+    augment: AnyAugment = field(default_factory=Augment)
+    """Random changes to training images; the kinds beside augment are YOLOv5's presets."""
+    multi_scale: Annotated[float, Interval(ge=0, le=0.9)] = 0.0
+    """Give each training batch a side of its own, up to this share below or above image_size."""
+    image_weights: bool = False
+    """Draw training images with replacement, those of rare classes more often."""
+    single_class: bool = False
+    """Take all classes for one, called object."""
     box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
     obj_gain: NonNegativeFloat = 1.0
     """Weight of the objectness loss."""
     cls_gain: NonNegativeFloat = 0.5
     """Weight of the class loss."""
+    obj_pos_weight: PositiveFloat = 1.0
+    """Weight of objects against background in the objectness loss."""
+    cls_pos_weight: PositiveFloat = 1.0
+    """Weight of the right class against the others in the class loss."""
+    label_smoothing: ProperFraction = 0.0
+    """Smoothing of class targets, in [0, 1)."""
+    focal_gamma: Annotated[float, Interval(ge=0, le=10)] = 0.0
+    """Exponent of focal loss, by which easy answers count less; 0 for cross-entropy."""
+    focal_loss: Literal["focal", "quality"] = "focal"
+    """Form of the loss where focal_gamma is not 0; quality focal loss judges shares such as the overlap."""
+    autobalance: bool = False
+    """Learn the weights of the levels' objectness, so that each counts alike."""
     conf_threshold: Fraction = 0.25
     """Confidence threshold of predictions, in [0, 1]."""
     iou_threshold: Fraction = 0.45
@@ -109,8 +135,8 @@ class DetectionTask(VisionTask):
         """
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
-        if self.anchors == "fitted":
-            raise ValueError('anchors = "fitted" would fit each site its own: leave it at "coco"')
+        if self.anchors != "coco":
+            raise ValueError(f'anchors = "{self.anchors}" would fit each site its own: leave it at "coco"')
         return dataclasses.replace(
             self, weights=None, share=SiteShare(number=number, count=count, partition=partition or IID())
         )

@@ -1,0 +1,148 @@
+"""Options of training a detector: each changes what it says, and none of them changes a run that leaves it alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from arclight.trainer import Trainer
+from arclight.vision import Detector
+from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
+from arclight.vision.tasks.detection import DetectionData
+from arclight.vision.tasks.settings import DetectionTask
+
+TARGETS = torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 0, 0.2, 0.7, 0.1, 0.2], [1, 2, 0.6, 0.4, 0.5, 0.1]])
+
+
+def detector(**settings: Any) -> Detector:
+    torch.manual_seed(0)
+    return Detector(DetectionTask(data=Path("none"), image_size=64, **settings), names=["a", "b", "c"])
+
+
+def loss(**settings: Any) -> dict[str, float]:
+    made = detector(**settings).train()
+    total, parts = made.loss(
+        made.model.raw(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))), {"targets": TARGETS}
+    )
+    return {"total": total.item(), **{name: value.item() for name, value in parts.items()}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed"),
+    [
+        ({"label_smoothing": 0.1}, {"cls"}),
+        ({"cls_pos_weight": 2.0}, {"cls"}),
+        ({"obj_pos_weight": 2.0}, {"obj"}),
+        ({"focal_gamma": 1.5}, {"obj", "cls"}),
+        ({"anchor_t": 2.0}, {"box", "obj", "cls"}),
+    ],
+)
+def test_an_option_changes_the_parts_of_the_loss_that_it_is_about(settings: dict[str, Any], changed: set[str]) -> None:
+    plain, other = loss(), loss(**settings)
+    assert {name for name in ("box", "obj", "cls") if plain[name] != other[name]} == changed
+
+
+def test_quality_focal_loss_is_another() -> None:
+    assert loss(focal_gamma=1.5) != loss(focal_gamma=1.5, focal_loss="quality")
+
+
+def test_the_learned_balance_moves_in_training_alone_and_is_saved(tmp_path: Path) -> None:
+    made = detector(autobalance=True)
+    assert "level_weights" not in detector().state_dict()
+    before = made.level_weights.clone()
+    raw = made.model.raw(torch.rand(2, 3, 64, 64))
+    made.eval().loss(raw, {"targets": TARGETS})
+    assert torch.equal(made.level_weights, before)
+    made.train().loss(raw, {"targets": TARGETS})
+    assert not torch.equal(made.level_weights, before)
+    again = detector(autobalance=True)
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(again.level_weights, made.level_weights)
+
+
+# ------------------------------------------------------------------------------------------------------------- anchors
+
+
+def tall_boxes(count: int = 300) -> torch.Tensor:
+    """Sizes far from the published anchors: slim, and twenty times as tall as wide."""
+    rng = np.random.default_rng(0)
+    widths = rng.uniform(2.0, 2.4, count)
+    return torch.from_numpy(np.stack((widths, widths * rng.uniform(18, 22, count)), 1))
+
+
+def test_evolved_anchors_fit_better_and_are_the_same_again() -> None:
+    sizes = torch.from_numpy(np.exp(np.random.default_rng(1).normal(3.5, 0.8, (400, 2))))
+    fitted = fit_anchors(sizes, 640)
+
+    def fit(anchors: torch.Tensor) -> float:
+        ratio = sizes[:, None].float() / anchors
+        return float(torch.minimum(ratio, 1 / ratio).amin(-1).amax(1).mean())
+
+    evolved = evolve_anchors(fitted, sizes, generations=300)
+    assert fit(evolved) > fit(fitted) + 0.003
+    assert torch.equal(evolved, evolve_anchors(fitted, sizes, generations=300))
+    assert not torch.equal(evolved, evolve_anchors(fitted, sizes, generations=300, seed=1))
+    assert (evolved.prod(1).diff() >= 0).all()
+    assert torch.equal(evolve_anchors(fitted, torch.zeros(0, 2)), fitted)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "evolved", "auto"])
+def test_anchors_are_fitted_where_published_ones_miss(kind: str) -> None:
+    made = detector(anchors=kind)
+    strides = torch.tensor(made.model.stride).view(-1, 1, 1)
+    before = (made.model.anchors * strides).view(-1, 2).clone()
+    made._fit_anchors(tall_boxes())
+    after = (made.model.anchors * strides).view(-1, 2)
+    assert best_possible_recall(tall_boxes(), before) < 0.5
+    assert best_possible_recall(tall_boxes(), after) > 0.99
+
+
+def test_anchors_that_answer_for_all_boxes_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    made = detector(anchors="auto")
+    before = made.model.anchors.clone()
+    made._fit_anchors(torch.tensor([[30.0, 40.0], [12.0, 15.0], [50.0, 50.0]]))
+    assert torch.equal(made.model.anchors, before)
+    with caplog.at_level(logging.WARNING, "arclight"):
+        detector()._fit_anchors(tall_boxes())
+    assert "no anchor answers for" in caplog.text
+    assert "task.anchors = auto" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+def fit(task: DetectionTask, folder: Path, **settings: Any) -> Detector:
+    data = DetectionData(task)
+    torch.manual_seed(0)
+    made = Detector(task, names=data.names)
+    trainer = Trainer(
+        accelerator="cpu", default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0, **settings,
+    )  # fmt: skip
+    trainer.fit(made, datamodule=data)
+    return made
+
+
+def test_all_options_train_together(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    yaml = write_dataset(tmp_path / "set", 8)
+    write_dataset(tmp_path / "set", 2, "val")
+    task = DetectionTask(
+        data=yaml, image_size=64, batch_size=4, workers=0, memory_format="contiguous", cache_labels=False, disk_cache=True,
+        multi_scale=0.5, image_weights=True, single_class=True, anchors="auto", label_smoothing=0.1, focal_gamma=1.5,
+        autobalance=True,
+    )  # fmt: skip
+    made = fit(task, tmp_path, max_steps=2)
+    assert made.names == ["object"]
+    assert len(list((tmp_path / "set/images.cache").glob("*.npy"))) > 3
+    assert all(torch.isfinite(value).all() for value in made.state_dict().values())
+    data = DetectionData(task)
+    batches = data.open("train", augment=task.augment)
+    assert {batches.__getitems__([0, 1]).images.shape[-1] for _ in range(20)} == {32, 64, 96}
+    assert {int(row) for labels in batches.labels for row in labels[:, 0]} == {0}
+    assert not (tmp_path / "set/train.cache.npz").exists()
