@@ -1,0 +1,111 @@
+"""Entry points of ``torch.hub.load(CHECKOUT, NAME, source="local")``: detectors of this checkout, and nothing is downloaded.
+
+>>> model = torch.hub.load("path/to/arclight", "custom", path="runs/detect-qris/1/checkpoints/last.ckpt", source="local")
+>>> detections = model("photo.jpg")[0]                     # or a list; RGB arrays (H, W, 3) and PIL images too
+>>> detections.to_pandas()
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+dependencies = ["torch", "numpy", "cv2", "pydantic", "safetensors"]
+
+if importlib.util.find_spec("arclight") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))
+
+COCO_CLASSES = 80
+
+
+class _HubDetector(torch.nn.Module):
+    """A detector that takes photos, as YOLOv5's hub models do. ``conf`` and ``iou`` may be set; ``detector`` is what it wraps."""
+
+    def __init__(self, detector: Any) -> None:
+        super().__init__()
+        self.detector = detector.eval()
+        self.conf, self.iou = detector.settings.conf_threshold, detector.settings.iou_threshold
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.detector.names)
+
+    def forward(self, images: Any, size: int | None = None) -> Any:
+        """Detect in one image or several: files, RGB uint8 arrays (H, W, 3), PIL images; a list of Detections.
+
+        A tensor (N, 3, H, W) in [0, 1] goes through the network alone. ``size``: side of the square that photos are laid into.
+        """
+        if isinstance(images, torch.Tensor):
+            return self.detector(images)
+        import dataclasses
+
+        several = list(images) if isinstance(images, list | tuple) else [images]
+        processing = dataclasses.replace(
+            self.detector.processing,
+            conf_threshold=self.conf,
+            iou_threshold=self.iou,
+            **({"image_size": size} if size else {}),
+        )
+        return self.detector.detect([_photo(image) for image in several], processing)
+
+
+def _photo(image: Any) -> Any:
+    import numpy as np
+
+    from arclight.vision.data.images import decode_image
+
+    if isinstance(image, str | Path):
+        if "://" in str(image):
+            raise ValueError(f"{image}: nothing is downloaded; give a file, an RGB array or a PIL image")
+        return decode_image(Path(image))
+    return np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
+
+
+def _served(detector: Any, autoshape: bool, device: Any) -> torch.nn.Module:
+    served = _HubDetector(detector) if autoshape else detector.model
+    return served if device is None else served.to(device)
+
+
+def _entry(name: str) -> Callable[..., torch.nn.Module]:
+    def entry(
+        pretrained: bool = False,
+        classes: int | Sequence[str] = COCO_CLASSES,
+        weights: str | None = None,
+        autoshape: bool = True,
+        device: Any = None,
+    ) -> torch.nn.Module:
+        from arclight.vision import Detector
+        from arclight.vision.tasks.settings import DetectionTask
+
+        if pretrained:
+            raise ValueError(
+                f"pretrained: nothing is downloaded. Give weights=PATH for {name}, or load a file of yours: "
+                'torch.hub.load(CHECKOUT, "custom", path="yolov5s.pt", source="local")'
+            )
+        names = [str(number) for number in range(classes)] if isinstance(classes, int) else list(classes)
+        task = DetectionTask(data=Path("none"), model=name, weights=None if weights is None else Path(weights))
+        detector = Detector(task, names=names)
+        detector.check_weights()
+        return _served(detector, autoshape, device)
+
+    entry.__name__ = name
+    entry.__doc__ = f"Build {name} with ``classes`` (a number, or names), from ``weights`` or freshly initialised."
+    return entry
+
+
+yolov5n, yolov5s, yolov5m, yolov5l, yolov5x = map(_entry, ("yolov5n", "yolov5s", "yolov5m", "yolov5l", "yolov5x"))
+yolov5n6, yolov5s6, yolov5m6, yolov5l6, yolov5x6 = map(
+    _entry, ("yolov5n6", "yolov5s6", "yolov5m6", "yolov5l6", "yolov5x6")
+)
+
+
+def custom(path: str, autoshape: bool = True, device: Any = None) -> torch.nn.Module:
+    """Open a detector of yours: a checkpoint of Arclight, or the .pt of YOLOv5, of which nothing is run."""
+    from arclight.vision import Detector
+
+    return _served(Detector.load(path), autoshape, device)

@@ -1,0 +1,79 @@
+"""The page for people who come from YOLOv5: complete, and what it says to type is accepted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from arclight.cli.schema import Recipe
+from arclight.recipe import explain, read, write
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/migrate-from-yolov5.md").read_text()
+
+FLAGS = shlex.split(
+    """
+weights cfg data hyp epochs batch-size imgsz rect resume nosave noval noautoanchor noplots evolve evolve_population resume_evolve bucket
+cache image-weights device multi-scale single-cls optimizer sync-bn workers project name exist-ok quad cos-lr label-smoothing patience
+freeze save-period seed local_rank entity upload_dataset bbox_interval artifact_alias ndjson-console ndjson-file mask-ratio no-overlap
+"""
+)
+HYPERPARAMETERS = shlex.split(
+    """
+lr0 lrf momentum weight_decay warmup_epochs warmup_momentum warmup_bias_lr box cls cls_pw obj obj_pw iou_t anchor_t anchors fl_gamma
+hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste
+"""
+)
+
+
+def rows(heading: str) -> dict[str, str]:
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(?:--)?([\w-]+)` \| (.*) \|$", section, re.MULTILINE))
+
+
+def test_every_flag_and_hyper_parameter_has_a_row() -> None:
+    assert (len(FLAGS), len(HYPERPARAMETERS)) == (44, 29)
+    assert list(rows("Flags of train.py")) == FLAGS
+    assert list(rows("Hyper-parameters")) == HYPERPARAMETERS
+
+
+@pytest.mark.parametrize("heading", ["Flags of train.py", "Hyper-parameters"])
+def test_what_a_row_says_to_type_is_accepted(heading: str) -> None:
+    fields = {setting.path for setting in explain(Recipe)}
+    for name, text in rows(heading).items():
+        typed = re.findall(r"`(--[^`]*)`", text)
+        commands = re.findall(r"`(?:arclight|torchrun) [^`]*`", text)
+        assert typed or commands or text.startswith("no: "), name
+        for words in map(shlex.split, typed):
+            assert all(flag.removeprefix("--") in fields for flag in words[::2]), (name, words)
+            read(Recipe, {"task": {"kind": "detection", "data": "data.yaml"}}, words)
+
+
+def test_presets_are_yolov5_s() -> None:
+    def augment(kind: str) -> dict[str, float]:
+        task = read(Recipe, {"task": {"kind": "detection", "data": "data.yaml", "augment": kind}}).task
+        return {
+            name: getattr(task.augment, name) for name in ("mosaic", "mixup", "copy_paste", "scale", "fliplr", "hsv_h")
+        }
+
+    low = {"mosaic": 1.0, "mixup": 0.0, "copy_paste": 0.0, "scale": 0.5, "fliplr": 0.5, "hsv_h": 0.015}
+    assert augment("scratch-low") == low
+    assert augment("scratch-med") == low | {"scale": 0.9, "mixup": 0.1}
+    assert augment("scratch-high") == low | {"scale": 0.9, "mixup": 0.1, "copy_paste": 0.1}
+    assert augment("voc") == low | {"mosaic": 0.85834, "mixup": 0.04266, "scale": 0.75544, "hsv_h": 0.01041}
+    assert augment("objects365") == low | {"scale": 0.491, "hsv_h": 0.0188}
+    assert set(augment("none").values()) == {0.0}
+
+
+def test_a_preset_is_written_and_read_with_what_was_set_beside() -> None:
+    recipe = read(
+        Recipe, {"task": {"kind": "detection", "data": "data.yaml", "augment": "voc"}}, ["--task.augment.fliplr", "0"]
+    )
+    again = read(Recipe, tomllib.loads(write(recipe)))
+    assert again == recipe
+    assert (again.task.augment.fliplr, again.task.augment.mosaic) == (0.0, 0.85834)
+    plain = read(Recipe, {"task": {"kind": "detection", "data": "data.yaml", "augment": {"mosaic": 0.5}}})
+    assert (plain.task.augment.mosaic, plain.task.augment.scale) == (0.5, 0.5)  # recipes without a kind
