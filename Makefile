@@ -45,6 +45,7 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks.trainer_overhead
 	$(BIN)/python -m benchmarks.qr_photos
+	$(BIN)/python -m benchmarks.vision
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.moe
 	$(BIN)/python -m benchmarks.pipeline

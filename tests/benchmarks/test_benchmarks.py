@@ -18,7 +18,7 @@ NEED_PHOTOS = {"qr_photos"}
 
 
 def test_programs_are_found() -> None:
-    assert {"trainer_overhead", "qr_photos", "text", "pipeline", "federated", "moe"} <= set(PROGRAMS)
+    assert {"trainer_overhead", "qr_photos", "vision", "text", "pipeline", "federated", "moe"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -302,6 +302,16 @@ def test_slices_and_copies_find_the_same_square_once(run: Path, typed: Typed) ->
         assert found["box_xyxy_px"] == pytest.approx([230, 140, 260, 170], abs=1), words
 
 
+def test_most_objects_of_an_image_count_over_all_slices(run: Path, typed: Typed) -> None:
+    image = np.full((300, 500, 3), 30, np.uint8)
+    for number in range(8):
+        image[20:40, 20 + 55 * number : 50 + 55 * number] = 250
+    cv2.imwrite("a.png", image)
+    for words, expected in (("--max-det 3", 3), ("--max-det 3 --slice 160", 3), ("--slice 160", 8)):
+        typed(f"predict {run} a.png {words} --json found.json")
+        assert len(json.loads(Path("found.json").read_text())["a.png"]) == expected, words
+
+
 def test_several_runs_are_one_ensemble(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 

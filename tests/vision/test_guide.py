@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
+import torch
 from tests import warm
-from tests.test_readme import block
+from tests.test_readme import ROOT, block
 from tests.vision.conftest import write_dataset
+from tests.vision.mjpeg import Camera
 
+import arclight as al
 from arclight.cli.command import main
+from arclight.vision import Detector
+from arclight.vision.tasks.settings import DetectionTask
+
+GUIDE = ROOT / "docs" / "vision.md"
 
 
 def test_python(tmp_path: Path) -> None:
@@ -43,3 +53,34 @@ def test_a_recipe_that_mixes_data_sets(tmp_path: Path, monkeypatch: pytest.Monke
     steps = [row.split(",")[1] for row in rows[1:]]
     assert "val/map50" in rows[0]
     assert len(steps) >= 3  # six images in batches of two
+
+
+def commands(heading: str) -> list[list[str]]:
+    """The words of each command that the guide shows under a heading."""
+    section = GUIDE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line.strip() for line in section.splitlines() if line.startswith("    arclight ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as they stand, but for the addresses of cameras, which are cameras of the test here, and end after some frames."""
+    monkeypatch.chdir(tmp_path)
+    settings = DetectionTask(data=Path("none.yaml"), image_size=64)
+    trainer = al.Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Detector(settings, names=["qr_code"]), torch.utils.data.DataLoader([0]))
+    trainer.save_checkpoint("runs/detect-qris/1/checkpoints/last.ckpt")
+    for name in ("clip.mp4", "counter.mp4"):
+        writer = cv2.VideoWriter(name, cv2.CAP_FFMPEG, cv2.VideoWriter_fourcc(*"mp4v"), 25, (640, 480))
+        for level in range(0, 60, 10):
+            writer.write(np.full((480, 640, 3), level, np.uint8))
+        writer.release()
+    shown = commands("Photos, videos, cameras") + commands("Tracks and counts")
+    assert len(shown) >= 3
+    with Camera() as one, Camera() as other:
+        cameras = {"rtsp://camera/1": one.address, "rtsp://camera/2": other.address}
+        for words in shown:
+            assert main([*(cameras.get(word, word) for word in words), "--max-frames", "4"]) == 0
+    for name, frames in (("clip", 3), ("counter", 4)):
+        video = cv2.VideoCapture(f"marked/{name}.mp4")
+        assert video.get(cv2.CAP_PROP_FRAME_COUNT) == frames
+    assert len(Path("found.jsonl").read_text().splitlines()) == 4

@@ -276,6 +276,23 @@ def test_suppression_by_class_and_agnostic() -> None:
     assert len(suppressed(found[:0], 0.5)) == 0
 
 
+def test_agnostic_merging() -> None:
+    image = np.full((300, 300, 3), 128, np.uint8)
+
+    def two_classes(images):
+        return [boxes_of([40, 40, 80, 80, 0.9, 0], [40, 40, 81, 80, 0.8, 1]) for _ in images]
+
+    for widen in (
+        lambda **o: augmented(two_classes, variants=[(1.0, False)], **o),
+        lambda **o: sliced(two_classes, 300, **o),
+    ):
+        assert len(widen()([image])[0]) == 2
+    assert len(augmented(two_classes, variants=[(1.0, False)], agnostic=True)([image])[0]) == 1
+    whole_only = np.pad(image, ((0, 1), (0, 0), (0, 0)))
+    assert len(sliced(two_classes, 300, agnostic=False)([whole_only])[0]) == 2
+    assert len(sliced(two_classes, 300, agnostic=True)([whole_only])[0]) == 1
+
+
 def test_they_can_be_nested() -> None:
     image = scene((40, 60, 140, 120, 240), (400, 200, 431, 261, 20))
     (found,) = sliced(augmented(ensemble([detector, detector])), 200)([image])

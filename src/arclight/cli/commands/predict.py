@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -313,10 +313,15 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
             f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; they cannot be brought together"
         )
     detect = _widened(options, [member.detect for member in members])
-    if options.classes is None:
-        return detect, sources, confidence
-    kept = options.max_det or MAX_DET
-    return lambda images: [found.of(*options.classes)[:kept] for found in detect(images)], sources, confidence
+    kept = options.max_det or MAX_DET  # of all slices and copies together
+
+    def chosen(images: Sequence[Any]) -> list[Detections]:
+        answers = detect(images)
+        if options.classes is not None:
+            answers = [found.of(*options.classes) for found in answers]
+        return [found[:kept] for found in answers]
+
+    return chosen, sources, confidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +340,9 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
     from arclight.vision.inference.test_time import augmented
 
     detect = detectors[0] if len(detectors) == 1 else ensemble(detectors)
-    again: dict[str, Any] = {} if options.iou is None else {"iou_threshold": options.iou}
+    again: dict[str, Any] = {"agnostic": options.agnostic_nms}
+    if options.iou is not None:
+        again["iou_threshold"] = options.iou
     if options.augment:
         detect = augmented(detect, **again)
     return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **again)

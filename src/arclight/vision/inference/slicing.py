@@ -32,13 +32,19 @@ class _Looks:
 
 
 def sliced(
-    detect: Detect, size: int, overlap: float = 0.2, *, whole: bool = True, iou_threshold: float = 0.5
+    detect: Detect,
+    size: int,
+    overlap: float = 0.2,
+    *,
+    whole: bool = True,
+    iou_threshold: float = 0.5,
+    agnostic: bool = False,
 ) -> Detect:
     """Return what looks at slices of ``size`` pixels that overlap by a share, and at the ``whole`` image, which finds the large.
 
     An image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way to a
     whole one of their object, and cut parts that face each other across a seam are joined.
-    Idea: Akyon et al. 2022, "Slicing aided hyper inference".
+    ``agnostic``: boxes suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
     """
     if size < 1:
         raise ValueError(f"slices have a side of 1 pixel or more, got {size}")
@@ -55,7 +61,7 @@ def sliced(
         if whole:
             (found,) = detect([image])
             parts.append(_Looks(found, np.zeros((len(found), 4), np.bool_)))
-        return _merged(parts, image, iou_threshold)
+        return _merged(parts, image, iou_threshold, agnostic)
 
     return lambda images: [one(image) for image in images]
 
@@ -97,16 +103,16 @@ def _in_order(boxes: Sequence[Detections], cuts: Sequence[Bools]) -> Bools:
     return np.concatenate(cuts)[order]
 
 
-def _merged(parts: Sequence[_Looks], image: Image, iou_threshold: float) -> Detections:
+def _merged(parts: Sequence[_Looks], image: Image, iou_threshold: float, agnostic: bool) -> Detections:
     found = concatenated([part.found for part in parts])
     cut = _in_order([part.found for part in parts], [part.cut for part in parts])
     partial = cut.any(axis=1)
-    entire = suppressed(found[~partial], iou_threshold)
+    entire = suppressed(found[~partial], iou_threshold, agnostic=agnostic)
     pieces, cut = found[partial], cut[partial]
     shared = _share_inside(pieces, entire)
     alone = ~(shared > _INSIDE).any(axis=1)
     joined = _joined(pieces[alone], cut[alone])
-    merged = suppressed(concatenated([entire, joined]), iou_threshold)
+    merged = suppressed(concatenated([entire, joined]), iou_threshold, agnostic=agnostic)
     return Detections(merged.boxes, merged.names, image, found.path)
 
 

@@ -17,11 +17,16 @@ VARIANTS = ((1.0, False), (0.83, True), (0.67, False))
 
 
 def augmented(
-    detect: Detect, *, variants: Sequence[tuple[float, bool]] = VARIANTS, iou_threshold: float = 0.5
+    detect: Detect,
+    *,
+    variants: Sequence[tuple[float, bool]] = VARIANTS,
+    iou_threshold: float = 0.5,
+    agnostic: bool = False,
 ) -> Detect:
     """Return what looks at ``variants`` of each image, three times the work, and keeps the most confident of equal boxes.
 
-    A detector scales what it gets to its own input: an image becomes smaller in it by a margin around it.
+    ``agnostic``: boxes suppress those of other classes, too. A detector scales what it gets to its own input: an image becomes
+    smaller in it by a margin around it.
     """
     for scale, _ in variants:
         if not 0 < scale <= 1:
@@ -38,7 +43,7 @@ def augmented(
         results = []
         for image in images:
             parts = [_back(next(answers), image, next(placements), mirrored) for _, mirrored in variants]
-            results.append(suppressed(concatenated(parts), iou_threshold))
+            results.append(suppressed(concatenated(parts), iou_threshold, agnostic=agnostic))
         return results
 
     return augmented_detect
