@@ -24,7 +24,7 @@ def export_language_model(
     batches: token ids (B, T) int64 of real text; the program takes that T, and any B. Shorter texts are padded at the right, where
     nothing that counts looks. Raises ExportError or QuantizeError where the program would not compute what the model does.
     """
-    decoder: Any = model.model.cpu().eval()
+    decoder: Any = model.model
     if int8 is not None:
         decoder = quantize(decoder, list(batches), recipe=int8)
     metadata = {"task": "language", "model": model.settings.model, "vocab_size": model.hparams["vocab_size"]}

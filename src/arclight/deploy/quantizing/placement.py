@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.graphs import stored_tensor
 from arclight.deploy.quantizing.observers import LeastErrorObserver
 from arclight.deploy.settings import Observer
 
@@ -39,6 +40,12 @@ MOVEMENT = {
 }  # fmt: skip
 """Operators that only choose or move values: inputs and output share one scale and zero point."""
 BETWEEN = CLIPS | ARITHMETIC | MOVEMENT
+ELEMENTWISE = MOVEMENT | {
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self, aten.expand.default,
+    aten.stack.default, aten.index_select.default, aten.masked_fill.Tensor, aten.copy_.default, aten.maximum.default,
+    aten.minimum.default,
+}  # fmt: skip
+"""Operators that make no layer of a stored tensor."""
 STEM_CHANNELS = 4
 """A convolution of fewer input channels, such as one that reads an image, is faster in float32: ONNX Runtime's integer
 kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 px: 13 % of the whole model)."""
@@ -92,7 +99,8 @@ class PlacementQuantizer(pt2e.Quantizer):
                 self._annotate_between(node)
         layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
         self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
-        self.float_layers = [name for node, name in layers.items() if not pt2e.is_annotated(node)]
+        annotated = {node for node in layers if pt2e.is_annotated(node)}
+        self.float_layers = list(dict.fromkeys(name for node, name in _weighted(graph) if node not in annotated))
         return graph
 
     def validate(self, graph: GraphModule) -> None:
@@ -165,6 +173,29 @@ def module_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     name: str = list(stack.values())[-1][0]
     return name
+
+
+def _weighted(graph: GraphModule) -> list[tuple[Node, str]]:
+    """List operators that combine a value with a stored matrix, and their layers: of whatever kind, so that none is forgotten.
+
+    Tables that are only added or multiplied, such as positions, are no layers. An operator outside of any module is
+    named after its matrix.
+    """
+    matrices: dict[
+        Node, str
+    ] = {}  # nodes that depend on stored tensors alone, and the name of the first matrix in them
+    found: list[tuple[Node, str]] = []
+    for node in graph.graph.nodes:
+        sources = [source for source in node.all_input_nodes if source in matrices]
+        if node.op == "get_attr":
+            value = stored_tensor(graph, node)
+            if value.dim() >= 2 and value.is_floating_point():
+                matrices[node] = str(node.target)
+        elif sources and len(sources) == len(node.all_input_nodes):
+            matrices[node] = matrices[sources[0]]
+        elif sources and node.op == "call_function" and node.target not in ELEMENTWISE:
+            found.append((node, module_name(node) or matrices[sources[0]]))
+    return found
 
 
 def _like(node: Node, new: Node) -> Node:

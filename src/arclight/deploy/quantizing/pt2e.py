@@ -39,8 +39,10 @@ with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is 
 
 Quantizer: Any = _quantizer.Quantizer
 SharedSpec: Any = _quantizer.SharedQuantizationSpec
+DerivedSpec: Any = _quantizer.DerivedQuantizationSpec
 ObserverBase: Any = _pt2e.ObserverBase
 MinMaxObserver: Any = _pt2e.MinMaxObserver
+OBSERVERS: Any = (_pt2e.ObserverBase, _pt2e.FakeQuantizeBase)
 
 _ANNOTATION_KEY = "quantization_annotation"
 _ACTIVATION_EPS = 2.0**-16
@@ -105,6 +107,11 @@ def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) 
         annotation.output_qspec = output
 
 
+def annotation_of(node: Node) -> Any:
+    """Return what was asked for ``node``, None if nothing was."""
+    return node.meta.get(_ANNOTATION_KEY)
+
+
 def is_annotated(node: Node) -> bool:
     """Return True if anything was asked for ``node``."""
     return _ANNOTATION_KEY in node.meta
@@ -117,6 +124,6 @@ def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
 
 
 def convert(prepared: GraphModule) -> GraphModule:
-    """Replace each observer of ``prepared`` by a quantize and a dequantize, and store weights as integers."""
-    converted: GraphModule = _prepare_convert.convert_pt2e(prepared)
+    """Replace each observer of ``prepared`` by a quantize and a dequantize; weights stay in float32, see `graphs`."""
+    converted: GraphModule = _prepare_convert.convert_pt2e(prepared, fold_quantize=False)
     return converted

@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy, quiet
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer
+from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
+from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
 from arclight.deploy.settings import Int8
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizedModel:
+class QuantizedModel(NamedGraphs):
     """A model whose layers compute on 8-bit values; call it like the model it came from.
 
-    In PyTorch it simulates integers in float32, slowly and exactly; ``export`` makes the fast program.
+    In PyTorch it simulates integers in float32, slowly and exactly; ``export`` makes the fast program. It is a module
+    without gradients whose tensors have the names that they have in the model, so it can take the place of the model
+    in a Module that is validated or tested: ``module.model = quantized; trainer.validate(module)``.
     """
 
-    graph: GraphModule
-    """The quantized computation."""
+    def __init__(
+        self,
+        graph: GraphModule,
+        *,
+        reference: nn.Module,
+        recipe: Int8,
+        example: Inputs,
+        quantized_layers: Sequence[str],
+        float_layers: Sequence[str],
+        batches: int,
+    ) -> None:
+        tensors = fold_weights(graph)
+        super().__init__({"inference": graph})
+        self.register_by_name(tensors)
+        self.bind()
+        fields = {
+            "reference": reference,
+            "recipe": recipe,
+            "example": example,
+            "quantized_layers": tuple(quantized_layers),
+            "float_layers": tuple(float_layers),
+            "batches": batches,
+            "sqnr_db": math.nan,
+            "seconds": math.nan,
+        }
+        self.__dict__.update(fields)  # not by attribute: the reference is no part of this module's state
+        self.eval().requires_grad_(False)
+
     reference: nn.Module
     """A private copy of the float model, in evaluation mode."""
     recipe: Int8
@@ -38,7 +66,7 @@ class QuantizedModel:
     quantized_layers: tuple[str, ...]
     """Layers with weights that run on integers, by module name."""
     float_layers: tuple[str, ...]
-    """Layers with weights that stay in float32."""
+    """Layers with weights that stay in float32, of whatever kind."""
     batches: int
     """Calibration batches that were run."""
     sqnr_db: float
@@ -46,9 +74,20 @@ class QuantizedModel:
     seconds: float
     """Wall time that quantization took."""
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    @property
+    def graph(self) -> GraphModule:
+        """Return the quantized computation."""
+        return self.graphs["inference"]
+
+    def forward(self, *inputs: Tensor) -> Any:
         with torch.no_grad():
             return self.graph(*inputs)
+
+    def train(self, mode: bool = True) -> QuantizedModel:
+        """Stay in evaluation mode: integers have no gradients, and batch norms and dropout are gone."""
+        del mode
+        super().train(False)
+        return self
 
 
 def quantize(
@@ -88,23 +127,60 @@ def quantize(
                 f"no layer of {type(model).__name__} can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
-        for batch in batches:
-            prepared(*batch)
+        for i, batch in enumerate(batches):
+            Calibration(prepared, i).run(*batch)
         with quiet():
             converted = pt2e.convert(prepared)
-        found = compare(as_outputs(reference(*batches[0])), as_outputs(converted(*batches[0])), parts)
-    sqnr_db = _accept(found, recipe.min_sqnr_db)
-    return QuantizedModel(
-        graph=converted,
+    quantized = QuantizedModel(
+        converted,
         reference=reference,
         recipe=recipe,
         example=inputs,
-        quantized_layers=tuple(quantizer.quantized_layers),
-        float_layers=tuple(quantizer.float_layers),
+        quantized_layers=quantizer.quantized_layers,
+        float_layers=quantizer.float_layers,
         batches=len(batches),
-        sqnr_db=sqnr_db,
-        seconds=time.perf_counter() - start,
     )
+    with torch.no_grad():
+        found = compare(as_outputs(reference(*batches[0])), as_outputs(quantized(*batches[0])), parts)
+    quantized.sqnr_db = _accept(found, recipe.min_sqnr_db)
+    quantized.seconds = time.perf_counter() - start
+    return quantized
+
+
+class Calibration(torch.fx.Interpreter):
+    """Run a prepared graph so that its observers see a batch; QuantizeError names the layer of a NaN or infinite value.
+
+    A value that no observer sees may be infinite: attention masks are.
+    """
+
+    def __init__(self, prepared: GraphModule, batch: int) -> None:
+        super().__init__(prepared)
+        self.extra_traceback = False  # it would be added to what we say
+        self._batch = batch
+        self._not_finite: set[Node] = set()
+
+    def run_node(self, n: Node) -> Any:
+        if n.op == "call_module" and isinstance(self.fetch_attr(str(n.target)), pt2e.OBSERVERS):
+            source = n.args[0]
+            assert isinstance(source, Node)
+            if source in self._not_finite:
+                raise QuantizeError(self._problem(source))
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and result.is_floating_point() and not result.isfinite().all():
+            self._not_finite.add(n)
+        return result
+
+    def _problem(self, node: Node) -> str:
+        kind = "NaN" if self.env[node].isnan().any() else "infinite values"
+        while earlier := [source for source in node.all_input_nodes if source in self._not_finite]:
+            node = earlier[0]
+        place = (
+            f"layer {module_name(node)!r} ({node.target})" if module_name(node) else f"the model's own {node.target}"
+        )
+        return (
+            f"calibration batch {self._batch} makes {kind}, first in {place}, so ranges cannot be chosen: "
+            "mend the weights or that operation, or leave such samples out of the calibration data"
+        )
 
 
 def _accept(found: Mapping[str, Parity], least_db: float) -> float:

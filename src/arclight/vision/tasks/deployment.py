@@ -38,7 +38,7 @@ def export_detector(
         raise DatasetError(
             f"none of the images picked of {len(dataset)} can be decoded: repair or remove the damaged ones"
         )
-    model: Any = fuse(detector.model.cpu())
+    model: Any = fuse(detector.model).cpu()  # a copy: the detector stays on its device
     if int8 is not None:
         model = quantize(model, batches, recipe=int8, parts=_parts)
     metadata = {

@@ -1,0 +1,148 @@
+"""Run captured graphs on tensors that keep the names they had in the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+QUANTIZE = {
+    torch.ops.quantized_decomposed.quantize_per_tensor.default,
+    torch.ops.quantized_decomposed.quantize_per_tensor.tensor,
+    torch.ops.quantized_decomposed.quantize_per_channel.default,
+}
+NAME = "arclight_name"
+"""Key of a node's notes: the name that the tensor it reads shall have."""
+DEQUANTIZE = {
+    torch.ops.quantized_decomposed.dequantize_per_tensor.default,
+    torch.ops.quantized_decomposed.dequantize_per_tensor.tensor,
+    torch.ops.quantized_decomposed.dequantize_per_channel.default,
+}
+
+
+class NamedGraphs(nn.Module):
+    """Hold graphs that read their tensors from here, where each has the name that it has in the model.
+
+    A graph is no submodule, so the state dict has each tensor once, without a prefix; moving this module moves what
+    its graphs compute with. Subclasses register tensors and then call :meth:`bind`.
+    """
+
+    def __init__(self, graphs: Mapping[str, GraphModule]) -> None:
+        super().__init__()
+        self.graphs = dict(graphs)
+
+    def register_by_name(self, tensors: Mapping[str, Tensor]) -> None:
+        """Register parameters and buffers under dotted names, in plain modules where the names have parts."""
+        for path, value in tensors.items():
+            holder: nn.Module = self
+            *parents, name = path.split(".")
+            for parent in parents:  # not by attribute: a layer may be called like a method or a field of this class
+                child = holder._modules.setdefault(parent, nn.Module())
+                assert child is not None
+                holder = child
+            (holder._parameters if isinstance(value, nn.Parameter) else holder._buffers)[name] = value  # type: ignore[index]
+
+    def bind(self) -> None:
+        """Let the graphs read the tensors and modules that are registered here now."""
+        for graph in self.graphs.values():
+            for node in graph.graph.nodes:
+                if node.op not in ("get_attr", "call_module"):
+                    continue
+                first = str(node.target).partition(".")[0]
+                for kind in ("_modules", "_parameters", "_buffers"):
+                    if first in (registered := getattr(self, kind)):
+                        getattr(graph, kind)[first] = registered[first]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NamedGraphs:
+        super()._apply(fn, recurse)
+        self.bind()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NamedGraphs:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.bind()  # copies of graphs have tensors of their own until then
+        return copied
+
+
+def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
+    """Store quantized weights of a converted graph as integers; return its tensors by their names in the model.
+
+    An integer weight takes the name of the float one; beside it are ``NAME_scale`` and ``NAME_zero_point``. torchao's
+    own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs binds them.
+    """
+    tensors: dict[str, Tensor] = {}
+    for node in list(graph.graph.nodes):
+        if node.target not in QUANTIZE or (source := _constant_source(node)) is None:
+            continue
+        name = _free_name(_layer_name(source), tensors)
+        with torch.no_grad():
+            tensors[name] = stored_tensor(graph, node)
+        for reader in list(node.users):
+            reader.replace_input_with(node, _read(graph, reader, name, like=node))
+            for place, role in ((1, "scale"), (2, "zero_point")):
+                told = reader.args[place] if reader.target in DEQUANTIZE else None
+                if isinstance(told, Node):
+                    tensors[f"{name}_{role}"] = stored_tensor(graph, told)
+                    reader.update_arg(place, _read(graph, reader, f"{name}_{role}", like=told))
+    for node in reversed(graph.graph.nodes):
+        if not node.users and _constant_source(node) is not None:
+            graph.graph.erase_node(node)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and node.target not in tensors:
+            tensors[name := _layer_name(node)] = stored_tensor(graph, node)
+            node.target = name
+    called = {str(node.target).partition(".")[0] for node in graph.graph.nodes if node.op == "call_module"}
+    graph._parameters.clear()
+    graph._buffers.clear()
+    for name in set(graph._modules) - called:
+        del graph._modules[name]
+    graph.recompile()
+    return tensors
+
+
+def _constant_source(node: Node) -> Node | None:
+    """Return the tensor that ``node`` is computed from, if it depends on stored tensors alone."""
+    if node.op == "get_attr":
+        return node
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    sources = [_constant_source(source) for source in node.all_input_nodes]
+    return None if None in sources else sources[0]
+
+
+def stored_tensor(graph: GraphModule, node: Node) -> Tensor:
+    """Compute the value of a node that depends on stored tensors alone."""
+    if node.op == "get_attr":
+        value: Any = graph
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        assert isinstance(value, Tensor)
+        return value
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: stored_tensor(graph, source))
+    result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result
+
+
+def _read(graph: GraphModule, reader: Node, name: str, *, like: Node) -> Node:
+    with graph.graph.inserting_before(reader):
+        node = graph.graph.create_node("get_attr", name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def _layer_name(node: Node) -> str:
+    """Name the tensor that ``node`` reads; torchao calls the bias of a folded batch norm ``conv.weight_bias``."""
+    name = str(node.meta.get(NAME, node.target))
+    return f"{name.removesuffix('weight_bias')}bias" if name.endswith(".weight_bias") else name
+
+
+def _free_name(name: str, taken: Mapping[str, Tensor]) -> str:
+    """Return ``name``, or ``name_1``, ...: a layer that is applied twice has a bias in units of each place."""
+    names = (name, *(f"{name}_{i}" for i in range(1, len(taken) + 1)))
+    return next(free for free in names if free not in taken)

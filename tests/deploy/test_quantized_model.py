@@ -1,0 +1,164 @@
+"""A quantized model as a module: names, state, validation by a Trainer, and a report in which no layer is missing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import arclight as al
+from arclight.deploy import Int8, QuantizedModel, QuantizeError, quantize
+from tests.deploy.test_quantization import small, sqnr_db
+
+
+class Net(nn.Module):
+    """A little of everything that has weights, and tables that are no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(10, 4), nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8, eps=1e-3)
+        self.second, self.up = nn.Conv2d(8, 8, 3, padding=1), nn.ConvTranspose2d(8, 8, 2, 2)
+        self.shift = nn.Parameter(torch.randn(8, 1, 1))
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        x = x + self.table(at)[:, :, None, None]
+        x = F.relu(self.second(F.relu(self.norm(self.first(x)))) + self.shift)
+        return self.last(self.up(x))
+
+
+@pytest.fixture(scope="module")
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.rand(3, 4, 8, 8), torch.tensor([1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def net(inputs: tuple[Tensor, Tensor]) -> Net:
+    net = Net()
+    for _ in range(10):
+        net(*inputs)
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def int8(net: Net, inputs: tuple[Tensor, Tensor]) -> QuantizedModel:
+    return quantize(net, [inputs])
+
+
+def test_tensors_keep_their_names(net: Net, int8: QuantizedModel) -> None:
+    state = int8.state_dict()
+    # what the batch norm did is in the convolution before it, which has a bias for that
+    wanted = {name for name in net.state_dict() if not name.startswith("norm.")} | {"first.bias"}
+    assert wanted == {name for name in state if not name.endswith(("_scale", "_zero_point"))}
+    integers = {name for name, value in state.items() if value.dtype == torch.int8}
+    assert integers == {f"{layer}.weight" for layer in int8.quantized_layers}
+    weight, scale = net.second.weight.detach(), state["second.weight_scale"]
+    assert torch.equal(state["second.weight"], (weight / scale[:, None, None, None]).round().to(torch.int8))
+    assert not any(parameter.requires_grad for parameter in int8.parameters())
+
+
+def test_every_layer_is_in_one_list(net: Net, int8: QuantizedModel) -> None:
+    assert set(int8.quantized_layers) == {"first", "second"}
+    assert set(int8.float_layers) == {"table", "up", "last"}  # the shift is added, the norm folded: neither is a layer
+
+
+def test_its_state_is_what_it_computes_with(int8: QuantizedModel, inputs: tuple[Tensor, Tensor]) -> None:
+    copied = copy.deepcopy(int8)
+    expected = int8(*inputs)
+    assert torch.equal(copied(*inputs), expected)
+    state = copied.state_dict()
+    copied.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert copied(*inputs).abs().max() == 0
+    assert torch.equal(int8(*inputs), expected)
+    copied.load_state_dict(int8.state_dict())
+    moved = copied.to(torch.device("cpu")).train()  # a Trainer does both
+    assert not moved.training
+    assert torch.equal(moved(*inputs), expected)
+
+
+def test_a_layer_may_be_called_like_a_field() -> None:
+    names = ("reference", "example", "recipe", "batches")
+    layers = nn.ModuleDict({name: nn.Conv2d(4, 4, 1) for name in names})
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, layer in layers.items():
+                setattr(self, name, layer)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in names:
+                x = getattr(self, name)(x)
+            return x
+
+    batch = torch.rand(2, 4, 5, 5)
+    quantized = quantize(Named(), [batch])
+    assert {f"{name}.weight" for name in names} <= set(quantized.state_dict())
+    assert isinstance(quantized.recipe, Int8)
+    assert sqnr_db(quantized.reference(batch).detach(), quantized(batch)) > 25
+
+
+class Regression(al.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, at, y = batch
+        self.log("error", (self.model(x, at) - y).square().mean())
+
+
+def test_trainer_validate_scores_it(net: Net, int8: QuantizedModel, inputs: tuple[Tensor, Tensor]) -> None:
+    with torch.no_grad():
+        wanted = net(*inputs)
+    data = DataLoader(list(zip(*inputs, wanted)), batch_size=3)
+    trainer = al.Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu")
+    scores = [trainer.validate(Regression(m), data, verbose=False)[0]["error"] for m in (net, int8)]
+    assert scores[0] == 0
+    assert scores[1] == pytest.approx(float((int8(*inputs) - wanted).square().mean()), rel=1e-5) != 0
+
+
+class Unstable(nn.Module):
+    """The logarithm of what a layer makes, where some of it is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.log, self.last = nn.Conv2d(4, 8, 1), nn.Module(), nn.Linear(8, 4)
+        self.last2 = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).flatten(2).transpose(1, 2)
+        return self.last2(self.last(torch.log(x)))
+
+
+@pytest.mark.parametrize("observer", ["histogram", "minmax"])
+def test_nan_activations_are_named_by_layer(observer: str) -> None:
+    recipe = Int8(observer=observer, min_sqnr_db=-100)  # type: ignore[arg-type]
+    with pytest.raises(QuantizeError, match=r"batch 0 makes NaN, first in the model's own aten.log.default"):
+        quantize(Unstable(), [torch.rand(2, 4, 3, 3)], recipe=recipe)
+    model, zero = small(), torch.zeros(2, 4, 16, 16)
+    with torch.no_grad():
+        model.first.weight.abs_()
+        model.second.weight.abs_().mul_(1e37)  # only large inputs overflow
+    with pytest.raises(QuantizeError, match=r"batch 1 makes infinite values, first in layer 'second' \(aten.conv2d"):
+        quantize(model, [zero, zero + 1e5], recipe=recipe)
+    with torch.no_grad():
+        model.second.weight[0, 0, 0, 0] = torch.nan
+    with pytest.raises(QuantizeError, match="batch 0 makes NaN, first in the model's own second.weight"):
+        quantize(model, [zero], recipe=recipe)
+
+
+def test_the_callers_model_is_not_moved(inputs: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moved = Net().eval(), []
+    apply = nn.Module._apply
+    monkeypatch.setattr(
+        nn.Module, "_apply", lambda self, *args, **kw: (moved.append(self), apply(self, *args, **kw))[1]
+    )
+    quantize(model, [inputs])
+    assert moved
+    assert not set(map(id, moved)) & set(map(id, model.modules()))
