@@ -149,7 +149,7 @@ def test_nan_activations_are_named_by_layer(observer: str) -> None:
         quantize(model, [zero, zero + 1e5], recipe=recipe)
     with torch.no_grad():
         model.second.weight[0, 0, 0, 0] = torch.nan
-    with pytest.raises(QuantizeError, match="first in the model.s own second\.weight"):
+    with pytest.raises(QuantizeError, match=r"first in the model.s own second\.weight"):
         quantize(model, [zero], recipe=recipe)
 
 
