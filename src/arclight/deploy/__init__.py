@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from arclight.deploy.programs.processing import Processing as Processing
     from arclight.deploy.programs.program import Program as Program
     from arclight.deploy.programs.program import TensorSpec as TensorSpec
+    from arclight.deploy.quantizing.callback import QuantizationAwareTraining as QuantizationAwareTraining
     from arclight.deploy.quantizing.ptq import QuantizedModel as QuantizedModel
     from arclight.deploy.quantizing.ptq import quantize as quantize
+    from arclight.deploy.quantizing.qat import convert as convert
+    from arclight.deploy.quantizing.qat import prepare_qat as prepare_qat
     from arclight.deploy.settings import Int8 as Int8
 
 __getattr__, __dir__, __all__ = lazy(
@@ -34,12 +37,15 @@ __getattr__, __dir__, __all__ = lazy(
         "Processing": "arclight.deploy.programs.processing",
         "Program": "arclight.deploy.programs.program",
         "ProgramError": "arclight.deploy.errors",
+        "QuantizationAwareTraining": "arclight.deploy.quantizing.callback",
         "QuantizeError": "arclight.deploy.errors",
         "QuantizedModel": "arclight.deploy.quantizing.ptq",
         "Table": "arclight.deploy.programs.benchmark",
         "TensorSpec": "arclight.deploy.programs.program",
         "benchmark": "arclight.deploy.programs.benchmark",
+        "convert": "arclight.deploy.quantizing.qat",
         "export": "arclight.deploy.formats.export",
+        "prepare_qat": "arclight.deploy.quantizing.qat",
         "quantize": "arclight.deploy.quantizing.ptq",
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,7 +66,9 @@ class NamedGraphs(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> NamedGraphs:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it copies graphs
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied.bind()  # copies of graphs have tensors of their own until then
         return copied
 

@@ -1,4 +1,4 @@
-"""Observe activations during calibration and choose the range with the least rounding error."""
+"""Choose ranges: of activations in calibration, with the least rounding error, and of both while a model trains."""
 
 from __future__ import annotations
 
@@ -101,3 +101,103 @@ def _rounded(values: Tensor, low: float, high: Tensor) -> Tensor:
     scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS
     zero_point = (-low / scale).round()
     return ((values / scale).round() + zero_point).clamp(0, LEVELS).sub(zero_point) * scale
+
+
+class MovingRange(pt2e.ObserverBase):
+    """Fake-quantize an activation in the moving average of its ranges, which training updates.
+
+    It observes in training mode while ``observing``; its state is in buffers of fixed shape, so a checkpoint has all of
+    it. Values that are not finite, as in steps that gradient scaling skips, do not count.
+    """
+
+    RATE = 0.01
+    """Weight of a batch in the average; the first batch sets it."""
+    low: Tensor
+    high: Tensor
+    batches: Tensor
+
+    def __init__(self, *, dtype: torch.dtype, eps: float, **spec: Any) -> None:
+        super().__init__(dtype=dtype)
+        self.qscheme, self.quant_min, self.quant_max = spec["qscheme"], spec["quant_min"], spec["quant_max"]
+        self.eps = eps
+        self.observing = self.rounding = True
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.observing:
+            self.observe(x.detach())
+        if not self.rounding:
+            return x
+        scale, zero_point = self.calculate_qparams()
+        rounded: Tensor = torch.fake_quantize_per_tensor_affine(
+            x.float(), scale, zero_point.int(), self.quant_min, self.quant_max
+        )
+        return rounded.to(x.dtype)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Take the range of one batch into the average, without waiting for the device."""
+        low, high = (value.float() for value in x.aminmax())
+        low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
+        counts = low.isfinite() & high.isfinite()
+        rate = torch.where(self.batches == 0, 1.0, self.RATE)
+        self.low.copy_(torch.where(counts, self.low + rate * (low - self.low), self.low))
+        self.high.copy_(torch.where(counts, self.high + rate * (high - self.high), self.high))
+        self.batches += counts
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scale and zero point, one each for the whole tensor."""
+        if self.qscheme == torch.per_tensor_symmetric:
+            scale = (torch.maximum(-self.low, self.high) / self.quant_max).clamp(min=self.eps)
+            return scale.reshape(1), torch.zeros_like(scale, dtype=torch.int64).reshape(1)
+        scale = ((self.high - self.low) / (self.quant_max - self.quant_min)).clamp(min=self.eps)
+        zero_point = (self.quant_min - (self.low / scale).round()).clamp(self.quant_min, self.quant_max)
+        return scale.reshape(1), zero_point.long().reshape(1)
+
+
+class PerChannelWeightRange(pt2e.ObserverBase):
+    """Fake-quantize a weight in the range that it has now: what is trained is what is converted."""
+
+    scale: Tensor
+
+    def __init__(self, *, dtype: torch.dtype, eps: float, **spec: Any) -> None:
+        super().__init__(dtype=dtype)
+        self.qscheme, self.quant_min, self.quant_max = spec["qscheme"], spec["quant_min"], spec["quant_max"]
+        self.ch_axis, self.eps = spec["ch_axis"], eps
+        self.rounding = True
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            others = [d for d in range(weight.dim()) if d != self.ch_axis]
+            self.scale = (weight.abs().amax(others) / self.quant_max).clamp(min=self.eps)
+        if not self.rounding:
+            return weight
+        zero_points = torch.zeros_like(self.scale, dtype=torch.int32)
+        rounded: Tensor = torch.fake_quantize_per_channel_affine(
+            weight, self.scale, zero_points, self.ch_axis, self.quant_min, self.quant_max
+        )
+        return rounded
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scale and zero point (0) of each channel."""
+        return self.scale, torch.zeros_like(self.scale, dtype=torch.int64)
+
+
+class PerChannelBiasRange(pt2e.ObserverBase):
+    """Keep a bias as int32 in units of (activation scale x weight scale): what an integer kernel adds to its sums."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(dtype=torch.int32)
+        self.qscheme, self.ch_axis = torch.per_channel_symmetric, 0
+        self.quant_min, self.quant_max = -(2**31), 2**31 - 1
+        self.scale = scale
+
+    def forward(self, bias: Tensor) -> Tensor:
+        return bias
+
+    def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
+        """Scale and zero point (0) of each channel."""
+        return self.scale, torch.zeros_like(self.scale, dtype=torch.int64)

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import stored_tensor
-from arclight.deploy.quantizing.observers import LeastErrorObserver
+from arclight.deploy.quantizing.observers import LeastErrorObserver, MovingRange, PerChannelWeightRange
 from arclight.deploy.settings import Observer
 
 aten = torch.ops.aten
@@ -54,16 +54,26 @@ kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 
 class PlacementQuantizer(pt2e.Quantizer):
     """Annotates one exported graph for runtimes that fuse quantize-dequantize pairs into integer kernels.
 
-    Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
+    With ``qat`` it asks for fake quantization. Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
     """
 
-    def __init__(self, *, observer: Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        observer: Observer = "histogram",
+        weight_bits: int = 8,
+        skip: Iterable[str] = (),
+        qat: bool = False,
+    ) -> None:
         super().__init__()
         # a gate is never cut: its largest values let the largest activations pass
         self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver)
         if observer == "histogram":
             self.activation = pt2e.activation_spec(LeastErrorObserver)
             self.before_silu = pt2e.activation_spec(LeastErrorObserver, reader="silu")
+        if qat:
+            self.activation = self.before_silu = self.gate = pt2e.activation_spec(MovingRange)
+        self.qat = qat
         self.weight_bits = weight_bits
         self.skip = tuple(skip)
         self.quantized_layers: list[str] = []
@@ -125,8 +135,9 @@ class PlacementQuantizer(pt2e.Quantizer):
         assert isinstance(source, Node)
         assert isinstance(weight, Node)
         values = graph.get_parameter(str(weight.target))
-        inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits)}
-        if isinstance(bias, Node):
+        options = {"observer": PerChannelWeightRange} if self.qat else {}
+        inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits, **options)}
+        if isinstance(bias, Node) and not self.qat:  # there it is rounded when the trained model is converted
             bias = _own(graph, node, bias)
             inputs[bias] = pt2e.bias_spec(source, node)
         pt2e.annotate(node, inputs=inputs)
@@ -163,8 +174,10 @@ class PlacementQuantizer(pt2e.Quantizer):
         return self._quantized.get(source, self.activation)
 
     def _tail(self, node: Node) -> Node:
-        """Return the clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
+        """Return the batch norm and clip (ReLU, ReLU6) that alone read ``node``, else ``node`` itself."""
         readers = _readers(node)
+        if self.qat and len(readers) == 1 and readers[0].target is aten.batch_norm.default:
+            return self._tail(readers[0])
         return readers[0] if len(readers) == 1 and readers[0].target in CLIPS and readers[0] not in self._kept else node
 
 

@@ -7,7 +7,7 @@ users can do nothing about; exactly these are dropped, for the time of the impor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ def _dropped(logger: str, text: str) -> Iterator[None]:
 with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is an Enum subclass"):
     _pt2e = require("torchao.quantization.pt2e", extra="deploy")
     _prepare_convert = require("torchao.quantization.pt2e.quantize_pt2e", extra="deploy")
+    _prepare = require("torchao.quantization.pt2e.prepare", extra="deploy")
+    _utils = require("torchao.quantization.pt2e.utils", extra="deploy")
     _quantizer = require("torchao.quantization.pt2e.quantizer", extra="deploy")
 
 Quantizer: Any = _quantizer.Quantizer
@@ -63,7 +65,7 @@ def activation_spec(observer: Any, **options: Any) -> Any:
     )
 
 
-def weight_spec(weight: torch.Tensor, *, bits: int = 8) -> Any:
+def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.PerChannelMinMaxObserver) -> Any:
     """Signed integers of ``bits`` without a zero point, one scale per output channel (first dimension).
 
     A channel's scale is at least 2^-16 of the largest weight: runtimes hold the bias as int32 in units of
@@ -73,7 +75,7 @@ def weight_spec(weight: torch.Tensor, *, bits: int = 8) -> Any:
     eps = max(float(weight.detach().abs().max()) * _WEIGHT_EPS, torch.finfo(torch.float32).tiny)
     return _quantizer.QuantizationSpec(
         dtype=torch.int8,
-        observer_or_fake_quant_ctr=_pt2e.PerChannelMinMaxObserver.with_args(eps=eps),
+        observer_or_fake_quant_ctr=observer.with_args(eps=eps),
         quant_min=-largest,
         quant_max=largest,
         qscheme=torch.per_channel_symmetric,
@@ -120,6 +122,22 @@ def is_annotated(node: Node) -> bool:
 def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
     """Fold batch norms of ``graph`` and insert the observers that ``quantizer`` asks for (in place)."""
     prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
+    return prepared
+
+
+def prepare_qat(graph: GraphModule, quantizer: Any, fuse: Callable[[GraphModule], None]) -> GraphModule:
+    """Insert the fake quantization that ``quantizer`` asks for; ``fuse`` rewrites layers with batch norms before that.
+
+    torchao's own function of this name fuses them in patterns that set epsilon and momentum to torch's defaults.
+    """
+    scopes = _utils._get_node_name_to_scope(graph)
+    graph = quantizer.transform_for_annotation(graph)
+    quantizer.annotate(graph)
+    quantizer.validate(graph)
+    fuse(graph)
+    prepared: GraphModule = _prepare.prepare(
+        graph, scopes, is_qat=True, obs_or_fq_callback=quantizer.prepare_obs_or_fq_callback
+    )
     return prepared
 
 

@@ -142,7 +142,7 @@ def quantize(
     )
     with torch.no_grad():
         found = compare(as_outputs(reference(*batches[0])), as_outputs(quantized(*batches[0])), parts)
-    quantized.sqnr_db = _accept(found, recipe.min_sqnr_db)
+    quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
 
@@ -183,7 +183,7 @@ class Calibration(torch.fx.Interpreter):
         )
 
 
-def _accept(found: Mapping[str, Parity], least_db: float) -> float:
+def accept(found: Mapping[str, Parity], least_db: float) -> float:
     """Return the ratio of the noisiest output; raise QuantizeError if it is below ``least_db``."""
     noisiest = min(found, key=lambda name: found[name].sqnr_db)
     sqnr_db = found[noisiest].sqnr_db

@@ -1,0 +1,213 @@
+"""Fuse batch norms into the layers before them for quantization-aware training, and fold them into weights afterwards.
+
+Weights are rounded as the deployed program rounds them: scaled by what the batch norm does to each channel. torchao does so by
+rewriting patterns of operators, which resets epsilon to 1e-5, momentum to 0.1 and dropout to 0.5 when a model is prepared,
+switched between training and evaluation, and converted; an epsilon of 1e-3 beside small variances then costs 30 dB. Here the
+operators stay, so that none of their numbers is written again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.graphs import NAME, stored_tensor
+
+aten = torch.ops.aten
+
+FUSED = "arclight_fused_layer"
+"""Key of a batch norm's notes: the name of the layer that its scale was moved into."""
+SCALED = "arclight_scaled_weight"
+"""Key of a scaled weight's notes: the name of the parameter."""
+TRAINED = "arclight_trained"
+"""Key of a batch norm's notes: whether it was captured in training mode."""
+TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
+FUSABLE = TRANSPOSED | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
+DROPOUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+TRAINING, EPSILON = 5, 7
+"""Places of arguments of aten.batch_norm."""
+
+
+def fuse(graph: GraphModule) -> None:
+    """Scale weights by the batch norms that alone read their layers, and take the scale back before the batch norm.
+
+    conv(x, w * s) / s + b, with s = gamma / sqrt(running variance + epsilon), is conv(x, w) + b until w * s is rounded.
+    Annotations follow: what was asked for the weight is asked for the scaled one. A bias is added in float32.
+    """
+    for norm in list(graph.graph.nodes):
+        layer = _layer_before(graph, norm)
+        annotation = None if layer is None else pt2e.annotation_of(layer)
+        if layer is not None and annotation is not None and layer.args[1] in annotation.input_qspec_map:
+            _fuse(graph, layer, norm)
+    graph.recompile()
+
+
+def _layer_before(graph: GraphModule, norm: Node) -> Node | None:
+    if norm.target is not aten.batch_norm.default:
+        return None
+    layer = norm.args[0]
+    stored = [arg for arg in norm.args[1:5] if isinstance(arg, Node) and arg.op == "get_attr"]
+    fits = (
+        isinstance(layer, Node)
+        and layer.target in FUSABLE
+        and len(layer.users) == 1
+        and len(stored) == 4
+        and all(isinstance(arg, Node) and arg.op == "get_attr" for arg in layer.args[1:3] if arg is not None)
+    )
+    if not fits:
+        return None
+    assert isinstance(layer, Node)
+    grouped = layer.target in TRANSPOSED and (layer.args[6] if len(layer.args) > 6 else 1) != 1
+    flat = layer.target is aten.linear.default and layer.meta["val"].dim() != 2  # channels are not the last dimension
+    return None if grouped or flat else layer
+
+
+def _fuse(graph: GraphModule, layer: Node, norm: Node) -> None:
+    new = graph.graph
+    weight, bias = layer.args[1], layer.args[2] if len(layer.args) > 2 else None
+    assert isinstance(weight, Node)
+    dims = stored_tensor(graph, weight).dim()
+    channels = 1 if layer.target in TRANSPOSED else 0
+    weight_shape = [-1 if d == channels else 1 for d in range(dims)]
+    value_shape = [-1 if d == 1 else 1 for d in range(layer.meta["val"].dim())]
+    with new.inserting_before(layer):
+        scale = _scale(new, norm)
+        scaled = new.call_function(
+            aten.mul.Tensor, (weight, new.call_function(aten.view.default, (scale, weight_shape)))
+        )
+    scaled.meta = {**weight.meta, "val": weight.meta.get("val"), SCALED: str(weight.target)}
+    _move_annotations(new, layer, weight, scaled, bias)
+    layer.args = (layer.args[0], scaled, None, *layer.args[3:])
+    with new.inserting_before(norm):
+        value = new.call_function(aten.div.Tensor, (layer, new.call_function(aten.view.default, (scale, value_shape))))
+        if bias is not None:
+            value = new.call_function(
+                aten.add.Tensor, (value, new.call_function(aten.view.default, (bias, value_shape)))
+            )
+    norm.update_arg(0, value)
+    norm.meta[FUSED] = layer.name
+
+
+def _scale(new: Graph, norm: Node) -> Node:
+    """Return gamma / sqrt(running variance + epsilon), or 1 for a channel whose gamma is 0: what it divides must be finite."""
+    _, gamma, _, _, variance = norm.args[:5]
+    std = new.call_function(aten.sqrt.default, (new.call_function(aten.add.Scalar, (variance, norm.args[EPSILON])),))
+    scale = new.call_function(aten.div.Tensor, (gamma, std))
+    zero = new.call_function(aten.eq.Scalar, (gamma, 0))
+    return new.call_function(aten.where.ScalarSelf, (zero, 1.0, scale))
+
+
+def _move_annotations(new: Graph, layer: Node, weight: Node, scaled: Node, bias: Any) -> None:
+    annotation = pt2e.annotation_of(layer)
+    asked = annotation.input_qspec_map
+    annotation.input_qspec_map = {
+        scaled if source is weight else source: spec for source, spec in asked.items() if source is not bias
+    }
+    for node in new.nodes:  # others may share the weight's range, or derive theirs from it
+        if (other := pt2e.annotation_of(node)) is not None:
+            moved = {(weight, layer): (scaled, layer)}
+            other.input_qspec_map = {source: _moved(spec, moved) for source, spec in other.input_qspec_map.items()}
+            other.output_qspec = _moved(other.output_qspec, moved)
+
+
+def _moved(spec: Any, edges: dict[Any, Any]) -> Any:
+    if isinstance(spec, pt2e.SharedSpec) and spec.edge_or_node in edges:
+        return pt2e.SharedSpec(edges[spec.edge_or_node])
+    if isinstance(spec, pt2e.DerivedSpec):
+        return replace(spec, derived_from=[edges.get(edge, edge) for edge in spec.derived_from])
+    return spec
+
+
+def fold(graph: GraphModule) -> None:
+    """Fold batch norms of a trained graph, fused or not, into weights and biases of the layers before them."""
+    layers = {node.name: node for node in graph.graph.nodes}
+    for norm in list(graph.graph.nodes):
+        if FUSED in norm.meta:
+            layer = layers[norm.meta[FUSED]]
+            rounded = layer.args[1]
+            assert isinstance(rounded, Node)
+            scaled = rounded.args[0] if rounded.op == "call_module" else rounded
+            assert isinstance(scaled, Node)
+            weight = next(source for source in scaled.all_input_nodes if source.target == scaled.meta[SCALED])
+            _fold(graph, layer, norm, weight, scaled, _bias_before(norm))
+        elif (plain := _layer_before(graph, norm)) is not None:
+            weight, bias = (*plain.args, None)[1:3]  # type: ignore[assignment]
+            _fold(graph, plain, norm, weight, weight, bias)  # type: ignore[arg-type]
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Node, bias: Node | None) -> None:
+    """Let ``layer`` read, in place of ``scaled``, ``weight`` with all that ``norm`` does to each channel."""
+    gamma, beta, mean, variance = (stored_tensor(graph, node) for node in norm.args[1:5])  # type: ignore[arg-type]
+    old_bias = None if bias is None else stored_tensor(graph, bias)
+    new_weight, new_bias = fuse_conv_bn_weights(
+        stored_tensor(graph, weight), old_bias, mean, variance,  # type: ignore[arg-type]
+        float(norm.args[EPSILON]), gamma, beta, transpose=layer.target in TRANSPOSED,  # type: ignore[arg-type]
+    )  # fmt: skip
+    name = str(weight.target)
+    prefix = name.rpartition(".")[0]
+    first = layer.args[1] if layer.args[1] is not scaled else layer
+    with graph.graph.inserting_before(first):  # type: ignore[arg-type]
+        read_weight = _store(graph, name, new_weight, like=weight)
+        read_bias = _store(graph, f"{prefix}.bias" if prefix else "bias", new_bias, like=bias or weight)
+    rounded = read_weight if layer.args[1] is scaled else layer.args[1]
+    if isinstance(rounded, Node) and rounded is not read_weight:
+        rounded.replace_input_with(scaled, read_weight)
+    layer.args = (layer.args[0], rounded, read_bias, *layer.args[3:])
+    norm.replace_all_uses_with(layer)
+    if "val" in norm.meta:
+        layer.meta["val"] = norm.meta["val"]
+    graph.graph.erase_node(norm)
+
+
+def _bias_before(norm: Node) -> Node | None:
+    value = norm.args[0]
+    assert isinstance(value, Node)
+    if value.target is not aten.add.Tensor:
+        return None
+    shaped = value.args[1]
+    assert isinstance(shaped, Node)
+    bias = shaped.args[0]
+    assert isinstance(bias, Node)
+    return bias
+
+
+def _store(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
+    """Store a tensor at a name of its own: others may still read what is stored at ``name``."""
+    used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    plain = name.replace(".", "_")
+    attribute = next(free for i in range(len(used) + 1) if (free := f"folded_{i}_{plain}") not in used)
+    graph.register_buffer(attribute, value.detach())
+    node = graph.graph.create_node("get_attr", attribute)
+    node.meta = {**like.meta, NAME: name}
+    return node
+
+
+def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
+    """Let batch norms that were captured in training mode use the batch's statistics, or their running ones."""
+    for node in graph.graph.nodes:
+        if node.target is aten.batch_norm.default and node.meta.setdefault(TRAINED, node.args[TRAINING]):
+            node.update_arg(TRAINING, enabled)
+        if node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
+            node.update_arg(1, 1 if enabled else 0)
+    graph.recompile()
+
+
+def literals(graph: GraphModule) -> dict[str, tuple[float, ...]]:
+    """Return (momentum, epsilon) of each batch norm by the name of its running mean, and (p,) of each dropout by its place."""
+    found: dict[str, tuple[float, ...]] = {}
+    dropouts = 0
+    for node in graph.graph.nodes:
+        if node.target is aten.batch_norm.default:
+            found[str(node.args[3].target)] = (float(node.args[6]), float(node.args[EPSILON]))
+        elif node.target in DROPOUT:
+            found[f"dropout {dropouts}"] = (float(node.args[1]),)
+            dropouts += 1
+    return found

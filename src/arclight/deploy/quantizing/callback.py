@@ -1,0 +1,150 @@
+"""Turn a run of any Module into quantization-aware training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight._intervals import NonNegativeInt, check
+from arclight.deploy.parity import Parts
+from arclight.deploy.quantizing.qat import PreparedModel, convert, inputs_on
+from arclight.deploy.settings import Int8
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.strategies.sharded import ShardedStrategy
+from arclight.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+class QuantizationAwareTraining(Callback):
+    """Train ``pl_module.<attribute>`` with rounded weights and activations; validate and test it as the int8 model.
+
+    ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called.
+    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``; ranges start from theirs.
+    From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
+    norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
+    the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
+
+    A checkpoint has the weights under their names and the ranges beside them; a resumed run has the bits of one that was never
+    stopped. Ranges are averaged over ranks after every step. Raises MisconfigurationError under strategies that shard weights:
+    a graph reads the weights of all layers at once.
+    """
+
+    def __init__(
+        self,
+        recipe: Int8 | None = None,
+        *,
+        attribute: str = "model",
+        example_inputs: Tensor | Sequence[Tensor] | None = None,
+        freeze_observers_at: int | None = None,
+        freeze_batch_norm_at: int | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        check("freeze_observers_at", freeze_observers_at, NonNegativeInt | None)
+        check("freeze_batch_norm_at", freeze_batch_norm_at, NonNegativeInt | None)
+        self.recipe = recipe or Int8()
+        self.attribute, self.example_inputs, self.parts = attribute, example_inputs, parts
+        self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
+        self._frozen: tuple[bool, bool] | None = None
+        self._training: PreparedModel | None = None
+
+    def prepared(self, pl_module: Module) -> PreparedModel:
+        """Return the model that is trained; MisconfigurationError where no run has prepared it."""
+        model = getattr(pl_module, self.attribute)
+        if not isinstance(model, PreparedModel):
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__}.{self.attribute} is a {type(model).__name__}, which this callback has not "
+                "prepared: it is replaced in setup and must stay in its place"
+            )
+        return model
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        if isinstance(trainer.strategy, ShardedStrategy):
+            raise MisconfigurationError(
+                f"QuantizationAwareTraining does not work with {type(trainer.strategy).__name__}: its graph reads the weights "
+                "of all layers, of which each rank holds a part; train with strategy='ddp' or on one device"
+            )
+        model = getattr(pl_module, self.attribute, None)
+        if isinstance(model, PreparedModel):
+            return  # of the stage before
+        if not isinstance(model, nn.Module):
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__} has no submodule {self.attribute!r} when setup is called, so there is nothing to "
+                "prepare: build it in __init__, or name another with QuantizationAwareTraining(attribute=...)"
+            )
+        example = self.example_inputs if self.example_inputs is not None else pl_module.example_input_array
+        if example is None:
+            raise MisconfigurationError(
+                "QuantizationAwareTraining captures the model on example inputs: give example_inputs=, or set "
+                f"{type(pl_module).__name__}.example_input_array"
+            )
+        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._frozen = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        frozen = (
+            _reached(trainer.global_step, self.freeze_observers_at),
+            _reached(trainer.global_step, self.freeze_batch_norm_at),
+        )
+        if frozen != self._frozen:
+            self._frozen = frozen
+            prepared = self.prepared(pl_module)
+            prepared.observe(not frozen[0])
+            prepared.freeze_batch_norm(frozen[1])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.world_size == 1 or self._frozen is None or self._frozen[0]:
+            return
+        ranges = self.prepared(pl_module).ranges()
+        bounds = torch.stack([bound for one in ranges for bound in (one.low, one.high)])
+        averaged = trainer.strategy.all_reduce(bounds, reduce_op="mean")
+        for i, one in enumerate(ranges):
+            one.low.copy_(averaged[2 * i])
+            one.high.copy_(averaged[2 * i + 1])
+
+    # -- metrics of the converted model ------------------------------------------------------------------------------
+
+    def _convert(self, pl_module: Module) -> None:
+        prepared = self.prepared(pl_module)
+        device = prepared.example[0].device
+        with torch.inference_mode(False):
+            converted = convert(prepared, parts=self.parts)
+        self._training = prepared
+        setattr(pl_module, self.attribute, converted.to(device))
+
+    def _restore(self, pl_module: Module) -> None:
+        if self._training is not None:
+            setattr(pl_module, self.attribute, self._training)
+            self._training = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._convert(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._restore(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._convert(pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._restore(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._convert(pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._restore(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._restore(pl_module)
+
+
+def _reached(step: int, limit: int | None) -> bool:
+    return limit is not None and step >= limit

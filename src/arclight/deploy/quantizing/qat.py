@@ -1,0 +1,315 @@
+"""Train a model with rounded weights and activations, and convert it to int8 afterwards."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+
+from arclight.deploy.capture import Inputs, as_outputs, frozen_copy, quiet, resized
+from arclight.deploy.errors import ExportError, QuantizeError
+from arclight.deploy.parity import Parts, compare
+from arclight.deploy.quantizing import batch_norm, pt2e
+from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
+from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
+from arclight.deploy.quantizing.placement import PlacementQuantizer, module_name
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept
+from arclight.deploy.settings import Int8
+
+aten = torch.ops.aten
+LARGEST_BIAS = 2**30
+"""Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
+RANGES = "fake_quantize"
+"""Name under which a prepared model holds its ranges."""
+
+
+class PreparedModel(NamedGraphs):
+    """A model that computes as its int8 program will, with gradients.
+
+    Its submodules, parameters and buffers are the model's, by the same names; ranges of activations are beside them, in
+    ``fake_quantize``. Training and evaluation mode have a graph each, captured in that mode, which round in the same
+    ranges: so a model may return something else in evaluation, as detectors do.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs, recipe: Int8) -> None:
+        graphs, quantizer = _graphs(model, example, recipe)
+        super().__init__(graphs)
+        self.__dict__.update(model=model, recipe=recipe, example=example)  # the model's tensors are registered below
+        self.quantized_layers = tuple(quantizer.quantized_layers)
+        self.float_layers = tuple(quantizer.float_layers)
+        if RANGES in model._modules:
+            raise QuantizeError(f"the model has a submodule called {RANGES}, which is where ranges are held: rename it")
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        self._non_persistent_buffers_set |= model._non_persistent_buffers_set
+        self._modules[RANGES] = _tie_ranges(graphs)
+        self._adopt_constants()
+        self.bind()
+        self.training = model.training
+        self._set_first_ranges()
+
+    model: nn.Module
+    """The model that was prepared; it shares its tensors with this one."""
+    recipe: Int8
+    example: Inputs
+    """The inputs it was captured on."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.graphs["training" if self.training else "inference"](*inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["model"], name)
+
+    def ranges(self) -> list[MovingRange]:
+        """List the ranges of activations, each once."""
+        return [module for module in self._modules[RANGES].modules() if isinstance(module, MovingRange)]  # type: ignore[union-attr]
+
+    def observe(self, enabled: bool) -> None:
+        """Let training update the ranges of activations, or keep them as they are."""
+        for module in self.ranges():
+            module.observing = enabled
+
+    def freeze_batch_norm(self, frozen: bool) -> None:
+        """Let batch norms use their running statistics in training, as the program will, or the batch's."""
+        batch_norm.use_batch_statistics(self.graphs["training"], not frozen)
+
+    def _adopt_constants(self) -> None:
+        """Register tensors that capturing has made of constants, under a name for each graph."""
+        own = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
+        for kind, graph in self.graphs.items():
+            for node in graph.graph.nodes:
+                if node.op == "get_attr" and node.target not in own:
+                    value: Any = graph
+                    for part in str(node.target).split("."):
+                        value = getattr(value, part)
+                    if isinstance(value, Tensor):
+                        node.target = f"constant_{kind}_{str(node.target).replace('.', '_')}"
+                        self.register_buffer(node.target, value.detach(), persistent=False)
+            graph.recompile()
+
+    @torch.no_grad()
+    def _set_first_ranges(self) -> None:
+        """Take the first ranges from the example inputs, unrounded, in evaluation mode."""
+        modules = [m for m in self._modules[RANGES].modules() if isinstance(m, MovingRange | PerChannelWeightRange)]  # type: ignore[union-attr]
+        modes = [module.training for module in modules]
+        for module in modules:
+            module.rounding = False
+            module.train()
+        self.graphs["inference"](*self.example)
+        for module, mode in zip(modules, modes):
+            module.rounding = True
+            module.train(mode)
+
+
+def prepare_qat(
+    model: nn.Module, example_inputs: Tensor | Sequence[Tensor], *, recipe: Int8 | None = None
+) -> PreparedModel:
+    """Copy ``model`` with fake quantization inserted, to be trained with any loop and optimizer.
+
+    The copy stays on the model's device and keeps the names of its tensors. ``example_inputs``: positional inputs, batch
+    first; their first ranges are those that training moves. Weights are rounded with the scale of the batch norms behind them,
+    whose epsilon and momentum stay as they are, as dropout does. ``convert`` makes the int8 model.
+
+    Raises QuantizeError for a model without a layer to quantize and a ``skip`` that names nothing; ExportError for a model
+    that torch.export cannot capture in training and in evaluation mode.
+    """
+    return PreparedModel(copy.deepcopy(model), inputs_on(model, example_inputs), recipe or Int8())
+
+
+def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
+    """Return positional inputs on the device of ``model``; TypeError for anything but tensors."""
+    inputs = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+        raise TypeError(f"example_inputs must be a tensor or a sequence of tensors, got {type(batch).__name__}")
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return tuple(value.detach().to(device) for value in inputs)
+
+
+def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> QuantizedModel:
+    """Convert a trained model: batch norms folded, weights as integers, ranges as training left them.
+
+    ``prepared`` itself is not changed, and can be trained further. The ratio of the noisiest output, or part, against the
+    trained float model is measured on the example inputs. Raises QuantizeError below ``recipe.min_sqnr_db``.
+    """
+    if not isinstance(prepared, PreparedModel):
+        raise TypeError(f"convert needs what prepare_qat has returned, got {type(prepared).__name__}")
+    start = time.perf_counter()
+    with quiet():  # torch warns of itself
+        graph = copy.deepcopy(prepared.graphs["inference"]).cpu()
+    example = tuple(value.cpu() for value in prepared.example)
+    reference = frozen_copy(prepared.model)
+    with torch.no_grad():
+        batch_norm.fold(graph)
+        graph(*example)  # ranges of folded weights
+        _round_biases(graph)
+        with quiet():
+            converted = pt2e.convert(graph)
+    quantized = QuantizedModel(
+        converted,
+        reference=reference,
+        recipe=prepared.recipe,
+        example=example,
+        quantized_layers=prepared.quantized_layers,
+        float_layers=prepared.float_layers,
+        batches=max((int(r.batches) for r in prepared.ranges()), default=0),
+    )
+    with torch.no_grad():
+        found = compare(as_outputs(reference(*example)), as_outputs(quantized(*example)), parts)
+    quantized.sqnr_db = accept(found, prepared.recipe.min_sqnr_db)
+    quantized.seconds = time.perf_counter() - start
+    return quantized
+
+
+def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
+    """Capture ``model`` in training and evaluation mode, and insert fake quantization into both graphs."""
+    modes = {module: module.training for module in model.modules()}
+    graphs = {}
+    try:
+        for kind in ("training", "inference"):
+            if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
+                model.train(kind == "training")
+            graph = _capture(model, example, kind)
+            quantizer = PlacementQuantizer(weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip, qat=True)
+            with torch.no_grad(), quiet():
+                graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
+            for module, mode in modes.items():
+                module.training = mode
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not quantizer.quantized_layers:
+        raise QuantizeError(
+            f"no layer of {type(model).__name__} can run on integers, so there is nothing to train for; these stay in "
+            f"float: {quantizer.float_layers}"
+        )
+    return graphs, quantizer
+
+
+def _capture(model: nn.Module, example: Inputs, kind: str) -> GraphModule:
+    inputs = resized(example, max(2, len(example[0])))
+    shapes = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
+    try:
+        with quiet():
+            graph = torch.export.export(model, inputs, dynamic_shapes=shapes).module(check_guards=False)
+    except Exception as error:  # torch.export raises many kinds, all of them about the model
+        raise ExportError(f"torch.export cannot capture the model for {kind}: {error}") from error
+    assert isinstance(graph, GraphModule)
+    _write_out_of_place(graph, kind)
+    return graph
+
+
+def _write_out_of_place(graph: GraphModule, kind: str) -> None:
+    """Replace operators that write into a value which nothing else reads by those that return it; ExportError for others."""
+    for node in list(graph.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        target = node.args[0]
+        if node.target is aten.batch_norm.default or (isinstance(target, Node) and target.op == "get_attr"):
+            continue  # running statistics
+        plain = getattr(aten, node.target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+        assert isinstance(target, Node)
+        alone = target.op == "call_function" and set(target.users) == {node} and not _is_view(target)
+        if not alone or plain is None or node.target._overloadname not in plain.overloads():
+            where = module_name(node) or "the model itself"
+            raise ExportError(
+                f"for {kind}, {node.target} in {where} writes into a tensor that others read or that is part of another: "
+                "quantization-aware training needs it out of place (inplace=False, or y = x + 1 for x += 1)"
+            )
+        node.target = getattr(plain, node.target._overloadname)
+    graph.recompile()
+
+
+def _is_view(node: Node) -> bool:
+    returns = getattr(node.target, "_schema").returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(value.alias_info is not None for value in returns)
+
+
+def _tie_ranges(graphs: dict[str, GraphModule]) -> nn.ModuleDict:
+    """Let both graphs round the same value in the same range; returns the ranges by the names of the values."""
+    places = {kind: _range_places(graph) for kind, graph in graphs.items()}
+    ranges = nn.ModuleDict()
+    names: dict[int, str] = {}  # of ranges in the training graph: several values may share one
+    chosen: dict[int, nn.Module] = {}
+    for key, node in places["inference"].items():
+        own = graphs["inference"].get_submodule(str(node.target))
+        twin = places["training"].get(key)
+        if twin is None:
+            raise QuantizeError(
+                f"{key} is rounded in evaluation mode and not computed in training, so training cannot set its range: "
+                "keep that module in float with recipe.skip"
+            )
+        other = graphs["training"].get_submodule(str(twin.target))
+        if chosen.setdefault(id(own), other) is not other:
+            raise QuantizeError(
+                f"{key} shares its range with other values in evaluation mode only: keep that module in float with recipe.skip"
+            )
+    for kind in ("training", "inference"):
+        for key, node in places[kind].items():
+            own = graphs[kind].get_submodule(str(node.target))
+            module = chosen[id(own)] if kind == "inference" else own
+            name = names.setdefault(id(module), key.replace(".", "_").replace(" ", "_"))
+            ranges[name] = module
+            node.target = f"{RANGES}.{name}"
+        graphs[kind].delete_all_unused_submodules()
+    return ranges
+
+
+def _range_places(graph: GraphModule) -> dict[str, Node]:
+    """Map values that are rounded, by a name that they have in both modes, to the nodes that round them."""
+    seen: Counter[str] = Counter()
+    names: dict[Node, str] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            names[node] = str(node.target)
+        elif node.op == "placeholder":
+            names[node] = f"input {node.name}"
+        elif batch_norm.SCALED in node.meta:
+            names[node] = node.meta[batch_norm.SCALED]
+        elif isinstance(node.target, torch._ops.OpOverload):
+            kind = f"{module_name(node)} {node.target._schema.name.removeprefix('aten::')}".strip()
+            names[node] = kind if not seen[kind] else f"{kind} {seen[kind]}"
+            seen[kind] += 1
+    places: dict[str, Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), pt2e.OBSERVERS):
+            source = node.args[0]
+            again = sum(1 for key in places if key.partition(" at ")[0] == names[source])
+            places[f"{names[source]} at {again}" if again else names[source]] = node
+    return places
+
+
+def _round_biases(graph: GraphModule) -> None:
+    """Let layers that multiply integers add their bias in int32, as runtimes do."""
+    for node in list(graph.graph.nodes):
+        if node.target not in batch_norm.FUSABLE or len(node.args) < 3 or not isinstance(node.args[2], Node):
+            continue
+        source, weight = (_range(graph, arg) for arg in node.args[:2])
+        if isinstance(source, MovingRange) and isinstance(weight, PerChannelWeightRange):
+            unit = source.calculate_qparams()[0]
+            bias = stored_tensor(graph, node.args[2]).abs()
+            weight.scale = torch.maximum(weight.scale, bias / (unit * LARGEST_BIAS))  # dead channels: 0, and a bias
+            scale = unit * weight.scale
+            name = f"bias_range_{node.name}"
+            graph.add_submodule(name, PerChannelBiasRange(scale))
+            with graph.graph.inserting_before(node):
+                rounded = graph.graph.call_module(name, (node.args[2],))
+            rounded.meta = dict(node.args[2].meta)
+            node.update_arg(2, rounded)
+    graph.recompile()
+
+
+def _range(graph: GraphModule, node: Any) -> nn.Module | None:
+    return graph.get_submodule(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None

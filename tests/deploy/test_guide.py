@@ -1,0 +1,21 @@
+"""The guide's example runs as it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import warm
+from tests.test_readme import block
+
+from arclight.deploy import Program
+
+
+def test_python(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md"))
+    lines = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
+    assert any(line.startswith("('0', '3', '7') ()") for line in lines), lines
+    assert any(line.startswith("torch.Size([5, 2]) {") for line in lines), lines
+    kernels = [
+        Program.load(tmp_path / name).metadata["quantization"]["integer_kernels"] for name in ("int8.onnx", "qat.onnx")
+    ]
+    assert [sum(counts.values()) for counts in kernels] == [3, 3]

@@ -1,0 +1,407 @@
+"""Quantization-aware training: what is trained is what is deployed, and no number of the model is written anew."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.deploy.conftest import picture
+from tests.deploy.test_quantization import sqnr_db
+from tests.ranks import Ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import arclight as al
+from arclight.deploy import (
+    ExportError,
+    Int8,
+    QuantizationAwareTraining,
+    QuantizedModel,
+    QuantizeError,
+    convert,
+    export,
+    prepare_qat,
+    quantize,
+)
+from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.batch_norm import literals
+from arclight.deploy.quantizing.placement import PlacementQuantizer
+from arclight.fabric.errors import MisconfigurationError
+
+EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
+
+
+class Normed(nn.Module):
+    """Two batch norms whose variances are as small as their epsilon, and dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8, eps=EPSILON, momentum=MOMENTUM)
+        self.drop = nn.Dropout(DROPOUT)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(8, eps=EPSILON, momentum=MOMENTUM)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(F.relu(self.bn(self.conv(x))))
+        return self.out(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
+
+
+def normed() -> tuple[Normed, Tensor]:
+    torch.manual_seed(1)
+    model, x = Normed(), torch.randn(16, 4, 8, 8) * 0.05
+    with torch.no_grad():
+        for module in (model.conv, model.conv2):
+            module.weight.mul_(0.2)
+        for _ in range(400):  # the first variances of 1 are forgotten
+            model(x)
+    return model.eval(), x
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Normed, Tensor]:
+    return normed()
+
+
+def ours(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    prepared = prepare_qat(model, x)
+    for mode in (True, False, True, False):
+        prepared.train(mode)
+    return convert(prepared)
+
+
+def bare(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """The same placement through torchao's own calls."""
+    from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_qat_pt2e
+
+    graph = torch.export.export(copy.deepcopy(model).train(), (x,)).module()
+    prepared = prepare_qat_pt2e(graph, PlacementQuantizer(qat=True))
+    move_exported_model_to_eval(prepared)
+    for module in prepared.modules():  # the first ranges, as prepare_qat takes them
+        if isinstance(module, pt2e.ObserverBase):
+            module.train()
+    with torch.no_grad():
+        prepared(x)
+        move_exported_model_to_train(prepared)
+        move_exported_model_to_eval(prepared)
+        return convert_pt2e(prepared)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("stack", "least", "most"), [(ours, 30, 80), pytest.param(bare, -99, 15, marks=pytest.mark.slow)]
+)
+def test_batch_norms_keep_their_epsilon(
+    trained: tuple[Normed, Tensor], stack: Callable[..., Any], least: float, most: float
+) -> None:
+    model, x = trained
+    assert float(model.bn.running_var.max()) < EPSILON  # so that epsilon matters
+    with torch.no_grad():
+        wanted, given = model(x), stack(model, x)(x)
+    mean = wanted.mean(0)  # biases are large beside what the images change
+    assert least <= sqnr_db(wanted - mean, given - mean) <= most
+
+
+def test_literals_survive_every_step(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    prepared = prepare_qat(model, x)
+    for mode in (True, False, True):
+        prepared.train(mode)
+        for graph in prepared.graphs.values():
+            found = literals(graph)
+            assert found.pop("dropout 0") == (DROPOUT,)
+            assert set(found.values()) == {(MOMENTUM, EPSILON)}
+            assert set(found) == {"bn.running_mean", "bn2.running_mean"}
+
+
+def test_training_updates_what_the_model_would(trained: tuple[Normed, Tensor]) -> None:
+    """Without rounding, a step is the model's own: outputs, gradients and running statistics."""
+    model, x = copy.deepcopy(trained[0]).train(), trained[1]
+    prepared = prepare_qat(model, x)
+    for module in prepared.modules():
+        if isinstance(module, pt2e.ObserverBase):
+            module.rounding = False
+    results = []
+    for one in (model, prepared):
+        torch.manual_seed(3)  # dropout
+        one(x).square().sum().backward()
+        results.append({name: parameter.grad for name, parameter in one.named_parameters()} | dict(one.named_buffers()))
+    assert set(results[0]) <= set(results[1])
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_prepared_and_converted_agree(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    prepared = prepare_qat(model, x).train()
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (prepared(x) - 1).square().mean().backward()
+        optimizer.step()
+    converted = convert(prepared.eval())
+    with torch.no_grad():
+        assert sqnr_db(prepared(x), converted(x)) > 35
+        assert sqnr_db(model(x), converted(x)) < 20  # it was trained
+    assert set(converted.quantized_layers) == {"conv", "conv2", "out"}
+    assert prepared.graphs["training"] is not None
+
+
+def test_weights_are_rounded_with_the_scale_of_their_batch_norm(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    state = convert(prepare_qat(model, x)).state_dict()
+    scale = (model.bn.weight / (model.bn.running_var + EPSILON).sqrt()).detach()
+    folded = model.conv.weight.detach() * scale[:, None, None, None]
+    step = folded.abs().amax((1, 2, 3)) / 127
+    torch.testing.assert_close(state["conv.weight_scale"], step)
+    assert (state["conv.weight"].float() - folded / step[:, None, None, None]).abs().max() < 0.5 + 1e-3
+    shift = (model.bn.bias - model.bn.running_mean * scale).detach()
+    assert (state["conv.bias"] * state["conv.bias_scale"] - shift).abs().max() < 1e-4
+
+
+def test_a_channel_of_scale_zero_stays_finite(trained: tuple[Normed, Tensor]) -> None:
+    model, x = copy.deepcopy(trained[0]).train(), trained[1]
+    nn.init.zeros_(model.bn2.weight)  # as residual branches start
+    nn.init.constant_(model.bn2.bias, 0.5)
+    prepared = prepare_qat(model, x)
+    prepared(x).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in prepared.parameters())  # type: ignore[union-attr]
+    with torch.no_grad():
+        assert sqnr_db(model.eval()(x), convert(prepared)(x)) > 35
+
+
+def test_frozen_batch_norms_and_ranges_stay(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    prepared = prepare_qat(model, x).train()
+    buffers = {name: value.clone() for name, value in prepared.named_buffers() if not name.endswith(".scale")}
+    prepared.observe(False)
+    prepared.freeze_batch_norm(True)
+    prepared(10 * x)
+    assert all(torch.equal(value, prepared.state_dict()[name]) for name, value in buffers.items())
+    prepared.observe(True)
+    prepared.freeze_batch_norm(False)
+    prepared(10 * x)
+    changed = {name for name, value in buffers.items() if not torch.equal(value, prepared.state_dict()[name])}
+    assert {"bn.running_mean", "bn.num_batches_tracked", "fake_quantize.input_x.high"} <= changed
+
+
+def test_infinite_activations_do_not_widen_ranges(trained: tuple[Normed, Tensor]) -> None:
+    prepared = prepare_qat(*trained).train()
+    (first, *_), image = prepared.ranges(), trained[1].clone()
+    before = float(first.low), float(first.high), int(first.batches)
+    image[0, 0, 0, 0] = torch.inf  # a step that gradient scaling would skip
+    prepared(image)
+    image[0, 0, 0, 0] = torch.nan
+    prepared(image)
+    assert (float(first.low), float(first.high), int(first.batches)) == before
+    assert all(one.low.isfinite() and one.high.isfinite() for one in prepared.ranges())
+
+
+def test_a_detector_trains_on_one_output_and_deploys_another(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
+    prepared = prepare_qat(model, images).train()
+    optimizer = torch.optim.SGD(prepared.parameters(), 1e-3)
+    for seed in range(3):
+        fine, coarse = prepared(picture(8, seed))
+        optimizer.zero_grad()
+        (fine.square().mean() + coarse.square().mean()).backward()
+        optimizer.step()
+    quantized = convert(prepared)
+    with torch.no_grad():
+        assert sqnr_db(quantized.reference(images), quantized(images)) > 25
+        assert sqnr_db(prepared.eval()(images), quantized(images)) > 35
+    after_training = quantize(quantized.reference, [images])
+    assert quantized.quantized_layers == after_training.quantized_layers
+    assert quantized.float_layers == after_training.float_layers
+    program = export(quantized, tmp_path / "q.onnx", example_inputs=images)
+    assert program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": len(quantized.quantized_layers)}
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        F.relu(x[:, :4], inplace=True)
+        return self.b(x)
+
+
+class TrainedElsewhere(nn.Module):
+    """A layer that evaluation alone computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        return self.c(x if self.training else F.relu(self.b(x)))
+
+
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    with pytest.raises(ExportError, match=r"aten.relu_.default in the model itself writes into"):
+        prepare_qat(Viewed(), torch.rand(2, 4, 8, 8))
+    with pytest.raises(QuantizeError, match="b.weight is rounded in evaluation mode and not computed in training"):
+        prepare_qat(TrainedElsewhere(), torch.rand(2, 4))
+    with pytest.raises(QuantizeError, match="no layer of Conv2d"):
+        prepare_qat(nn.Conv2d(4, 8, 1), torch.rand(2, 4, 8, 8))
+    with pytest.raises(QuantizeError, match="did you mean 'conv'"):
+        prepare_qat(Normed(), torch.rand(2, 4, 8, 8), recipe=Int8(skip=("conv3",)))
+    with pytest.raises(TypeError, match="convert needs what prepare_qat has returned, got Linear"):
+        convert(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_the_callers_model_is_untouched(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    prepared = prepare_qat(model, x).train()
+    prepared(x).sum().backward()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    again = copy.deepcopy(prepared)
+    again.load_state_dict({name: torch.zeros_like(value) for name, value in prepared.state_dict().items()})
+    assert float(again.eval()(x).detach().abs().max()) == 0  # a copy computes with tensors of its own
+    assert float(prepared.eval()(x).detach().abs().max()) > 0
+
+
+# -- the callback --------------------------------------------------------------------------------------------------
+
+
+class Task(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.model: Any = Normed()
+        self.example_input_array = samples()[0][:4]
+        self.scored: list[str] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.scored.append(type(self.model).__name__)
+        self.log("loss", F.cross_entropy(self.model(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(32, 4, 8, 8, generator=generator)
+    return x, (x.mean((1, 2, 3)) * 20).long().clamp(-1, 1) + 1
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(list(zip(*samples())), batch_size=8)
+
+
+def fit(task: Task, folder: Path, steps: int, **options: Any) -> al.Trainer:
+    callback = QuantizationAwareTraining(Int8(min_sqnr_db=-50), freeze_observers_at=5, freeze_batch_norm_at=6)
+    trainer = al.Trainer(
+        max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu",
+        default_root_dir=folder, callbacks=[callback], num_sanity_val_steps=0, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(task, loader(), loader(), **options)
+    return trainer
+
+
+def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) -> None:
+    al.seed_everything(6)
+    whole = Task()
+    trainer = fit(whole, tmp_path, 8)
+    assert set(whole.scored) == {"QuantizedModel"}
+    assert type(whole.model).__name__ == "PreparedModel"
+    converted = convert(whole.model)
+    x, y = samples()
+    with torch.no_grad():
+        wanted = float(F.cross_entropy(converted(x), y))
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(wanted, rel=1e-4)
+
+    al.seed_everything(6)
+    fit(Task(), tmp_path, 4).save_checkpoint(tmp_path / "half.ckpt")
+    resumed = Task()
+    fit(resumed, tmp_path, 8, ckpt_path=tmp_path / "half.ckpt")
+    state = whole.state_dict()
+    assert {name for name in state if "fake_quantize" not in name} == set(Task().state_dict())
+    for name, value in resumed.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
+    nameless = Task()
+    nameless.example_input_array = None
+    with pytest.raises(MisconfigurationError, match="give example_inputs="):
+        fit(nameless, tmp_path, 1)
+    empty = Task()
+    empty.model = None
+    with pytest.raises(MisconfigurationError, match="has no submodule 'model' when setup is called"):
+        fit(empty, tmp_path, 1)
+
+
+def test_a_prepared_model_can_be_scored_without_the_callback(trained: tuple[Normed, Tensor]) -> None:
+    model, x = trained
+    converted = convert(prepare_qat(model, x))
+    assert isinstance(converted, QuantizedModel)
+    task = Task()
+    task.model = converted
+    trainer = al.Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu")
+    assert trainer.validate(task, loader(), verbose=False)[0]["loss"] > 0
+
+
+# -- two ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pair = Ranks()
+    yield pair
+    pair.close()
+
+
+class Apart(Task):
+    """Ranks whose samples differ in range by a factor of ten."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] * (1 + 9 * self.global_rank), batch[1]], batch_idx)
+
+
+def train_on_rank(rank: int, strategy: str) -> dict[str, Any]:
+    task = Apart()
+    trainer = al.Trainer(
+        max_steps=3, devices=2, strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, callbacks=[QuantizationAwareTraining(Int8(min_sqnr_db=-50))], num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(task, loader(), loader())
+    assert set(task.scored) == {"QuantizedModel"}
+    state = {name: value.tolist() for name, value in task.model.state_dict().items() if "bn" not in name}
+    return state | {"logits": convert(task.model)(samples()[0]).tolist()}
+
+
+def test_ranks_train_one_model(ranks: Ranks) -> None:
+    first, second = ranks(train_on_rank, "ddp")
+    different = {name for name, value in first.items() if value != second[name]}
+    assert not {name for name in different if name.startswith("fake_quantize") or name.endswith((".weight", ".bias"))}
+    start = prepare_qat(Apart().model, Apart().example_input_array).state_dict()["fake_quantize.input_x.high"]
+    assert first["fake_quantize.input_x.high"] > 1.05 * float(
+        start
+    )  # three steps of 1 % toward the mean, which is 5.5 times
+
+
+def refuse_on_rank(rank: int) -> str:
+    with pytest.raises(MisconfigurationError) as refused:
+        train_on_rank(rank, "fsdp")
+    return str(refused.value)
+
+
+def test_sharded_weights_are_refused(ranks: Ranks) -> None:
+    assert all("does not work with FSDPStrategy" in message for message in ranks(refuse_on_rank))
