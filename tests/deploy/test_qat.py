@@ -248,7 +248,7 @@ class TrainedElsewhere(nn.Module):
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     with pytest.raises(ExportError, match=r"aten.relu_.default in the model itself writes into"):
         prepare_qat(Viewed(), torch.rand(2, 4, 8, 8))
-    with pytest.raises(QuantizeError, match="b.weight is rounded in evaluation mode and not computed in training"):
+    with pytest.raises(QuantizeError, match=r"b\.weight is rounded in evaluation mode and not computed in training"):
         prepare_qat(TrainedElsewhere(), torch.rand(2, 4))
     with pytest.raises(QuantizeError, match="no layer of Conv2d"):
         prepare_qat(nn.Conv2d(4, 8, 1), torch.rand(2, 4, 8, 8))

@@ -233,7 +233,7 @@ def _write_out_of_place(graph: GraphModule, kind: str) -> None:
 
 
 def _is_view(node: Node) -> bool:
-    returns = getattr(node.target, "_schema").returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     return any(value.alias_info is not None for value in returns)
 
 
