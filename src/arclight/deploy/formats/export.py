@@ -74,7 +74,7 @@ def export(
         check_name(described["processing"])
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
-    module = quantized.graph if quantized else frozen_copy(model)  # type: ignore[arg-type]
+    module = quantized.graph if quantized else frozen_copy(model)
     exported = capture(module, inputs, dynamic_batch=dynamic_batch)
     onnx_model = onnx_graph.convert(exported, input_names=input_names, output_names=output_names)
 

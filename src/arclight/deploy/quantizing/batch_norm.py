@@ -148,7 +148,7 @@ def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Nod
     gamma, beta, mean, variance = (stored_tensor(graph, node) for node in norm.args[1:5])  # type: ignore[arg-type]
     old_bias = None if bias is None else stored_tensor(graph, bias)
     new_weight, new_bias = fuse_conv_bn_weights(
-        stored_tensor(graph, weight), old_bias, mean, variance,  # type: ignore[arg-type]
+        stored_tensor(graph, weight), old_bias, mean, variance,
         float(norm.args[EPSILON]), gamma, beta, transpose=layer.target in TRANSPOSED,  # type: ignore[arg-type]
     )  # fmt: skip
     name = str(weight.target)

@@ -45,7 +45,8 @@ class NamedGraphs(nn.Module):
                 child = holder._modules.setdefault(parent, nn.Module())
                 assert child is not None
                 holder = child
-            (holder._parameters if isinstance(value, nn.Parameter) else holder._buffers)[name] = value  # type: ignore[index]
+            registered: dict[str, Any] = holder._parameters if isinstance(value, nn.Parameter) else holder._buffers
+            registered[name] = value
 
     def bind(self) -> None:
         """Let the graphs read the tensors and modules that are registered here now."""
