@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,7 @@ from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, last_finite, number_text
 from arclight.trainer.run.report import Section, chart_figure, size_text, table, write_report
-from arclight.trainer.run.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    Point,
-    Series,
-    nice_ticks,
-    tick_texts,
-)
+from arclight.trainer.run.svg import Point, Series, Stack, stacked_bars
 
 Round = Mapping[str, Any]
 """A round as the history in the run's database has it."""
@@ -305,8 +292,8 @@ def costs(rounds: Sequence[Round]) -> str:
         for colour, phase in enumerate(phases)
     ]
     figures = [
-        stacked_bars("bytes per round", numbers, traffic, lambda size: size_text(round(size))),
-        stacked_bars("seconds per round", numbers, times, lambda seconds: f"{seconds:,.1f} s"),
+        bars_figure("bytes per round", numbers, traffic, lambda size: size_text(round(size))),
+        bars_figure("seconds per round", numbers, times, lambda seconds: f"{seconds:,.1f} s"),
     ]
     return f'<div class="charts">{"".join(figure for figure in figures if figure)}</div>'
 
@@ -377,79 +364,16 @@ def excluded_updates(rounds: Sequence[Round]) -> str:
     return table(["round", "client", "reason"], rows, numbers=(0,)) if rows else ""
 
 
-MOST_BARS = 120
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One part of every bar."""
-
-    name: str
-    colour: int
-    values: Sequence[float]
-
-
-def stacked_bars(title: str, rounds: Sequence[int], stacks: Sequence[Stack], text: Callable[[float], str]) -> str:
-    """Draw a figure with a bar for each round; an empty string if there is nothing to show.
-
-    text: format a value, for the caption and for the tooltip of a bar.
-    """
-    if not rounds or not any(value for stack in stacks for value in stack.values):
+def bars_figure(
+    title: str, rounds: Sequence[int], stacks: Sequence[Stack], format_value: Callable[[float], str]
+) -> str:
+    """Return a figure with a bar for each round and the mean of all; an empty string if there is nothing to show."""
+    drawing = stacked_bars([str(number) for number in rounds], stacks, format_value, label=title, x_name="round")
+    if not drawing:
         return ""
-    group = -(-len(rounds) // MOST_BARS)
-    first = list(rounds[::group])
-    parts = [_means(stack.values, group) for stack in stacks]
-    tops = [sum(column) for column in zip(*parts, strict=True)]
-    y_axis = Axis(0.0, max(tops) * 1.06, HEIGHT - BOTTOM, TOP)
-    x_axis = Axis(-0.5, len(first) - 0.5, LEFT, WIDTH - RIGHT)
-    width = max(1.0, 0.72 * (x_axis(1) - x_axis(0)) if len(first) > 1 else 40.0)
-    body = [_grid(y_axis), *_numbers(first, x_axis)]
-    for place in range(len(first)):
-        low = 0.0
-        label = ", ".join(f"{stack.name} {text(values[place])}" for stack, values in zip(stacks, parts, strict=True))
-        bars = []
-        for stack, values in zip(stacks, parts, strict=True):
-            top, bottom = y_axis(low + values[place]), y_axis(low)
-            bars.append(
-                f'<rect class="bar c{stack.colour % 8}" x="{x_axis(place) - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
-                f'height="{max(bottom - top, 0.0):.1f}"/>'
-            )
-            low += values[place]
-        body.append(f"<g><title>round {first[place]}: {escape(label)}</title>{''.join(bars)}</g>")
     keys = "".join(f'<span><i class="c{stack.colour % 8}"></i>{escape(stack.name)}</span>' for stack in stacks)
-    mean = text(sum(tops) / len(tops))
+    mean = format_value(sum(sum(stack.values) for stack in stacks) / len(rounds))
     return (
         f'<figure><header><span class="name">{escape(title)}</span><span class="value">{escape(mean)} on average</span></header>'
-        f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
-        f'<div class="legend">{keys}</div></figure>'
+        f'{drawing}<div class="legend">{keys}</div></figure>'
     )
-
-
-def _means(values: Sequence[float], group: int) -> list[float]:
-    """Average groups of so many values, one after the other."""
-    pieces = [values[at : at + group] for at in range(0, len(values), group)]
-    return [sum(piece) / len(piece) for piece in pieces]
-
-
-def _grid(y_axis: Axis) -> str:
-    parts = []
-    ticks = nice_ticks(y_axis.low, y_axis.high, 5)
-    for value, label in zip(ticks, tick_texts(ticks), strict=True):
-        y = y_axis(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
-    return "".join(parts)
-
-
-def _numbers(rounds: Sequence[int], x_axis: Axis) -> list[str]:
-    base = HEIGHT - BOTTOM
-    stride = max(1, -(-len(rounds) // 8))
-    ticks = [
-        f'<text class="tick" x="{x_axis(place):.1f}" y="{base + 17}" text-anchor="middle">{rounds[place]}</text>'
-        for place in range(0, len(rounds), stride)
-    ]
-    return [
-        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>',
-        f'<text class="tick name" x="{LEFT - 14}" y="{base + 17}" text-anchor="end">round</text>',
-        *ticks,
-    ]

@@ -12,7 +12,7 @@ function nearest(points, x) {
 }
 
 for (const svg of document.querySelectorAll("svg.chart")) {
-  const { x: [x0, x1, left, right], y: [y0, y1, bottom, top, log], s } = JSON.parse(svg.dataset.chart);
+  const { t: name, x: [x0, x1, left, right], y: [y0, y1, bottom, top, log], s } = JSON.parse(svg.dataset.chart);
   const px = (x) => left + ((x - x0) / (x1 - x0)) * (right - left);
   const share = log ? (y) => Math.log(y / y0) / Math.log(y1 / y0) : (y) => (y - y0) / (y1 - y0);
   const py = (y) => Math.max(top - 4, Math.min(bottom + 4, bottom + share(y) * (top - bottom)));
@@ -37,7 +37,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     cross.setAttribute("x1", px(step));
     cross.setAttribute("x2", px(step));
     cross.style.visibility = "visible";
-    box.replaceChildren(Object.assign(document.createElement("b"), { textContent: `step ${number(step)}` }));
+    box.replaceChildren(Object.assign(document.createElement("b"), { textContent: `${name} ${number(step)}` }));
     found.forEach(([x, y], i) => {
       marks[i].setAttribute("cx", px(x));
       marks[i].setAttribute("cy", py(y));

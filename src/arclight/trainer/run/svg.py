@@ -1,13 +1,17 @@
-"""Draw line charts as inline SVG: axes, ticks and curves; the page's style sheet has the colours."""
+"""Draw charts as SVG: axes, ticks, curves and bars, for every page and picture that a run leaves behind.
+
+Charts of a page take their colours from its style sheet; :func:`standalone` makes a picture that carries its own.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 from itertools import pairwise
 
 Point = tuple[float, float]
@@ -15,6 +19,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 560, 244
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 24
 COLOURS = 8
+MOST_BARS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,19 @@ class Axis:
         return [10.0**power for power in powers[::stride]]
 
 
-def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", log_y: bool = False) -> str:
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    x_name: str = "step",
+    log_y: bool = False,
+    x_range: tuple[float, float] | None = None,
+    y_range: tuple[float, float] | None = None,
+) -> str:
     """Return an ``<svg>`` element with axes and the given curves; an empty string where no point is finite.
 
-    ``label`` is the description that a screen reader speaks. The numbers of the read-out lie in the
-    attribute ``data-chart`` as JSON, for the page's script.
+    ``label`` is the description that a screen reader speaks. ``x_range`` and ``y_range`` are the ends of the axes where these
+    are not the curves' own. The numbers of the read-out lie in the attribute ``data-chart`` as JSON, for the page's script.
     """
     leading = [s for s in series if not s.faint and any(finite_runs(s.points))] or [
         s for s in series if any(finite_runs(s.points))
@@ -68,17 +81,86 @@ def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", lo
     finite = [point for s in leading for run in finite_runs(s.points) for point in run if not log_y or point[1] > 0]
     if not finite:
         return ""
-    x_axis = Axis(*span(min(x for x, _ in finite), max(x for x, _ in finite)), LEFT, WIDTH - RIGHT)
-    y_axis = Axis(*padded(min(y for _, y in finite), max(y for _, y in finite), log_y), HEIGHT - BOTTOM, TOP, log_y)
+    x_ends = x_range or span(min(x for x, _ in finite), max(x for x, _ in finite))
+    y_ends = y_range or padded(min(y for _, y in finite), max(y for _, y in finite), log_y)
+    x_axis, y_axis = Axis(*x_ends, LEFT, WIDTH - RIGHT), Axis(*y_ends, HEIGHT - BOTTOM, TOP, log_y)
     curves = "".join(curve(s, x_axis, y_axis) for s in sorted(series, key=lambda s: not s.faint))
-    data = escape(readout(leading, x_axis, y_axis))
+    data = escape(readout(leading, x_axis, y_axis, x_name))
     clip = f"clip-{zlib.crc32((label + data).encode()):08x}"
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" '
         f'data-chart="{data}">'
         f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}" '
-        f'height="{HEIGHT - TOP - BOTTOM + 8}"/></clipPath>{grid(x_axis, y_axis, x_name)}'
+        f'height="{HEIGHT - TOP - BOTTOM + 8}"/></clipPath>{axes(x_axis, y_axis, x_name)}'
         f'<g clip-path="url(#{clip})">{curves}</g><line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+    )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One part of every bar."""
+
+    name: str
+    colour: int
+    values: Sequence[float]
+
+
+def stacked_bars(
+    places: Sequence[str],
+    stacks: Sequence[Stack],
+    format_value: Callable[[float], str],
+    *,
+    label: str,
+    x_name: str,
+    y_max: float | None = None,
+) -> str:
+    """Return an ``<svg>`` element with a bar at each of ``places``; an empty string if there is nothing to show.
+
+    Of more than 120 places, neighbours share a bar: their mean. ``format_value`` is for the tooltips.
+    """
+    if not places or not any(value for stack in stacks for value in stack.values):
+        return ""
+    group = -(-len(places) // MOST_BARS)
+    first = list(places[::group])
+    parts = [_means(stack.values, group) for stack in stacks]
+    tops = [sum(column) for column in zip(*parts, strict=True)]
+    y_axis = Axis(0.0, max(tops) * 1.06 if y_max is None else y_max, HEIGHT - BOTTOM, TOP)
+    x_axis = Axis(-0.5, len(first) - 0.5, LEFT, WIDTH - RIGHT)
+    width = max(1.0, 0.72 * (x_axis(1) - x_axis(0)) if len(first) > 1 else 40.0)
+    stride = max(1, -(-len(first) // 8))
+    body = [axes(x_axis, y_axis, x_name, x_texts={place: first[place] for place in range(0, len(first), stride)})]
+    for place, name in enumerate(first):
+        low = 0.0
+        bars = []
+        for stack, values in zip(stacks, parts, strict=True):
+            top, bottom = y_axis(low + values[place]), y_axis(low)
+            bars.append(
+                f'<rect class="bar c{stack.colour % COLOURS}" x="{x_axis(place) - width / 2:.1f}" y="{top:.1f}" '
+                f'width="{width:.1f}" height="{max(bottom - top, 0.0):.1f}"/>'
+            )
+            low += values[place]
+        said = ", ".join(f"{s.name} {format_value(values[place])}" for s, values in zip(stacks, parts, strict=True))
+        body.append(f"<g><title>{escape(f'{x_name} {name}: {said}')}</title>{''.join(bars)}</g>")
+    return f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
+
+
+def _means(values: Sequence[float], group: int) -> list[float]:
+    """Average groups of so many values, one after the other."""
+    pieces = [values[at : at + group] for at in range(0, len(values), group)]
+    return [sum(piece) / len(piece) for piece in pieces]
+
+
+def standalone(width: float, height: float, title: str, subtitle: str, marks: Iterable[str]) -> str:
+    """Return a picture of ``marks`` on a card with a title: a file that needs no style sheet, font or script.
+
+    It follows the reader's light or dark theme, alone in a browser, as an image in a page, or pasted into one.
+    """
+    style = (resources.files("arclight.trainer") / "assets" / "chart.css").read_text(encoding="utf-8")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="arclight-chart" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}: {escape(subtitle)}">'
+        f'<style>{style}</style><rect class="card" width="100%" height="100%"/>'
+        f"{text(22, 30, title, 'title')}{text(22, 50, subtitle, 'muted')}{''.join(marks)}</svg>\n"
     )
 
 
@@ -126,30 +208,60 @@ def finite_runs(points: Sequence[Point]) -> Iterator[list[Point]]:
         yield run
 
 
-def grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
+def axes(
+    x_axis: Axis, y_axis: Axis, x_name: str, y_name: str = "", *, x_texts: Mapping[float, str] | None = None
+) -> str:
+    """Draw both axes: grid lines, tick texts and names.
+
+    Compact without ``y_name``: the name of x stands before its ticks. With it, grid lines run both ways, and the names have room
+    of their own below and at the left. ``x_texts``: the ticks of x and what they say, where these are not its numbers.
+    """
+    left, right, base, top = x_axis.start, x_axis.end, y_axis.start, y_axis.end
+    y_ticks = y_axis.ticks(5)
+    if x_texts is None:
+        x_ticks = x_axis.ticks(5 if y_name else 6)
+        if x_name == "step":  # there is no half of one
+            x_ticks = [round(tick) for tick in x_ticks if math.isclose(tick, round(tick))]
+        x_texts = dict(zip(x_ticks, tick_texts(x_ticks), strict=True))
     parts = []
-    y_ticks, x_ticks = y_axis.ticks(5), x_axis.ticks(6)
-    if x_name == "step":  # there is no half of one
-        x_ticks = [round(tick) for tick in x_ticks if math.isclose(tick, round(tick))]
-    for value, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
+    for value, label in zip(y_ticks, tick_texts(y_ticks), strict=True):
         y = y_axis(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    base = HEIGHT - BOTTOM
-    for value, text in zip(x_ticks, tick_texts(x_ticks), strict=True):
+        parts.append(f'<line class="grid" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(text(left - (10 if y_name else 8), y + 4, label, "tick", anchor="end"))
+    for value, label in x_texts.items():
         x = x_axis(value)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        anchor, shift = ("end", 8) if x > WIDTH - RIGHT - 12 else ("middle", 0)
-        parts.append(f'<text class="tick" x="{x + shift:.1f}" y="{base + 17}" text-anchor="{anchor}">{text}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    parts.append(f'<text class="tick name" x="{LEFT - 20}" y="{base + 17}" text-anchor="end">{escape(x_name)}</text>')
+        if y_name:
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top:g}" y2="{base:g}"/>')
+            parts.append(text(x, base + 20, label, "tick", anchor="middle"))
+            continue
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:g}" y2="{base + 4:g}"/>')
+        anchor, shift = ("end", 8) if x > right - 12 else ("middle", 0)
+        parts.append(text(x + shift, base + 17, label, "tick", anchor=anchor))
+    if y_name:
+        parts.append(f'<path class="axis" d="M{left:g} {top:g}V{base:g}H{right:g}"/>')
+        parts.append(text((left + right) / 2, base + 44, x_name, "muted", anchor="middle"))
+        parts.append(text(22, (top + base) / 2, y_name, "muted", anchor="middle", turn=-90))
+    else:
+        parts.append(f'<line class="axis" x1="{left:g}" x2="{right:g}" y1="{base:g}" y2="{base:g}"/>')
+        parts.append(text(left - 20, base + 17, x_name, "tick name", anchor="end"))
     return "".join(parts)
 
 
-def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
+def text(
+    x: float, y: float, words: str, css: str = "", *, anchor: str = "start", size: int | None = None, turn: int = 0
+) -> str:
+    """Return a line of text; ``turn`` in degrees around its anchor."""
+    style = f' style="font-size:{size}px"' if size else ""
+    transform = f' transform="rotate({turn} {x:g} {y:g})"' if turn else ""
+    css = f' class="{css.strip()}"' if css.strip() else ""
+    return f'<text{css} x="{x:g}" y="{y:g}" text-anchor="{anchor}"{style}{transform}>{escape(words)}</text>'
+
+
+def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     """Numbers for the page's script: names, colours, points and the pixels of the axes."""
     return json.dumps(
         {
+            "t": x_name,
             "x": [x_axis.low, x_axis.high, x_axis.start, x_axis.end],
             "y": [y_axis.low, y_axis.high, y_axis.start, y_axis.end, int(y_axis.log)],
             "s": [

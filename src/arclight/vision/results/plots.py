@@ -1,14 +1,10 @@
-"""Plot a detector's results for the run's report: two charts and sample predictions.
-
-Charts are SVG texts that need no style sheet, font or script, and follow the reader's light or dark theme, alone in a
-browser, as an image in a page, or pasted into one.
-"""
+"""Plot a detector's results for the run's report: two charts and sample predictions."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +13,7 @@ import numpy as np
 
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.trainer import Callback
+from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image
 from arclight.vision.results.draw import grid
 from arclight.vision.results.metrics import CONFUSION_CONFIDENCE, CONFUSION_IOU, RECALL_GRID, DetectionResults, Floats
@@ -53,8 +50,8 @@ class DetectionPlots(Callback):
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) -> dict[str, str]:
     """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pr_curve.svg").write_text(pr_curve(results, names), encoding="utf-8")
-    (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, names), encoding="utf-8")
+    (folder / "pr_curve.svg").writetext(pr_curve(results, names), encoding="utf-8")
+    (folder / "confusion_matrix.svg").writetext(confusion_matrix(results, names), encoding="utf-8")
     return {
         "pr_curve.svg": "Precision against recall on the validation images, at an overlap of 0.5.",
         "confusion_matrix.svg": "What was there (columns) and what was found (rows), at confidence 0.25 and overlap 0.45.",
@@ -84,34 +81,6 @@ def write_predictions(
     return {"predictions.jpg": "Predictions on validation images."}
 
 
-_STYLE = """
-.arclight-chart{--card:#fff;--ink:#1a1c1f;--muted:#63686f;--axis:#b9bcb6;--grid:#ecece8;--on:#fff;--mid:#1a1c1f;
---c0:#2f6fde;--c1:#e0701b;--c2:#1f9d61;--c3:#a34bd1;--c4:#d63f6c;--c5:#0f9aa8;--c6:#8a7a1a;--c7:#6b7280;
-color-scheme:light dark;font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif;
-font-variant-numeric:tabular-nums}
-@media(prefers-color-scheme:dark){.arclight-chart{
---card:#1a1c1f;--ink:#e9eaec;--muted:#9aa1ab;--axis:#555b64;--grid:#2a2d32;--on:#0f1114;--mid:#0f1114;
---c0:#6ea3f7;--c1:#f2a15f;--c2:#5bc793;--c3:#c78be8;--c4:#f07f9f;--c5:#51c3cf;--c6:#cdbb56;--c7:#a3abb8}}
-.arclight-chart .card{fill:var(--card)}
-.arclight-chart text{fill:var(--ink);font-size:13px}
-.arclight-chart .title{font-size:16px;font-weight:650}
-.arclight-chart .strong{font-weight:650}
-.arclight-chart .muted{fill:var(--muted)}
-.arclight-chart .tick{fill:var(--muted);font-size:12px}
-.arclight-chart .grid{stroke:var(--grid)}
-.arclight-chart .axis{stroke:var(--axis);fill:none}
-.arclight-chart .curve{fill:none;stroke-width:1.6;stroke-linejoin:round}
-.arclight-chart .mean{stroke:var(--ink);stroke-width:2.8}
-.arclight-chart .faint{stroke:var(--muted);stroke-opacity:.35;stroke-width:1}
-.arclight-chart .area{fill:var(--c0);fill-opacity:.1}
-.arclight-chart .dot{fill:var(--card);stroke:var(--ink);stroke-width:2}
-.arclight-chart .right{fill:var(--c0)}
-.arclight-chart .wrong{fill:var(--c1)}
-.arclight-chart .none{fill:var(--grid)}
-.arclight-chart .on{fill:var(--on)}
-.arclight-chart .mid{fill:var(--mid)}
-"""
-
 NAMED_CURVES = 8
 """Up to this many classes have a curve of their own colour; more are drawn faint behind the mean."""
 NUMBERED_CELLS = 12
@@ -121,56 +90,39 @@ NUMBERED_CELLS = 12
 def pr_curve(results: DetectionResults, names: Sequence[str]) -> str:
     """Draw precision against recall at an overlap of 0.5, every class and their mean; an SVG text."""
     left, top, side = 64, 74, 380
-
-    def point(recall: float, precision: float) -> str:
-        return f"{left + recall * side:.1f} {top + (1 - precision) * side:.1f}"
+    x_axis, y_axis = Axis(0, 1, left, left + side), Axis(0, 1, top + side, top)
 
     present = [int(c) for c in np.flatnonzero(results.labels)]
     few = len(present) <= NAMED_CURVES
-    marks = [_axes(left, top, side)]
+    marks = [axes(x_axis, y_axis, "recall", "precision")]
     legend: list[tuple[str, str, float]] = []
     for rank, c in enumerate(present):
-        line, ap = _polyline(results.precision_at_recall[c], point), results.average_precision[c, 0]
+        reached = _reached(results.precision_at_recall[c])
+        line, ap = path(reached, x_axis, y_axis), results.average_precision[c, 0]
         style = f'class="curve" style="stroke:var(--c{rank})"' if few else 'class="curve faint"'
         if len(present) == 1:
-            end = line.rpartition("L")[2].removeprefix("M").split()[0]
-            marks.append(f'<path class="area" d="{line}L{end} {top + side}L{left} {top + side}Z"/>')
+            end = x_axis(reached[-1][0])
+            marks.append(f'<path class="area" d="{line}L{end:.1f} {top + side}L{left} {top + side}Z"/>')
         marks.append(f'<path {style} d="{line}"><title>{escape(names[c])}: AP {ap:.3f}</title></path>')
         if few:
             legend.append((f"var(--c{rank})", names[c], ap))
     if len(present) > 1:
         mean = results.precision_at_recall[present].mean(axis=0)
-        marks.append(f'<path class="curve mean" d="{_polyline(mean, point)}"/>')
+        marks.append(f'<path class="curve mean" d="{path(_reached(mean), x_axis, y_axis)}"/>')
         legend.append(("var(--ink)", f"mean of {len(present)} classes", results.map50))
     if present:
-        x, y = point(results.recall, results.precision).split()
-        marks.append(f'<circle class="dot" cx="{x}" cy="{y}" r="4.5"/>')
+        x, y = x_axis(results.recall), y_axis(results.precision)
+        marks.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
     marks.append(_pr_legend(legend, results, left + side + 34, top + 12))
     subtitle = f"overlap 0.5 · {_count(results.images, 'image')} · {_count(int(results.labels.sum()), 'labelled box')}"
-    return _svg(left + side + 270, top + side + 62, "Precision and recall", subtitle, marks)
+    return standalone(left + side + 270, top + side + 62, "Precision and recall", subtitle, marks)
 
 
-def _polyline(precision: Floats, point: Callable[[float, float], str]) -> str:
-    """Path of a curve up to the last recall that was reached."""
+def _reached(precision: Floats) -> list[Point]:
+    """Points of a curve up to the last recall that was reached."""
     reached = np.flatnonzero(precision > 0)
     last = int(reached[-1]) + 1 if len(reached) else 1
-    return "M" + "L".join(point(r, p) for r, p in zip(RECALL_GRID[:last], precision[:last]))
-
-
-def _axes(left: float, top: float, side: float) -> str:
-    """Both axes from 0 to 1 with names."""
-    bottom, middle = top + side, top + side / 2
-    parts = []
-    for i in range(6):
-        number, x, y = f"{i / 5:.1f}", left + i / 5 * side, bottom - i / 5 * side
-        parts.append(f'<line class="grid" x1="{left}" x2="{left + side}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
-        parts.append(_text(left - 10, y + 4, number, "tick", anchor="end"))
-        parts.append(_text(x, bottom + 20, number, "tick", anchor="middle"))
-    parts.append(f'<path class="axis" d="M{left} {top}V{bottom}H{left + side}"/>')
-    parts.append(_text(left + side / 2, bottom + 44, "recall", "muted", anchor="middle"))
-    parts.append(_text(22, middle, "precision", "muted", anchor="middle", turn=-90))
-    return "".join(parts)
+    return list(zip(RECALL_GRID[:last].tolist(), precision[:last].tolist()))
 
 
 def _pr_legend(rows: Sequence[tuple[str, str, float]], results: DetectionResults, x: float, y: float) -> str:
@@ -180,16 +132,16 @@ def _pr_legend(rows: Sequence[tuple[str, str, float]], results: DetectionResults
         at = y + 24 * i
         line = f'x1="{x}" x2="{x + 18}" y1="{at - 4}" y2="{at - 4}"'
         parts.append(f'<line {line} style="stroke:{colour};stroke-width:3"/>')
-        parts.append(_text(x + 26, at, _short(name)))
-        parts.append(_text(x + 210, at, f"{ap:.3f}", "strong", anchor="end"))
+        parts.append(text(x + 26, at, _short(name)))
+        parts.append(text(x + 210, at, f"{ap:.3f}", "strong", anchor="end"))
     if not rows:
-        return _text(x, y, "no labelled boxes", "strong")
+        return text(x, y, "no labelled boxes", "strong")
     y += 24 * len(rows) + 18
     parts.append(f'<circle class="dot" cx="{x + 9}" cy="{y - 4}" r="4.5"/>')
-    parts.append(_text(x + 26, y, f"best F1 {results.f1:.3f}", "strong"))
-    parts.append(_text(x + 26, y + 20, f"at confidence {results.confidence:.3f}", "muted"))
-    parts.append(_text(x + 26, y + 40, f"precision {results.precision:.3f}", "muted"))
-    parts.append(_text(x + 26, y + 60, f"recall {results.recall:.3f}", "muted"))
+    parts.append(text(x + 26, y, f"best F1 {results.f1:.3f}", "strong"))
+    parts.append(text(x + 26, y + 20, f"at confidence {results.confidence:.3f}", "muted"))
+    parts.append(text(x + 26, y + 40, f"precision {results.precision:.3f}", "muted"))
+    parts.append(text(x + 26, y + 60, f"recall {results.recall:.3f}", "muted"))
     return "".join(parts)
 
 
@@ -221,20 +173,20 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
         marks.append(f'<g><title>{title}</title><rect class="{css}" {square}/>{number}</g>')
     marks += _names_of_cells(labels, left, top, cell, font)
     below = 46 if n <= 3 else round((0.64 if numbered else 1) * (left - 44)) + 34
-    marks.append(_text(left + side / 2, top + side + below, "labelled as", "muted", anchor="middle"))
-    marks.append(_text(22, top + side / 2, "found as", "muted", anchor="middle", turn=-90))
+    marks.append(text(left + side / 2, top + side + below, "labelled as", "muted", anchor="middle"))
+    marks.append(text(22, top + side / 2, "found as", "muted", anchor="middle", turn=-90))
     boxes = _count(int(results.labels.sum()), "labelled box")
     subtitle = f"confidence {CONFUSION_CONFIDENCE} · overlap {CONFUSION_IOU} · {boxes}"
-    return _svg(max(left + side + 24, 430), top + side + below + 18, "Confusion matrix", subtitle, marks)
+    return standalone(max(left + side + 24, 430), top + side + below + 18, "Confusion matrix", subtitle, marks)
 
 
 def _numbers(x: float, y: float, cell: int, count: int, part: float) -> str:
     """Return the count of a cell and, below it, its share, in an ink that shows on the shade of either theme."""
     middle, line = x + (cell - 1) / 2, y + cell * 0.5
     ink = "on" if part > 0.8 else "mid" if part > 0.55 else ""
-    number = _text(middle, line, str(count), f"strong {ink}", anchor="middle", size=20 if cell > 80 else 14)
+    number = text(middle, line, str(count), f"strong {ink}", anchor="middle", size=20 if cell > 80 else 14)
     shade = ink or ("muted" if part < 0.3 else "")
-    return number + _text(middle, line + 18, f"{part:.0%}", shade, anchor="middle", size=12)
+    return number + text(middle, line + 18, f"{part:.0%}", shade, anchor="middle", size=12)
 
 
 def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, font: int) -> list[str]:
@@ -243,33 +195,13 @@ def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, f
     anchor, turn = ("middle", 0) if len(labels) <= 3 else ("end", -40 if len(labels) <= NUMBERED_CELLS else -90)
     for i, label in enumerate(labels):
         middle = (i + 0.5) * cell
-        marks.append(_text(left - 8, top + middle + font * 0.35, label, "tick", anchor="end", size=font))
+        marks.append(text(left - 8, top + middle + font * 0.35, label, "tick", anchor="end", size=font))
         x, y = (
             left + middle + (font * 0.35 if turn == -90 else 0),
             top + cell * len(labels) + (8 if turn == -90 else 16),
         )
-        marks.append(_text(x, y, label, "tick", anchor=anchor, size=font, turn=turn))
+        marks.append(text(x, y, label, "tick", anchor=anchor, size=font, turn=turn))
     return marks
-
-
-def _text(
-    x: float, y: float, text: str, css: str = "", *, anchor: str = "start", size: int | None = None, turn: int = 0
-) -> str:
-    """Return a line of text; ``turn`` in degrees around its anchor."""
-    style = f' style="font-size:{size}px"' if size else ""
-    transform = f' transform="rotate({turn} {x:g} {y:g})"' if turn else ""
-    css = f' class="{css.strip()}"' if css else ""
-    return f'<text{css} x="{x:g}" y="{y:g}" text-anchor="{anchor}"{style}{transform}>{escape(text)}</text>'
-
-
-def _svg(width: float, height: float, title: str, subtitle: str, marks: Iterable[str]) -> str:
-    """Return a chart of ``marks`` on a card, with its title."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="arclight-chart" viewBox="0 0 {width:g} {height:g}" '
-        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}: {escape(subtitle)}">'
-        f'<style>{_STYLE}</style><rect class="card" width="100%" height="100%"/>'
-        f"{_text(22, 30, title, 'title')}{_text(22, 50, subtitle, 'muted')}{''.join(marks)}</svg>\n"
-    )
 
 
 def _short(name: str) -> str:
