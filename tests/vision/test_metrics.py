@@ -38,8 +38,8 @@ def scene(rng, num_classes, boxes, extra, grid=None):
     return predictions.astype(np.float32), true.astype(np.float32)
 
 
-def pycocotools_ap(scenes, num_classes):
-    """(C, 10) average precision by the reference, NaN for classes without boxes."""
+def coco_evaluation(scenes, num_classes):
+    """The reference's evaluation of scenes."""
     annotations, detections = [], []
     for image_id, (predictions, truths) in enumerate(scenes):
         for label, x1, y1, x2, y2 in truths.astype(float).tolist():
@@ -63,7 +63,14 @@ def pycocotools_ap(scenes, num_classes):
         evaluation = cocoeval.COCOeval(truth, truth.loadRes(detections), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
-    precision = evaluation.eval["precision"][:, :, :, 0, 2]  # (T, recall, C) for all areas and 100 detections
+    return evaluation
+
+
+def pycocotools_ap(scenes, num_classes):
+    """(C, 10) average precision by the reference, NaN for classes without boxes."""
+    precision = coco_evaluation(scenes, num_classes).eval["precision"][
+        :, :, :, 0, 2
+    ]  # (T, recall, C) for all areas and 100 detections
     ap = precision.mean(axis=1).T
     return np.where(ap < 0, np.nan, ap)
 

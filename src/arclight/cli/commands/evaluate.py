@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from arclight.cli.arguments import UsageError, read_recipe, recipe_parser, write_json
+from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, make_trainer
 from arclight.cli.runs import checkpoint_of, described, newest_checkpoint, run_folder
+from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
+
+KINDS = {"validate": "Validation", "test": "Test"}
+"""What the pages say above their titles."""
 
 
 def validate(arguments: list[str]) -> None:
@@ -37,6 +42,12 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         help="a checkpoint, or a run folder for its best one (default: the newest of the given run)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help=f"of a detector: write a page of its curves, errors and worst images to this file (default: {stage}.html of the run)",
+    )
     recipe, options = read_recipe(parser, arguments)
     if (checkpoint := options.checkpoint and checkpoint_of(options.checkpoint)) is None:
         run = run_folder(Path(options.source or ""))
@@ -45,8 +56,53 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
+    page = report_place(stage, options.report, checkpoint, recipe)
+    if page is not None:
+        module.keep_records()
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         print(described(checkpoint))
         write_json(options.json, results)
+        if page is not None:
+            write_page(page, module, stage, checkpoint, recipe)
     return None
+
+
+def report_place(stage: str, asked: Path | None, checkpoint: Path, recipe: Recipe) -> Path | None:
+    """Return where the page of a detector goes: where it was asked for, else into the checkpoint's run; None for no page.
+
+    Raises UsageError for a page of something that is no detector.
+    """
+    if recipe.task.recipe_kind != "detection":
+        if asked is not None:
+            raise UsageError(
+                f"--report: a page is written for detectors, and this is a task of kind {recipe.task.recipe_kind}"
+            )
+        return None
+    if asked is not None:
+        check_writable(asked, "--report")
+        return asked
+    run = run_folder(checkpoint)
+    return None if run is None else run / f"{stage}.html"
+
+
+def write_page(page: Path, module: Any, stage: str, checkpoint: Path, recipe: Recipe) -> None:
+    """Write the page of a detector that has just been evaluated, and its numbers beside it as JSON."""
+    from arclight.vision.results.validation_page import TIMED, write_validation
+
+    records = module.results.records
+    if not records:
+        print("no page is written: no image could be read")
+        return
+    facts = {
+        "model": recipe.task.model, "image size": f"{recipe.task.image_size} px", "data": str(recipe.task.data),
+        "checkpoint": checkpoint.name,
+    }  # fmt: skip
+    run = run_folder(checkpoint)
+    title = checkpoint.name if run is None else f"{run.resolve().parent.name} {run.resolve().name}"
+    times = module.stage_times([record.path for record in records[: TIMED + 1]])
+    numbers = write_validation(
+        page, module.results, module.names, title=title, kind=KINDS[stage], facts=facts, stage_ms=times
+    )
+    write_json(page.with_suffix(".json"), numbers)
+    print(f"The report is {page}")

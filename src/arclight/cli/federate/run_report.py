@@ -15,7 +15,7 @@ from arclight.federated.rounds.history import export_metrics, read_history, read
 from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, last_finite, number_text
-from arclight.trainer.run.report import Section, chart_figure, size_text, table, write_report
+from arclight.trainer.run.report import Section, chart_figure, figure, size_text, table, write_report
 from arclight.trainer.run.svg import Point, Series, Stack, stacked_bars
 
 Round = Mapping[str, Any]
@@ -371,9 +371,5 @@ def bars_figure(
     drawing = stacked_bars([str(number) for number in rounds], stacks, format_value, label=title, x_name="round")
     if not drawing:
         return ""
-    keys = "".join(f'<span><i class="c{stack.colour % 8}"></i>{escape(stack.name)}</span>' for stack in stacks)
     mean = format_value(sum(sum(stack.values) for stack in stacks) / len(rounds))
-    return (
-        f'<figure><header><span class="name">{escape(title)}</span><span class="value">{escape(mean)} on average</span></header>'
-        f'{drawing}<div class="legend">{keys}</div></figure>'
-    )
+    return figure(title, drawing, f"{mean} on average", [(stack.colour, stack.name) for stack in stacks])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -69,24 +69,50 @@ def write_report(
         "Recipe": f"<pre>{highlighted(recipe)}</pre>" if recipe else "",
         "Environment": environment_table(environment),
     }
-    parts = {name: html for name, html in parts.items() if html}
-    title = title or f"{folder.resolve().parent.name} {folder.resolve().name}"
-    page = _PAGE.format(
-        title=escape(title),
-        css=asset("report.css"),
-        js=asset("report.js"),
+    html = page(
+        title or f"{folder.resolve().parent.name} {folder.resolve().name}",
+        "Run report",
+        [Section(name, html) for name, html in parts.items()],
         facts=facts(curves, environment, ended, about or {}),
         alert=alert(failure),
         cards=cards(headline if headline is not None else headline_numbers(curves), curves),
-        nav="".join(f'<a href="#{anchor(name)}">{escape(name)}</a>' for name in parts),
-        sections="".join(
-            f'<section id="{anchor(name)}"><h2>{escape(name)}</h2>{html}</section>' for name, html in parts.items()
-        ),
-        footer=escape(f"Written {now()} by Arclight {environment.get('arclight', '')}".strip()),
+        version=environment.get("arclight", ""),
     )
     path = folder / "report.html"
-    write_atomically(path, page)
+    write_atomically(path, html)
     return path
+
+
+def page(
+    title: str,
+    kind: str,
+    sections: Sequence[Section],
+    *,
+    facts: str = "",
+    alert: str = "",
+    cards: str = "",
+    version: str = "",
+) -> str:
+    """Return a page that needs no network and no other file; sections without content are left out.
+
+    ``title`` and ``kind``, which stands above it, are texts; ``facts``, ``alert`` and ``cards`` are HTML (see :func:`fact_list`,
+    :func:`cards`).
+    """
+    sections = [section for section in sections if section.html]
+    return _PAGE.format(
+        title=escape(title),
+        kind=escape(kind),
+        css=asset("report.css"),
+        js=asset("report.js"),
+        facts=facts,
+        alert=alert,
+        cards=cards,
+        nav="".join(f'<a href="#{anchor(one.title)}">{escape(one.title)}</a>' for one in sections),
+        sections="".join(
+            f'<section id="{anchor(one.title)}"><h2>{escape(one.title)}</h2>{one.html}</section>' for one in sections
+        ),
+        footer=escape(f"Written {now()} by Arclight {version}".strip()),
+    )
 
 
 _PAGE = """<!doctype html>
@@ -101,7 +127,7 @@ _PAGE = """<!doctype html>
 {css}</style>
 </head>
 <body>
-<header><p class="over">Run report</p><h1>{title}</h1><ul class="facts">{facts}</ul>{alert}</header>
+<header><p class="over">{kind}</p><h1>{title}</h1><ul class="facts">{facts}</ul>{alert}</header>
 <nav><div>{nav}</div></nav>
 <main>{cards}{sections}</main>
 <footer>{footer}</footer>
@@ -130,6 +156,11 @@ def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime, about
     if devices:
         count = f"{len(devices)} × " if len(devices) > 1 else ""
         items.append(("on", count + str(devices[0])))
+    return fact_list(items)
+
+
+def fact_list(items: Iterable[tuple[str, str]]) -> str:
+    """Return names and values for the head of a page."""
     return "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in items)
 
 
@@ -189,14 +220,23 @@ def curve_charts(curves: Curves) -> str:
 
 def chart_figure(chart: Chart) -> str:
     drawing = line_chart(chart.series, label=f"{chart.title} by step", log_y=chart.log_y)
-    leading = [s for s in chart.series if not s.faint]
-    keys = "".join(f'<span><i class="c{s.colour % 8}"></i>{escape(s.name)}</span>' for s in leading)
-    legend = f'<div class="legend">{keys}</div>' if len(leading) > 1 else ""
-    scale = " · log scale" if chart.log_y else ""
-    body = drawing or '<p class="legend">no finite values</p>'
+    keys = [(s.colour, s.name) for s in chart.series if not s.faint]
+    value = number_text(chart.last) + (" · log scale" if chart.log_y else "")
+    return figure(
+        chart.title, drawing or '<p class="legend">no finite values</p>', value, keys if len(keys) > 1 else ()
+    )
+
+
+def figure(
+    title: str, drawing: str, value: str = "", keys: Sequence[tuple[int, str]] = (), *, caption: str = "", css: str = ""
+) -> str:
+    """Return a drawing on a card: its title and a value above, below it the names of its colours and a caption."""
+    marks = "".join(f'<span><i class="c{colour % 8}"></i>{escape(name)}</span>' for colour, name in keys)
+    legend = f'<div class="legend">{marks}</div>' if marks else ""
+    words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return (
-        f'<figure><header><span class="name">{escape(chart.title)}</span>'
-        f'<span class="value">{number_text(chart.last)}{scale}</span></header>{body}{legend}</figure>'
+        f'<figure{f" class={css}" if css else ""}><header><span class="name">{escape(title)}</span>'
+        f'<span class="value">{escape(value)}</span></header>{drawing}{legend}{words}</figure>'
     )
 
 
@@ -216,10 +256,14 @@ def plots(folder: Path) -> str:
     return f'<div class="plots">{figures}</div>' if figures else ""
 
 
-def plot_figure(file: Path, caption: str) -> str:
+def image_source(content: bytes, suffix: str) -> str:
     """Return an image as a data URI. An SVG goes in as an image too: scripts and links inside it do not run."""
+    return f"data:image/{_IMAGE_TYPES[suffix]};base64,{base64.b64encode(content).decode()}"
+
+
+def plot_figure(file: Path, caption: str) -> str:
     kind, content = _IMAGE_TYPES[file.suffix.lower()], file.read_bytes()
-    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    source = image_source(content, file.suffix.lower())
     name = file.stem.replace("_", " ").replace("-", " ")
     name = name[:1].upper() + name[1:]
     header = "" if kind == "svg+xml" else f'<header><span class="name">{escape(name)}</span></header>'

@@ -140,7 +140,7 @@ def stacked_bars(
             )
             low += values[place]
         said = ", ".join(f"{s.name} {format_value(values[place])}" for s, values in zip(stacks, parts, strict=True))
-        body.append(f"<g><title>{escape(f'{x_name} {name}: {said}')}</title>{''.join(bars)}</g>")
+        body.append(f"<g><title>{escape(f'{x_name} {name}: {said}'.strip())}</title>{''.join(bars)}</g>")
     return f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from arclight.vision.boxes import box_iou, nms
+
+if TYPE_CHECKING:
+    from arclight.vision.results.records import ImageRecord
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -68,6 +71,8 @@ class DetectionResults:
     """(C,) true boxes."""
     images: int
     """Images seen."""
+    records: tuple[ImageRecord, ...] = ()
+    """The boxes of each image, where they were kept: see `records`."""
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON."""
@@ -128,7 +133,11 @@ class DetectionMetrics:
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
         """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
         kept = nms(output, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1)
-        self.update_batch(kept, batch["targets"], size=batch["images"].shape[-1])
+        self.observe_batch(kept, batch)
+
+    def observe_batch(self, predictions: Sequence[Tensor], batch: dict[str, Any]) -> None:
+        """Add a batch of a data set: each image's predictions (k, 6) in pixels of its square."""
+        self.update_batch(predictions, batch["targets"], size=batch["images"].shape[-1])
 
     def update_batch(
         self, predictions: Sequence[Tensor], targets: Tensor, size: int, image_ids: Sequence[int] | None = None
@@ -259,24 +268,34 @@ def _rows(array: ArrayLike, width: int, what: str) -> Floats:
 
 
 def match(iou: Floats) -> Bools:
-    """Match predictions to the true boxes of their class: (k, T) hits, given their overlap (k, m).
+    """Match predictions to the true boxes of their class: (k, T) hits, given their overlap (k, m), as `assign` does."""
+    return assign(iou) >= 0
+
+
+def assign(iou: Floats, ignored: Bools | None = None) -> Ints:
+    """Assign predictions to the true boxes of their class: (k, T) index of the box, -1 for none, given their overlap (k, m).
 
     Predictions are most confident first.
 
-    At each threshold a prediction takes the free true box that it overlaps most, of equal ones the last (pycocotools).
+    At each threshold a prediction takes the free true box that it overlaps most, of equal ones the last (pycocotools); one of
+    those ``ignored`` (m,) only where no other is to be had.
     """
     k, m = iou.shape
-    hits = np.zeros((k, len(IOU_THRESHOLDS)), np.bool_)
+    taken = np.full((k, len(IOU_THRESHOLDS)), -1, np.int64)
     if m == 0:
-        return hits
+        return taken
     free = np.ones((len(IOU_THRESHOLDS), m), np.bool_)
     every = np.arange(len(IOU_THRESHOLDS))
     for i in np.flatnonzero(iou.max(axis=1) >= IOU_THRESHOLDS[0]):
         possible = free & (iou[i] >= IOU_THRESHOLDS[:, None])
+        if ignored is not None:
+            counting = possible & ~ignored
+            possible = np.where(counting.any(axis=1)[:, None], counting, possible)
         best = m - 1 - np.argmax(np.where(possible, iou[i], -1)[:, ::-1], axis=1)
-        hits[i] = possible[every, best]
-        free[every[hits[i]], best[hits[i]]] = False
-    return hits
+        found = possible[every, best]
+        taken[i, found] = best[found]
+        free[every[found], best[found]] = False
+    return taken
 
 
 def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Ints:

@@ -21,9 +21,11 @@ from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, ev
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
 from arclight.vision.models.loss import Gains, LossOptions, level_balance, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import build_model, fitting_tensors
+from arclight.vision.results.analysis import stage_times
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
-from arclight.vision.tasks.module import TaskMetrics, VisionData, VisionModule
+from arclight.vision.results.records import RecordingMetrics
+from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
 from arclight.vision.tasks.processing import DetectionProcessing
 from arclight.vision.tasks.settings import DetectionTask
 
@@ -40,6 +42,7 @@ class Detector(VisionModule):
     head: ClassVar[HeadBlock] = "detect"
     settings: DetectionTask
     level_weights: Tensor | None
+    _keeps_records = False
 
     def __init__(self, settings: DetectionTask, names: Sequence[str], table: str | None = None) -> None:
         """``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
@@ -147,7 +150,17 @@ class Detector(VisionModule):
         return loss, parts
 
     def _build_metrics(self) -> TaskMetrics:
-        return DetectionMetrics(num_classes=len(self.names))
+        return (RecordingMetrics if self._keeps_records else DetectionMetrics)(num_classes=len(self.names))
+
+    def keep_records(self) -> None:
+        """Keep each image's boxes in validation and testing: ``results.records`` then holds them."""
+        self._keeps_records = True
+        self.metrics = self._build_metrics()
+
+    def stage_times(self, paths: Sequence[Path | str]) -> dict[str, list[float]]:
+        """Measure the stages of detection on single photos, in ms; the first is a warm-up. See `analysis.stage_times`."""
+        self.check_weights()
+        return stage_times(paths, self.processing, InferenceCopy(self.model))
 
     def scores(self, results: DetectionResults) -> dict[str, float]:
         names = ("map50", "map50_95", "precision", "recall")
