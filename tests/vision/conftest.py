@@ -8,8 +8,28 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import torch
 
+from arclight.trainer import Trainer
 from arclight.vision.data.labels import label_path
+from arclight.vision.tasks.detection import DetectionData, Detector
+from arclight.vision.tasks.settings import DetectionTask
+
+RECIPE = """
+name = "tiny"
+[task]
+kind = "detection"
+data = "{data}"
+model = "yolov5n"
+image_size = 64
+batch_size = 4
+workers = 0
+cache_labels = false
+[trainer]
+max_epochs = 1
+accelerator = "cpu"
+enable_progress_bar = false
+"""
 
 
 def write_dataset(root: Path, count: int = 8, split: str = "train", suffix: str = ".jpg") -> Path:
@@ -28,6 +48,26 @@ def write_dataset(root: Path, count: int = 8, split: str = "train", suffix: str 
     yaml = root / "data.yaml"
     yaml.write_text("train: images/train\nval: images/val\nnames: [code, text]\n")
     return yaml
+
+
+def detector_run(folder: Path, seed: int = 0) -> Path:
+    """Make ``folder`` the run of a detector after one step, on small photos in ``folder``/../set; returns it."""
+    folder.mkdir(parents=True)
+    data = folder.parent / "set"
+    write_dataset(data, 6, "val")
+    yaml = write_dataset(data, 8)
+    (folder / "recipe.toml").write_text(RECIPE.format(data=yaml))
+    task = DetectionTask(
+        data=yaml, image_size=64, batch_size=8, workers=0, memory_format="contiguous", cache_labels=False
+    )
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=1, limit_val_batches=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    trainer.fit(Detector(task, ["code", "text"]), datamodule=DetectionData(task))
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    return folder
 
 
 @pytest.fixture(name="write_dataset")

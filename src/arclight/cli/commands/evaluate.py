@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, make_trainer
 from arclight.cli.runs import checkpoint_of, described, newest_checkpoint, run_folder
 from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
+
+if TYPE_CHECKING:
+    from arclight.vision.tasks.detection import Detector
 
 KINDS = {"validate": "Validation", "test": "Test"}
 """What the pages say above their titles."""
@@ -58,13 +61,13 @@ def evaluate(stage: str, arguments: list[str]) -> None:
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
     page = report_place(stage, options.report, checkpoint, recipe)
     if page is not None:
-        module.keep_records()
+        cast("Detector", module).keep_records()
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         print(described(checkpoint))
         write_json(options.json, results)
         if page is not None:
-            write_page(page, module, stage, checkpoint, recipe)
+            write_page(page, cast("Detector", module), stage, checkpoint)
     return None
 
 
@@ -86,7 +89,7 @@ def report_place(stage: str, asked: Path | None, checkpoint: Path, recipe: Recip
     return None if run is None else run / f"{stage}.html"
 
 
-def write_page(page: Path, module: Any, stage: str, checkpoint: Path, recipe: Recipe) -> None:
+def write_page(page: Path, module: Detector, stage: str, checkpoint: Path) -> None:
     """Write the page of a detector that has just been evaluated, and its numbers beside it as JSON."""
     from arclight.vision.results.validation_page import TIMED, write_validation
 
@@ -95,7 +98,7 @@ def write_page(page: Path, module: Any, stage: str, checkpoint: Path, recipe: Re
         print("no page is written: no image could be read")
         return
     facts = {
-        "model": recipe.task.model, "image size": f"{recipe.task.image_size} px", "data": str(recipe.task.data),
+        "model": module.settings.model, "image size": f"{module.settings.image_size} px", "data": str(module.settings.data),
         "checkpoint": checkpoint.name,
     }  # fmt: skip
     run = run_folder(checkpoint)

@@ -50,8 +50,8 @@ class DetectionPlots(Callback):
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) -> dict[str, str]:
     """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pr_curve.svg").writetext(pr_curve(results, names), encoding="utf-8")
-    (folder / "confusion_matrix.svg").writetext(confusion_matrix(results, names), encoding="utf-8")
+    (folder / "pr_curve.svg").write_text(pr_curve(results, names), encoding="utf-8")
+    (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, names), encoding="utf-8")
     return {
         "pr_curve.svg": "Precision against recall on the validation images, at an overlap of 0.5.",
         "confusion_matrix.svg": "What was there (columns) and what was found (rows), at confidence 0.25 and overlap 0.45.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -218,10 +219,8 @@ def class_table(results: DetectionResults, names: Sequence[str], sizes: Mapping[
         rows.append(["<b>all classes</b>", total, *scores(present), *(_score(value) for value in mean)])
     for c in present:
         found = thresholds[c]
-        assert found is not None
-        rows.append(
-            [escape(names[c]), f"{int(results.labels[c]):,}", *scores([c]), *(_score(value) for value in found)]
-        )
+        best = ["-"] * 4 if found is None else [_score(value) for value in found]
+        rows.append([escape(names[c]), f"{int(results.labels[c]):,}", *scores([c]), *best])
     absent = [names[c] for c in range(len(names)) if not results.labels[c]]
     note = (
         "Sizes by area in pixels of the image: small up to 32², medium up to 96², large above (AP 50-95 of each). "
@@ -240,10 +239,9 @@ def error_section(errors: ErrorAnalysis, records: Sequence[ImageRecord], confide
     """Tabulate what each kind of error costs, and how many there are: of the boxes that a user sees, and of all."""
     if not math.isfinite(errors.map50):
         return ""
-    seen = dict.fromkeys(ERROR_KINDS, 0)
+    seen: Counter[str] = Counter()
     for record in records:
-        for kind, count in mistakes(image_errors(record, confidence)).items():
-            seen[kind] += count
+        seen.update(mistakes(image_errors(record, confidence)))
     most = max(*errors.cost.values(), 1e-9)
     rows = [
         [
