@@ -28,8 +28,8 @@ from arclight.vision.results.analysis import (
     summarise,
     worst_images,
 )
-from arclight.vision.results.metrics import DetectionMetrics
-from arclight.vision.results.records import ImageRecord, RecordingMetrics
+from arclight.vision.results.metrics import DetectionMetrics, ImageRecord
+from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.results.validation_page import write_validation
 from arclight.vision.tasks.processing import DetectionProcessing
 

@@ -24,11 +24,11 @@ from arclight.vision.results.metrics import (
     Bools,
     DetectionResults,
     Floats,
+    ImageRecord,
     Ints,
     assign,
     precision_at_recall,
 )
-from arclight.vision.results.records import ImageRecord
 
 SIZES: dict[str, tuple[float, float]] = {
     "small": (0.0, 32.0**2),
@@ -59,7 +59,7 @@ def average_precision_by_size(records: Sequence[ImageRecord], num_classes: int) 
     nothing at all by boxes of other sizes.
     """
     found: dict[str, Floats] = {}
-    by_class = [_rows_of_class(records, c) for c in range(num_classes)]
+    by_class = [rows_of_class(records, c) for c in range(num_classes)]
     for name, (low, high) in SIZES.items():
         ap = np.full((num_classes, len(IOU_THRESHOLDS)), np.nan)
         for c, images in enumerate(by_class):
@@ -93,7 +93,7 @@ def _outside(boxes: Floats, low: float, high: float) -> Bools:
     return outside
 
 
-def _rows_of_class(records: Sequence[ImageRecord], c: int) -> list[tuple[Floats, Floats, Floats]]:
+def rows_of_class(records: Sequence[ImageRecord], c: int) -> list[tuple[Floats, Floats, Floats]]:
     """Predictions (k, 6) that count, true boxes (m, 5) and their overlap (k, m) of the images where class ``c`` appears."""
     rows = []
     for record in records:
@@ -222,7 +222,7 @@ def analyse_errors(records: Sequence[ImageRecord], num_classes: int) -> ErrorAna
 
 
 def _mended(records: Sequence[ImageRecord], found: Sequence[ImageErrors], kind: int) -> tuple[Bools, Ints]:
-    """Which of all predictions become right when errors of ``kind`` are mended, and the class they then have.
+    """Tell all predictions that become right when errors of ``kind`` are mended, and the class that each then has.
 
     The most confident prediction with such an error gets a missed true box; kinds share the boxes that they compete for, as
     in the authors' program.

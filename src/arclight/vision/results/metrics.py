@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from arclight.vision.boxes import box_iou, nms
-
-if TYPE_CHECKING:
-    from arclight.vision.results.records import ImageRecord
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -34,6 +31,18 @@ CONFIDENCE_FLOOR = 0.001
 """Smallest confidence that counts in average precision, as COCO's protocol has it."""
 EVALUATION_IOU = 0.6
 """Overlap above which boxes of a class are merged before average precision is measured."""
+
+
+class ImageRecord(NamedTuple):
+    """One image of an evaluation, in pixels of the file."""
+
+    path: str
+    shape: tuple[int, int]
+    """Height and width."""
+    predicted: Floats
+    """(k, 6) xyxy, confidence, class: all that counts for average precision, most confident first."""
+    true: Floats
+    """(m, 5) class, xyxy."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

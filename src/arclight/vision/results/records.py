@@ -5,24 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from arclight.vision.results.metrics import DetectionMetrics, DetectionResults, Floats
-
-
-class ImageRecord(NamedTuple):
-    """One image of an evaluation, in pixels of the file."""
-
-    path: str
-    shape: tuple[int, int]
-    """Height and width."""
-    predicted: Floats
-    """(k, 6) xyxy, confidence, class: all that counts for average precision, most confident first."""
-    true: Floats
-    """(m, 5) class, xyxy."""
+from arclight.vision.results.metrics import DetectionMetrics, DetectionResults, ImageRecord
 
 
 class RecordingMetrics(DetectionMetrics):

@@ -57,9 +57,9 @@ from arclight.vision.results.analysis import (
     RIGHT as RIGHT_KIND,
 )
 from arclight.vision.results.draw import draw_boxes
-from arclight.vision.results.metrics import CONFIDENCE_GRID, DetectionResults, Floats
+from arclight.vision.results.metrics import CONFIDENCE_GRID, DetectionResults, Floats, ImageRecord
 from arclight.vision.results.plots import NAMED_CURVES, confusion_matrix, pr_curve
-from arclight.vision.results.records import ImageRecord, name_of
+from arclight.vision.results.records import name_of
 
 WORST = 12
 """Images shown."""
@@ -69,6 +69,13 @@ TIMED = 32
 """Images whose stages of prediction are timed."""
 FOUND, FALSE_ALARM, MISSED = 2, 1, 4
 """Colours of boxes, by number in the palette of `draw`: green, orange, magenta."""
+COLOUR_KEYS = '<div class="legend">{}</div>'.format(
+    "".join(
+        f'<span><i class="c{colour}"></i>{words}</span>'
+        for colour, words in ((FOUND, "found"), (FALSE_ALARM, "false alarm"), (MISSED, "missed object"))
+    )
+)
+"""What the colours of boxes mean, as HTML."""
 MEANING: dict[ErrorKind, str] = {
     "classification": "right place, wrong class",
     "localisation": f"right class, overlap between {BACKGROUND_IOU} and {FOREGROUND_IOU}",
@@ -324,23 +331,19 @@ def worst_section(records: Sequence[ImageRecord], names: Sequence[str], confiden
     for record, errors in worst_images(records, confidence, WORST):
         picture = marked_image(record, errors, names)
         if picture is not None:
-            figures.append(image_figure(name_of(record), picture, summarise(mistakes(errors))))
+            name = name_of(record)
+            figures.append(figure(name, image_element(name, picture), caption=summarise(mistakes(errors))))
     if not figures:
         return "<p>No mistakes at the confidence of the best F1.</p>"
-    colours = '<div class="legend">' + "".join(
-        f'<span><i class="c{colour}"></i>{words}</span>'
-        for colour, words in ((FOUND, "found"), (FALSE_ALARM, "false alarm"), (MISSED, "missed object"))
-    )
     note = f"The most mistakes at confidence {confidence:.3f}. Clean images are not shown."
-    return f'{colours}</div><div class="plots three">{"".join(figures)}</div><figcaption>{escape(note)}</figcaption>'
+    return f'{COLOUR_KEYS}<div class="plots three">{"".join(figures)}</div><figcaption>{escape(note)}</figcaption>'
 
 
-def image_figure(name: str, picture: Image, caption: str) -> str:
-    """Return an image on a card, as JPEG in the page itself."""
+def image_element(name: str, picture: Image) -> str:
+    """Return an image element that holds the picture itself, as JPEG."""
     cv2 = require("cv2", extra="vision")
     _, data = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 82])
-    drawing = f'<img alt="{escape(name)}" src="{image_source(data.tobytes(), ".jpg")}">'
-    return figure(name, drawing, caption=caption)
+    return f'<img alt="{escape(name)}" src="{image_source(data.tobytes(), ".jpg")}">'
 
 
 def marked_image(record: ImageRecord, errors: ImageErrors, names: Sequence[str]) -> Image | None:
