@@ -209,7 +209,7 @@ def _interval(both: Floats, differences: Floats) -> Interval:
 
 
 class ImagePair(NamedTuple):
-    """What both found in one image, each at its own confidence of the best F1."""
+    """Findings of both in one image, each at its own confidence of the best F1."""
 
     a: ImageErrors
     b: ImageErrors
@@ -253,8 +253,7 @@ def write_comparison(
     """Write the page of a comparison to ``path``: a file that needs no network and no other one."""
     main = found.metrics["map50_95"]
     headline: dict[str, float | str] = {
-        "mAP 50-95, A to B": f"{_signed(main.difference)}",
-        "95 % interval": _range(main),
+        "mAP 50-95, A to B": _signed(main.difference),
         "mAP 50, A to B": f"{_signed(found.metrics['map50'].difference)}",
         "time of an image, B over A": _ratio(_total_ms(b), _total_ms(a)),
         "weights, B over A": _ratio(b.size_bytes, a.size_bytes),
