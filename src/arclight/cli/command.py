@@ -42,6 +42,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
             "export a trained model as a float32 program, or as a Hugging Face folder",
         ),
         "quantize": ("arclight.cli.commands.export:quantize", "export a trained model as an int8 program"),
+        "compare": ("arclight.cli.commands.compare:compare", "compare two detectors: scores, errors, images, speed"),
         "benchmark": ("arclight.cli.commands.benchmark:benchmark", "compare the speed of programs"),
     },
     "Use": {

@@ -1,0 +1,106 @@
+"""``arclight compare``: runs and programs side by side, and the exit status for whoever builds on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.vision.conftest import detector_run
+
+from arclight.cli.command import main
+from arclight.cli.commands import compare as command
+from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.results.metrics import DetectionResults
+from arclight.vision.results.records import RecordingMetrics
+from arclight.vision.tasks.deployment import export_detector
+from arclight.vision.tasks.detection import DetectionData, Detector
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run ``1`` and a program of it, and their data set."""
+    folder = tmp_path_factory.mktemp("runs")
+    detector = Detector.load(detector_run(folder / "1") / "checkpoints" / "last.ckpt")
+    export_detector(detector, folder / "1.onnx", DetectionData(detector.settings).calibration_dataset())
+    return folder
+
+
+def test_a_run_and_its_program_score_alike(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    words = [
+        "compare",
+        str(runs / "1"),
+        str(runs / "1.onnx"),
+        "--data",
+        str(runs / "set" / "data.yaml"),
+        "--resamples",
+        "20",
+    ]
+    assert main([*words, "--max-drop", "0", "--report", str(page), "--json", str(numbers)]) == 0
+    out = capsys.readouterr().out
+    assert "mAP 50-95" in out
+    assert f"The report is {page}" in out
+    found = json.loads(numbers.read_text())
+    assert found["images"] == 6
+    assert found["resamples"] == 20
+    for one in found["metrics"].values():
+        assert one["difference"] == pytest.approx(0, abs=1e-6)
+    assert found["a"]["size_bytes"] > found["b"]["size_bytes"] / 2 > 0
+    assert set(found["b"]["stage_ms"]) == {"decode", "preprocess", "network", "postprocess"}
+    assert page.is_file()
+
+
+def perfect(candidate: Any, options: Any, share: float = 1.0) -> DetectionResults:
+    """Results that find ``share`` of the boxes of each image."""
+    dataset = DetectionDataset.open(read_data_yaml(options.data), options.split, image_size=64, cache_labels=False)
+    batch, metrics = collate(dataset.__getitems__(range(len(dataset)))), RecordingMetrics(2)
+    found = []
+    for place in range(len(dataset)):
+        rows = batch["targets"][batch["targets"][:, 0] == place]
+        rows = rows[: int(np.ceil(share * len(rows)))]
+        low, high = (rows[:, 2:4] - rows[:, 4:6] / 2) * 64, (rows[:, 2:4] + rows[:, 4:6] / 2) * 64
+        found.append(torch.cat((low, high, torch.full((len(rows), 1), 0.9), rows[:, 1:2]), dim=1))
+    metrics.observe_batch(found, batch)
+    return metrics.compute()
+
+
+def test_a_drop_beyond_the_bound_is_status_1(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = iter([1.0, 0.5] * 3)
+    monkeypatch.setattr(command, "evaluated", lambda candidate, options: perfect(candidate, options, next(names)))
+    words = [
+        "compare",
+        str(runs / "1"),
+        str(runs / "1.onnx"),
+        "--data",
+        str(runs / "set" / "data.yaml"),
+        "--resamples",
+        "20",
+    ]
+    assert main(words) == 0, "no bound, no failure"
+    assert main([*words, "--max-drop", "0.9"]) == 0
+    assert main([*words, "--max-drop", "0.05", "--metric", "map50"]) == 1
+    out = capsys.readouterr().out
+    assert "in mAP 50: more than --max-drop 0.05" in out
+    assert "code" in out, "classes are listed, too"
+
+
+def test_what_cannot_be_compared_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    yaml = (runs / "set" / "data.yaml").read_text()
+    (tmp_path / "other.yaml").write_text(f"path: {runs / 'set'}\n{yaml}".replace("text", "word"))
+    both = [str(runs / "1"), str(runs / "1.onnx")]
+    cases = {
+        "has the classes code, word, the detectors find code, text": [*both, "--data", str(tmp_path / "other.yaml")],
+        "--max-drop: 2 is not in [0, 1]": [*both, "--data", "x", "--max-drop", "2"],
+        "--data": both,
+        "Checkpoint file not found": [str(runs / "1"), str(runs / "2"), "--data", str(runs / "set" / "data.yaml")],
+        "no 'test' split": [*both, "--data", str(runs / "set" / "data.yaml"), "--split", "test"],
+    }
+    for message, words in cases.items():
+        assert main(["compare", *words]) == 2
+        assert message in capsys.readouterr().err
