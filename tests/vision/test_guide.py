@@ -21,6 +21,7 @@ from arclight.vision.tasks.settings import DetectionTask
 
 GUIDE = ROOT / "docs" / "vision.md"
 
+
 def test_python(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/vision.md"))
     lines = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()

@@ -1,0 +1,47 @@
+"""The guide's commands that look at results run as they stand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.test_readme import ROOT
+from tests.vision.conftest import detector_run
+
+from arclight.cli.command import main
+from arclight.vision.tasks.deployment import export_detector
+from arclight.vision.tasks.detection import DetectionData, Detector
+
+
+def commands(section: str) -> list[list[str]]:
+    """The words of each command in a section of the guide."""
+    text = (ROOT / "docs" / "vision.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    return [shlex.split(line, comments=True) for line in re.findall(r"^    (arclight .*)", text, re.MULTILINE)]
+
+
+def test_what_a_detector_gets_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector_run(tmp_path / "runs" / "detect-qris" / "1")
+    monkeypatch.chdir(tmp_path)
+    found = commands("What a detector gets wrong")
+    assert len(found) == 2
+    for words in found:
+        assert main(words[1:]) == 0
+    assert (tmp_path / "runs/detect-qris/1/validate.html").is_file()
+    assert (tmp_path / "last-look.html").is_file()
+
+
+def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = detector_run(tmp_path / "runs" / "detect-qris" / "1")
+    shutil.copytree(first, first.with_name("2"))
+    shutil.copytree(first.parent / "set", tmp_path / "my")
+    detector = Detector.load(first / "checkpoints" / "last.ckpt")
+    export_detector(detector, tmp_path / "detector.onnx", DetectionData(detector.settings).calibration_dataset())
+    monkeypatch.chdir(tmp_path)
+    found = commands("Is the new one better?")
+    assert len(found) == 2
+    for words in found:
+        assert main(words[1:]) == 0
+    assert (tmp_path / "beside.html").is_file()
