@@ -22,8 +22,8 @@ from arclight.trainer.run.svg import (
     Axis,
     Point,
     Series,
+    axes,
     curve,
-    grid,
     padded,
     span,
     tick_texts,
@@ -77,7 +77,7 @@ def history(search: Search, trials: Sequence[Any]) -> str:
             line.append((float(one.number), keep([one.value, *(value for _, value in line[-1:])])))
     x_axis = Axis(*span(*widen(trials[0].number, max(one.number for one in trials))), LEFT, WIDTH - RIGHT)
     y_axis = _objective_axis(trials)
-    body = grid(x_axis, y_axis, "trial") + curve(Series(name="best so far", points=line, colour=1), x_axis, y_axis)
+    body = axes(x_axis, y_axis, "trial") + curve(Series(name="best so far", points=line, colour=1), x_axis, y_axis)
     dots = "".join(_dot(one, x_axis(one.number), y_axis(one.value), search) for one in trials)
     keys = '<span><i class="c0"></i>trials</span><span><i class="c7"></i>ended early</span><span><i class="c1"></i>best so far</span>'
     return f'<div class="charts">{_figure(search.monitor, f"{search.monitor} by trial", body + dots, keys)}</div>'
@@ -94,7 +94,7 @@ def _parameter_chart(parameter: Parameter, search: Search, trials: Sequence[Any]
     y_axis = _objective_axis(trials)
     if isinstance(parameter, Range):
         x_axis = Axis(parameter.low, parameter.high, LEFT, WIDTH - RIGHT, parameter.log)
-        body = grid(x_axis, y_axis, "")
+        body = axes(x_axis, y_axis, "")
         places = {one.number: x_axis(one.params[parameter.field]) for one in trials}
     else:
         body, places = _choice_grid(parameter, y_axis, trials)
