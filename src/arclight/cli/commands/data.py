@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from argparse import Namespace
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from arclight.cli.arguments import Parser, write_json
+from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.commands.corpora import add_verbs
 
 
@@ -17,7 +18,7 @@ def data(arguments: list[str]) -> int:
         "Tokenize and inspect text, generate a data set of payment codes, or find and mend faults of an image data set."
     )
     parser = Parser(prog="arclight data", description=about)
-    verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|lint|check")
+    verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|poster|lint|check")
     add_verbs(verbs)
 
     verb = verbs.add_parser("qris", help="generate labelled scenes with payment codes")
@@ -32,6 +33,8 @@ def data(arguments: list[str]) -> int:
         help="number of merchants, each with a look of its own; see merchants.json",
     )
     verb.set_defaults(run=qris)
+
+    _add_poster(verbs.add_parser("poster", help="write a payment code as a printable sheet"))
 
     verb = verbs.add_parser("lint", help="find faults of a data set before training; status 1 if there are errors")
     _add_lint(verb)
@@ -62,6 +65,40 @@ def _add_lint(verb: Any) -> None:
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write all findings to this file")
     verb.add_argument("--strict", action="store_true", help="status 1 for warnings, too")
     verb.set_defaults(run=lint)
+
+
+def _add_poster(verb: Any) -> None:
+    verb.add_argument("payload", metavar="TEXT", help="the payment code's text, as printed codes say it")
+    verb.add_argument("--out", type=Path, required=True, metavar="FILE", help="sheet to write: .svg, .pdf or .png")
+    verb.add_argument("--amount", metavar="N", help="make the code dynamic, for one payment of this amount")
+    verb.add_argument("--bill", metavar="TEXT", help="number of the bill that --amount pays")
+    verb.add_argument(
+        "--tip", metavar="N|N%|ask", help="fixed or percentage tip on --amount, or one that the payer chooses"
+    )
+    verb.set_defaults(run=poster)
+
+
+def poster(options: Namespace) -> int:
+    """Write a sheet; with an amount, print the text of its dynamic code."""
+    from arclight.vision.qris import Tip, to_dynamic
+    from arclight.vision.qris.poster import write_poster
+
+    text: str = options.payload
+    if options.amount is None and (options.bill or options.tip):
+        raise UsageError("--bill and --tip belong to a payment: give its --amount too")
+    if options.amount is not None:
+        tip = None
+        if options.tip is not None:
+            value = options.tip.removesuffix("%")
+            try:
+                number = None if options.tip == "ask" else Decimal(value)
+            except InvalidOperation:
+                raise UsageError(f"--tip {options.tip}: give an amount, a percentage such as 5%, or ask") from None
+            tip = Tip("prompt" if number is None else "fixed" if value == options.tip else "percentage", number)
+        text = to_dynamic(text, options.amount, tip=tip, bill=options.bill)
+        print(text)
+    print(f"poster: {write_poster(text, options.out)}")
+    return 0
 
 
 def qris(options: Namespace) -> int:

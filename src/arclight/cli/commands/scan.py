@@ -6,15 +6,62 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, write_json
+from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
+
+    from arclight.vision.qris.verification.verifier import Verification
+
+
+MISMATCH_STATUS = 3
+"""Exit status where a code of a photo is not its place's."""
 
 
 def scan(arguments: list[str]) -> int:
-    parser = Parser(prog="arclight scan", description="Find and read codes in images, and validate payment codes.")
+    options = _parser().parse_args(arguments)
+    if options.registry is None and (options.report or options.place):
+        raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
+
+    from arclight.vision import qris
+    from arclight.vision.inputs.image_source import ImageSource
+    from arclight.vision.tasks.processing import load_detector_program
+
+    console = console_of()
+    verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
+    detector = load_detector_program(options.program).predict_one if options.program is not None else None
+    frames = ImageSource(options.source, vid_stride=options.stride)
+    found: dict[str, Any] = {}
+    every: list[dict[str, Any]] = []
+    for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
+        name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
+        if verifier is not None:
+            found[name] = verifier(name, frame.image, detector)
+            every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
+        else:
+            found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
+            console.print(listing(name, found[name]))
+            every += found[name]
+    read = [code for code in every if code["text"] is not None]
+    payments = [code for code in every if code["kind"] == "qris"]
+    summary = (
+        f"{len(found)} images, {len(every)} codes found, {len(read)} read, {len(payments)} are payment codes (QRIS), "
+        f"{len(frames.skipped)} files skipped"
+    )
+    console.print(summary, highlight=False)
+    write_json(options.json, found, escaped=False)
+    if verifier is not None and verifier.finish():
+        return MISMATCH_STATUS
+    return int(not found)  # all were skipped
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="arclight scan",
+        description="Find and read codes in images, and validate payment codes; with --registry, verify that they are those of "
+        f"registered places (status {MISMATCH_STATUS} if one is not).",
+    )
     parser.add_argument(
         "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
     )
@@ -25,34 +72,75 @@ def scan(arguments: list[str]) -> int:
         help="exported detector of codes (.onnx); default: a reader without a detector",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write a JSON object to this file: image to list of codes"
+        "--registry",
+        type=Path,
+        metavar="FILE",
+        help="places and their codes (.csv, .json or .toml: name, nmid, guids, pan, city, terminal, kind, poster)",
+    )
+    parser.add_argument("--place", metavar="NMID", help="NMID or name of the registered place that all images show")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of verified images, mismatches first")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write a JSON object to this file: image to list of codes, with --registry to its verification",
     )
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
-    options = parser.parse_args(arguments)
+    return parser
 
-    from arclight.vision import qris
-    from arclight.vision.inputs.image_source import ImageSource
-    from arclight.vision.tasks.processing import load_detector_program
 
-    console = console_of()
-    detector = load_detector_program(options.program).predict_one if options.program is not None else None
-    frames = ImageSource(options.source, vid_stride=options.stride)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
-        codes = qris.scan(frame.image, detector)
-        name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
-        found[name] = [code.to_json() for code in codes]
-        console.print(listing(name, found[name]))
-    every = [code for codes in found.values() for code in codes]
-    read = [code for code in every if code["text"] is not None]
-    payments = [code for code in every if code["kind"] == "qris"]
-    summary = (
-        f"{len(found)} images, {len(every)} codes found, {len(read)} read, {len(payments)} are payment codes (QRIS), "
-        f"{len(frames.skipped)} files skipped"
-    )
-    console.print(summary, highlight=False)
-    write_json(options.json, found, escaped=False)
-    return int(not found)  # all were skipped
+class _Verifier:
+    """Verify images one by one, print each verdict, and collect the report."""
+
+    def __init__(self, registry: Path, place: str | None, report: Path | None, console: Console) -> None:
+        from arclight.vision.qris.verification.registry import Registry
+        from arclight.vision.qris.verification.report import VerificationReport
+
+        self.registry, self.place, self.console, self.file = Registry.read(registry), place, console, report
+        if place is not None:
+            self.registry.named(place)  # an error before the first image
+        self.report = VerificationReport(f"{len(self.registry.places)} rows of {registry.name}") if report else None
+        self.found: list[Verification] = []
+
+    def __call__(self, name: str, image: Any, detector: Any) -> dict[str, Any]:
+        from arclight.vision.qris import verify
+
+        verification = verify(image, self.registry, place=self.place, detector=detector)
+        self.found.append(verification)
+        self.console.print(verdicts(name, verification))
+        if self.report is not None:
+            self.report.add(name, image, verification)
+        return verification.to_json()
+
+    def finish(self) -> bool:
+        """Print the counts and write the report; return whether there was a mismatch."""
+        from arclight.vision.qris.verification.report import listed
+
+        self.console.print(f"verified: {listed(self.found)}", highlight=False)
+        if self.report is not None and self.file is not None:
+            self.console.print(f"report: {self.report.write(self.file)}", highlight=False, soft_wrap=True)
+        return any(one.verdict == "mismatch" for one in self.found)
+
+
+_STYLES = {"match": "green", "unknown": "yellow", "mismatch": "bold red"}
+
+
+def verdicts(name: str, verification: Verification) -> RenderableType:
+    """Show one image, the verdict on each of its payment codes, and what speaks against it."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    tree = Tree(Text(name, style="bold"))
+    for one in verification.checked:
+        payee = one.code.payload.merchant_name if one.code.payload else "damaged payment code"
+        style = _STYLES[one.verdict]
+        branch = tree.add(Text.assemble((one.verdict, style), f"  {printable(payee)}  score {one.score:.2f}"))
+        for evidence in one.evidence:
+            if evidence.weight > 0:
+                branch.add(Text(f"{evidence.check}: {printable(evidence.message)}"))
+    if not verification.checked:
+        tree.add(Text("no payment code was read", style="dim"))
+    return tree
 
 
 def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:

@@ -1,6 +1,7 @@
 """QRIS, Indonesia's payment code: read and write payloads, read codes in photos, draw training scenes.
 
-Text comes in through `payload`, photos through `reading`; `scenes` draws photos of both. Open `reading.scanner` first.
+Text comes in through `payload`, photos through `reading`; `verification` holds what was read against a registry of places, and
+`scenes` draws photos. Open `reading.scanner` first.
 """
 
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from arclight.vision.qris.payload.tlv import QrisError as QrisError
     from arclight.vision.qris.reading.scanner import Code as Code
     from arclight.vision.qris.reading.scanner import scan as scan
+    from arclight.vision.qris.verification.verifier import verify as verify
 
 _PAYLOAD = "arclight.vision.qris.payload.codec"
 __getattr__, __dir__, __all__ = lazy(
@@ -27,6 +29,7 @@ __getattr__, __dir__, __all__ = lazy(
     {
         **dict.fromkeys(["Account", "Payload", "Tip", "build", "classify", "is_qris", "parse", "to_dynamic"], _PAYLOAD),
         **dict.fromkeys(["Code", "scan"], "arclight.vision.qris.reading.scanner"),
+        "verify": "arclight.vision.qris.verification.verifier",
         **dict.fromkeys(["Problem", "QrisError"], "arclight.vision.qris.payload.tlv"),
     },
 )

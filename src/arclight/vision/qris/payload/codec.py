@@ -185,11 +185,31 @@ def close(pairs: Iterable[tuple[str, str]]) -> str:
     return text
 
 
-def to_dynamic(text: str, amount: Decimal | int | str) -> str:
-    """Make a valid payload dynamic for one payment of ``amount``; QrisError if either is not valid."""
-    parse(text)
+def to_dynamic(
+    text: str,
+    amount: Decimal | int | str,
+    *,
+    tip: Tip | None = None,
+    bill: str | None = None,
+    reference: str | None = None,
+) -> str:
+    """Make a valid payload dynamic for one payment of ``amount``; QrisError if either is not valid.
+
+    ``tip`` takes the place of the payload's own, if it has one; ``bill`` and ``reference`` go to tag 62, beside what it says already.
+    """
+    payload = parse(text)
     pairs = {field.tag: field.value for field in split(text)[0] if field.tag != "63"}
     pairs |= {"01": "12", "54": _number(amount) or ""}
+    if tip is not None:
+        pairs = {tag: value for tag, value in pairs.items() if tag not in {"55", "56", "57"}}
+        pairs |= {tag: value for tag, value in _tip_fields(tip).items() if value is not None}
+    added = {
+        name: value for name, value in (("bill_number", bill), ("reference_label", reference)) if value is not None
+    }
+    if added:
+        tags = {name: tag for tag, name in _ADDITIONAL_NAMES.items()}
+        every = {tags.get(name, name): value for name, value in (dict(payload.additional) | added).items()}
+        pairs["62"] = join(sorted(every.items()))
     return close(sorted(pairs.items()))
 
 

@@ -73,8 +73,18 @@ def _zxing(image: Image, **options: Any) -> list[Any]:
 
 
 def _read(code: Any) -> DecodedCode:
+    return DecodedCode(decoded_text(code), _corners(code))
+
+
+def decoded_text(code: Any) -> str:
+    """Return what a code of zxing-cpp says; bytes that are no text as ISO 8859-1 characters."""
     binary = code.content_type == zxingcpp.ContentType.Binary
-    return DecodedCode(bytes(code.bytes).decode("latin-1") if binary else code.text, _corners(code))
+    return bytes(code.bytes).decode("latin-1") if binary else str(code.text)
+
+
+def unread_quads(grey: Grey) -> list[Floats]:
+    """Return the corners (4, 2) of what zxing-cpp takes for codes that it cannot read."""
+    return [_corners(code) for code in _zxing(grey, return_errors=True) if not code.valid]
 
 
 def _corners(code: Any) -> Floats:
@@ -180,25 +190,31 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[
 
     Returns what was read and how many views were tried: no further ones where not even a likely grid was found.
     """
+    count = 0
+    for view, picture, grids in laid_grids(grey, box, tries):
+        count += 1
+        if code := _read_under(grids, view, picture):
+            return [code], count
+        if not grids or grids[0].score < MIN_PROMISING_SCORE:
+            break
+    return [], count
+
+
+def laid_grids(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> Iterator[tuple[View, Floats, list[Grid]]]:
+    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first."""
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
     largest = min(MAX_VERSION, int((side / MIN_PX_PER_MODULE - 17) / 4))
     if largest < 1 or min(crop.shape) < 4:
-        return [], 0
-    views = GRID_VIEWS[:tries]
-    for count, (longest, square) in enumerate(views, 1):
+        return
+    for longest, square in GRID_VIEWS[:tries]:
         factor = float(np.clip(longest / max(crop.shape), 0.5, 6))
         width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
         view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
         picture = _stretched(view.image)
         corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
         local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
-        grids = find_grids(picture, local, largest, _proposals(picture))
-        if code := _read_under(grids, view, picture):
-            return [code], count
-        if not grids or grids[0].score < MIN_PROMISING_SCORE:
-            return [], count
-    return [], len(views)
+        yield view, picture, find_grids(picture, local, largest, _proposals(picture))
 
 
 def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
@@ -228,7 +244,7 @@ def _read_under(grids: Sequence[Grid], view: View, picture: Floats) -> DecodedCo
     if decoded is None:
         return None
     code, grid = decoded
-    return view.back(DecodedCode(_read(code).text, grid.corners))
+    return view.back(DecodedCode(decoded_text(code), grid.corners))
 
 
 def _stretched(image: Grey) -> Floats:
@@ -287,6 +303,10 @@ class Equalizer:
 
     def dark(self, laid: LaidGrid) -> npt.NDArray[np.bool_]:
         """Return which modules under a grid are dark, (n, n)."""
+        return np.asarray(self.soft(laid) > 0)
+
+    def soft(self, laid: LaidGrid) -> npt.NDArray[np.float64]:
+        """Return how dark modules under a grid are, (n, n): about 1 where dark and -1 where light."""
         grid, features = laid.grid, self._features(laid)
         wanted = fixed_modules(grid.version).reshape(-1).astype(np.float64)
         known = wanted != 0
@@ -300,7 +320,7 @@ class Equalizer:
                 trust.T @ features + penalty, trust.T @ np.where(known, wanted, np.sign(guess))
             )
         size = grid.modules + 2
-        return np.asarray(guess.reshape(size, size)[1:-1, 1:-1] > 0)
+        return np.asarray(guess.reshape(size, size)[1:-1, 1:-1])
 
     def _features(self, laid: LaidGrid) -> npt.NDArray[np.float64]:
         """Samples around every module and one ring of quiet zone, and a constant: ((n + 2)^2, features)."""
@@ -343,11 +363,11 @@ def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | N
     laid = [LaidGrid(picture, grid) for grid in grids]
     for one in laid:
         for dark in _guesses(one):
-            if code := _decoded(dark, one.grid):
+            if code := decode_modules(dark, one.grid.version):
                 return code, one.grid
     for one in laid[:2]:
         for equalizer in PATIENT:
-            if code := _decoded(equalizer.dark(one), one.grid):
+            if code := decode_modules(equalizer.dark(one), one.grid.version):
                 return code, one.grid
         flat = np.clip(rectify(picture, one.grid), 0, 255).astype(np.uint8)
         for amount in (0.0, 1.0):
@@ -366,8 +386,9 @@ def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
         yield crisp < cv2.blur(crisp, (7, 7))
 
 
-def _decoded(dark: npt.NDArray[np.bool_], grid: Grid) -> Any:
-    codes = _zxing(_symbol(with_fixed_modules(dark, grid.version)), is_pure=True)
+def decode_modules(dark: npt.NDArray[np.bool_], version: int) -> Any:
+    """Decode modules (n, n), their fixed ones as the standard has them; None where there are too many errors."""
+    codes = _zxing(_symbol(with_fixed_modules(dark, version)), is_pure=True)
     return codes[0] if codes else None
 
 

@@ -72,7 +72,9 @@ class Code:
 
 
 @dataclass
-class _Box:
+class DetectorBox:
+    """A box that a detector found, clipped to the picture."""
+
     xyxy: Box
     confidence: float
     left_untried: bool = False
@@ -87,18 +89,18 @@ def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
     picture is read. The work on one photo is bounded, whatever it shows: boxes on which a reader was left untried say so.
     Raises ValueError for an array that is no such image.
     """
-    grey = _checked(image)
+    grey = as_grey(image)
     if min(grey.shape) < 8:
         return []
     found = read_zxing(grey)
-    boxes = [] if detector is None else _boxes(detector(image), grey.shape)
-    found = _read_views(grey, boxes, found)
+    boxes = [] if detector is None else detector_boxes(detector(image), grey.shape)
+    found = read_views(grey, boxes, found)
     if not boxes or not all(_is_read(box, found) for box in boxes):
         found = _merged(found, _read_enlarged(grey))
     return _codes(_read_grids(grey, boxes, found), boxes)
 
 
-def _read_views(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list[DecodedCode]:
+def read_views(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -> list[DecodedCode]:
     """Read enlarged views of the boxes left, the most useful view of each before the next, while the work lasts."""
     pixels = 0
     left = [(box, views_of(grey, box.xyxy)) for box in boxes]
@@ -119,7 +121,7 @@ def _read_views(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list
     return found
 
 
-def _read_grids(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list[DecodedCode]:
+def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -> list[DecodedCode]:
     """Read module grids in the boxes left, the surest first, then in the same boxes made wider; return all that is read."""
     tries = MAX_GRID_TRIES
     left = [box for box in boxes if not _is_read(box, found)]
@@ -153,7 +155,7 @@ def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
     return ("qris" if payload.is_qris else "emvco"), payload, (*blanks, *map(str, problems))
 
 
-def _checked(image: Image) -> Grey:
+def as_grey(image: Image) -> Grey:
     shape: tuple[int, ...] = getattr(image, "shape", ())
     kind = getattr(image, "dtype", type(image).__name__)
     if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))):
@@ -164,14 +166,14 @@ def _checked(image: Image) -> Grey:
     return to_grey(np.ascontiguousarray(flat))
 
 
-def _boxes(detections: Detections, shape: tuple[int, ...]) -> list[_Box]:
+def detector_boxes(detections: Detections, shape: tuple[int, ...]) -> list[DetectorBox]:
     """Return the detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
     xyxy = np.asarray(detections.boxes.xyxy, np.float64).reshape(-1, 4)
     confidence = np.asarray(detections.boxes.conf, np.float64).reshape(-1)
     height, width = shape
     clipped = np.clip(xyxy, 0, [width, height, width, height])
     boxes = [
-        _Box((float(x0), float(y0), float(x1), float(y1)), float(c))
+        DetectorBox((float(x0), float(y0), float(x1), float(y1)), float(c))
         for (x0, y0, x1, y1), c in zip(clipped, confidence, strict=True)
         if x1 - x0 >= 2 and y1 - y0 >= 2
     ]
@@ -183,18 +185,18 @@ def _inside(read: DecodedCode, box: Box) -> bool:
     return bool(box[0] <= x <= box[2] and box[1] <= y <= box[3])
 
 
-def _is_read(box: _Box, found: list[DecodedCode]) -> bool:
+def _is_read(box: DetectorBox, found: list[DecodedCode]) -> bool:
     return any(_inside(read, box.xyxy) for read in found)
 
 
-def _overlap(box: _Box, read: DecodedCode) -> float:
+def _overlap(box: DetectorBox, read: DecodedCode) -> float:
     """Compute intersection over union of a box and a code's hull."""
     (a0, b0, a1, b1), (c0, d0, c1, d1) = box.xyxy, _hull(read)
     shared = max(0.0, min(a1, c1) - max(a0, c0)) * max(0.0, min(b1, d1) - max(b0, d0))
     return shared / max((a1 - a0) * (b1 - b0) + (c1 - c0) * (d1 - d0) - shared, 1e-9)
 
 
-def _holder(read: DecodedCode, boxes: list[_Box]) -> _Box | None:
+def _holder(read: DecodedCode, boxes: list[DetectorBox]) -> DetectorBox | None:
     """Return the box around a code's centre that fits it best."""
     around = (box for box in boxes if _inside(read, box.xyxy))
     return max(around, key=lambda box: _overlap(box, read), default=None)
@@ -223,20 +225,22 @@ def _read_enlarged(grey: Grey) -> list[DecodedCode]:
     return [replace(read, corners=read.corners * np.float32(0.5)) for read in read_zxing(sharpened(double, 1.5, 2))]
 
 
-def _codes(found: list[DecodedCode], boxes: list[_Box]) -> list[Code]:
-    """List codes from left to right, each with its box; then the boxes in which nothing was read."""
-    codes: list[Code] = []
-    for read in found:
-        holder = _holder(read, boxes)
+def code_of(read: DecodedCode | None, box: DetectorBox | None) -> Code:
+    """Describe a code that was read, in the detector's box if it has one, or a box in which nothing was read."""
+    if read is not None:
         kind, payload, problems = classify_text(read.text)
         corners = tuple((float(x), float(y)) for x, y in read.corners)
-        xyxy = holder.xyxy if holder else _hull(read)
-        codes.append(Code(corners, xyxy, holder.confidence if holder else 1.0, read.text, kind, payload, problems))
+        xyxy = box.xyxy if box else _hull(read)
+        return Code(corners, xyxy, box.confidence if box else 1.0, read.text, kind, payload, problems)
+    if box is None:
+        raise ValueError("a code that was not read needs the box it was detected in")
+    x0, y0, x1, y1 = box.xyxy
+    problems = (NOT_TRIED if box.left_untried else NOT_READ,)
+    return Code(((x0, y0), (x1, y0), (x1, y1), (x0, y1)), box.xyxy, box.confidence, problems=problems)
+
+
+def _codes(found: list[DecodedCode], boxes: list[DetectorBox]) -> list[Code]:
+    """List codes from left to right, each with its box; then the boxes in which nothing was read."""
+    codes = [code_of(read, _holder(read, boxes)) for read in found]
     codes.sort(key=lambda code: (code.box_xyxy_px[0], code.box_xyxy_px[1]))
-    for box in boxes:
-        if _is_read(box, found):
-            continue
-        x0, y0, x1, y1 = box.xyxy
-        corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
-        codes.append(Code(corners, box.xyxy, box.confidence, problems=(NOT_TRIED if box.left_untried else NOT_READ,)))
-    return codes
+    return codes + [code_of(None, box) for box in boxes if not _is_read(box, found)]

@@ -18,7 +18,11 @@ def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> 
 
     Blur stays below what ``finest``, pixels per module, can bear.
     """
-    picture = _light(rng, scene)
+    return through_lens(rng, light(rng, scene), finest)
+
+
+def through_lens(rng: np.random.Generator, picture: Image, finest: float | None) -> Image:
+    """Add what differs from one exposure to the next: glare, focus, shake, noise and a phone's sharpening."""
     if rng.random() < 0.15:
         picture = _glare(rng, picture)
     limit = 2.0 if finest is None else float(np.clip(finest * rng.uniform(0.3, 1.3), 0.3, 5.0))
@@ -33,8 +37,8 @@ def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> 
     return np.asarray(picture, np.uint8)
 
 
-def _light(rng: np.random.Generator, scene: Image) -> Image:
-    """Uneven light, a shadow's edge, colour of the lamp, exposure and contrast."""
+def light(rng: np.random.Generator, scene: Image) -> Image:
+    """Light a scene unevenly: a shadow's edge, the lamp's colour, exposure and contrast."""
     size = scene.shape[0]
     coarse = 32
     y, x = np.mgrid[0:coarse, 0:coarse].astype(np.float32) / coarse - 0.5

@@ -60,22 +60,25 @@ def words(rng: np.random.Generator, count: int) -> str:
     return " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), count))
 
 
-def qris_content(rng: np.random.Generator) -> Content:
-    """Return a valid QRIS of an invented merchant, static or dynamic."""
+def qris_content(
+    rng: np.random.Generator, *, merchant: str | None = None, city: str | None = None, dynamic_share: float = 0.3
+) -> Content:
+    """Return a valid QRIS of an invented merchant, or of another account of the one named, static or dynamic."""
     name = f"{choose(rng, _SHOPS)} {choose(rng, _NAMES)}"
     name = f"{name} {digits(rng, int(rng.integers(1, 4)))}" if rng.random() < 0.3 else name
-    city, postal_code = choose(rng, _CITIES)
+    name = merchant or name
+    drawn_city, postal_code = choose(rng, _CITIES)
     nmid = "ID" + digits(rng, 13)
     acquirer = {"01": "9360" + digits(rng, 14), "02": digits(rng, int(rng.integers(9, 16))), "03": "UMI"}
     text = build(
         merchant_name=name[:25],
-        city=city,
+        city=city or drawn_city,
         postal_code=postal_code,
         mcc=choose(rng, _CATEGORIES),
         accounts=[Account("26", guid=choose(rng, _ACQUIRERS), fields=acquirer)],
         nmid=nmid,
         criteria="UMI",
-        amount=Decimal(int(rng.integers(2, 400))) * 500 if rng.random() < 0.3 else None,
+        amount=Decimal(int(rng.integers(2, 400))) * 500 if rng.random() < dynamic_share else None,
         additional={"terminal_label": "A01"},
     )
     return Content(text, "qris", name[:25], nmid)

@@ -27,6 +27,7 @@ from arclight.vision.qris.scenes.contents import Content, choose
 from arclight.vision.qris.scenes.distractors import distractor, fingers, hand, strap
 from arclight.vision.qris.scenes.drawing import Sprite, cv2
 from arclight.vision.qris.scenes.merchants import MerchantStyle
+from arclight.vision.qris.scenes.symbols import PrintedCode
 
 COARSE = 160
 """Side of the map on which overlaps are judged, cells."""
@@ -98,17 +99,17 @@ def draw_scene(rng: np.random.Generator, size: int, merchant: MerchantStyle | No
     if packs:
         _add_packs(rng, stage)
     elif story < 0.62:
-        _add_carrier(rng, stage, float(np.exp(rng.uniform(np.log(0.13), np.log(0.85)))) * size)
+        add_carrier(rng, stage, float(np.exp(rng.uniform(np.log(0.13), np.log(0.85)))) * size)
     elif story < 0.94:
         share = float(np.exp(rng.uniform(np.log(0.08), np.log(0.36))))
         for _ in range(int(rng.integers(2, 5))):
-            _add_carrier(rng, stage, share * float(rng.uniform(0.7, 1.4)) * size)
+            add_carrier(rng, stage, share * float(rng.uniform(0.7, 1.4)) * size)
     else:
         _add_distractors(rng, stage, int(rng.integers(3, 9)))  # a scene without codes
     _add_distractors(rng, stage, int(rng.integers(0, 3)))
     if rng.random() < 0.22:
         _add_occluder(rng, stage)
-    return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
+    return Scene(photograph(rng, stage.canvas, finest_module(stage.codes)), stage.codes)
 
 
 def _at(merchant: MerchantStyle, rng: np.random.Generator, size: int, story: float) -> Scene:
@@ -122,15 +123,15 @@ def _at(merchant: MerchantStyle, rng: np.random.Generator, size: int, story: flo
         _add_distractors(rng, stage, int(rng.integers(2, 6)))
     else:
         for _ in range(1 if story < 0.7 else int(rng.integers(2, 4))):
-            _add_carrier(rng, stage, merchant.side(rng) * size, merchant.carriers)
+            add_carrier(rng, stage, merchant.side(rng) * size, merchant.carriers)
     _add_distractors(rng, stage, int(rng.integers(0, 2)))
     if rng.random() < 0.22:
         _add_occluder(rng, stage)
     stage.canvas = merchant.lit(stage.canvas)
-    return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
+    return Scene(photograph(rng, stage.canvas, finest_module(stage.codes)), stage.codes)
 
 
-def _finest(codes: Sequence[SceneCode]) -> float | None:
+def finest_module(codes: Sequence[SceneCode]) -> float | None:
     """Pixels per module of the code drawn smallest."""
     return min((_side(code.corners) / code.modules for code in codes), default=None)
 
@@ -141,7 +142,7 @@ def _side(corners: npt.NDArray[np.float64]) -> float:
     return float(np.sqrt(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2))
 
 
-def _add_carrier(rng: np.random.Generator, stage: Canvas, side: float, weights: Sequence[float] | None = None) -> None:
+def add_carrier(rng: np.random.Generator, stage: Canvas, side: float, weights: Sequence[float] | None = None) -> None:
     draws, usual = zip(*_CARRIERS, strict=True)
     weights = usual if weights is None else weights
     draw = draws[int(rng.choice(len(draws), p=np.array(weights) / sum(weights)))]
@@ -170,10 +171,28 @@ def _add(
     bend: Bend | None = None
     if bent:
         item, bend = bend_sprite(rng, item)
+    return add_sprite(rng, stage, item, side, steep=steep, bend=bend)
+
+
+def add_sprite(
+    rng: np.random.Generator,
+    stage: Canvas,
+    item: Sprite,
+    side: float,
+    *,
+    steep: float,
+    bend: Bend | None = None,
+    framed: Sequence[PrintedCode] = (),
+) -> PlacedSprite | None:
+    """Lay a thing with codes where it hides no other, its first code about ``side`` pixels; None where no place was free.
+
+    Where codes are ``framed``, they take the place of the thing's own in deciding where it lies.
+    """
     height, width = item.image.shape[:2]
     for _ in range(5):
         matrix = view(rng, width, height, steep=steep)
-        placed = _moved_inside(rng, stage.size, PlacedSprite(item, matrix, bend), side)
+        around = replace(item, codes=list(framed)) if framed else item
+        placed = replace(_moved_inside(rng, stage.size, PlacedSprite(around, matrix, bend), side), item=item)
         quad = project([[0, 0], [width, 0], [width, height], [0, height]], placed.matrix)
         hulls = [placed.to_scene(outline(code.corners)) for code in item.codes]
         areas = [stage.cells(hull) for hull in hulls]
@@ -182,12 +201,12 @@ def _add(
         _composite(rng, stage, placed)
         for code, hull, area in zip(item.codes, hulls, areas, strict=True):
             stage.taken.append(area)
-            stage.codes.append(_seen(stage.size, placed.to_scene(code.corners), hull, code.content, code.modules))
+            stage.codes.append(seen_code(stage.size, placed.to_scene(code.corners), hull, code.content, code.modules))
         return placed
     return None
 
 
-def _seen(
+def seen_code(
     size: int, corners: npt.NDArray[np.float64], hull: npt.NDArray[np.float64], content: Content, modules: int
 ) -> SceneCode:
     low, high = hull.min(0).clip(0, size), hull.max(0).clip(0, size)

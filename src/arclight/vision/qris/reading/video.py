@@ -1,0 +1,266 @@
+"""Read codes in video: follow each code by id while the camera moves, and let its sightings vote.
+
+Codes stand still, cameras move: the way of the picture between two frames (Lucas and Kanade's optical flow) says where every
+code of the last frame is now. A code that no single frame shows well enough is read from all of them together: each sighting's
+module grid gives every module a soft vote, dark or light, and the sum is decoded. Where sightings are read as different texts, the text
+of most frames stands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.vision.data.images import Image
+from arclight.vision.qris.reading.decode import (
+    QUICK,
+    DecodedCode,
+    Grey,
+    LaidGrid,
+    decode_grids,
+    decode_modules,
+    decoded_text,
+    laid_grids,
+    read_zxing,
+    unread_quads,
+)  # fmt: skip
+from arclight.vision.qris.reading.grid import Box, cv2
+from arclight.vision.qris.reading.scanner import (
+    Code,
+    DetectFn,
+    DetectorBox,
+    as_grey,
+    code_of,
+    detector_boxes,
+    read_views,
+)
+
+MAX_GRIDS = 3
+"""Module grids laid per frame: each costs a hundred plain readings."""
+MAX_VOTES = 12
+"""Sightings that vote on one code's modules; what these do not read, more seldom do."""
+CLEARER = 1.1
+"""How much clearer than all before a sighting is that is worth every reader."""
+SAME_PLACE = 0.15
+"""Distance, in sizes of a code, within which another text is a second opinion on the same code, not a second code."""
+LEAST_VOTING_SCORE = 0.5
+"""Least correlation of a grid whose modules vote."""
+FLOW_SIDE = 320
+"""Longest side of the reduced frames between which the camera's way is measured, pixels."""
+MAX_GAP = 15
+"""Frames after which a code that was not seen again is no longer looked for at its place."""
+
+
+@dataclass
+class CodeTrack:
+    """One code through the frames in which it was seen."""
+
+    id: int
+    box: Box
+    """Where it is in the latest frame, moved along with the camera while it is not seen."""
+    frames: list[int] = field(default_factory=list)
+    """Numbers of the frames in which it was detected or read."""
+    texts: Counter[str] = field(default_factory=Counter)
+    """Frames in which each text was read; modules that were decoded together count as one."""
+    best: Code | None = None
+    """Its largest sighting that was read as the text of most frames, or its latest sighting of none."""
+    sums: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
+    """By version, the sums of soft votes on its modules, (n, n)."""
+    votes: int = 0
+    clearness: float = 0.0
+    """Of its clearest sighting that was tried: see `_clearness`."""
+
+    @property
+    def text(self) -> str | None:
+        return self.texts.most_common(1)[0][0] if self.texts else None
+
+    @property
+    def centre(self) -> npt.NDArray[np.float64]:
+        x0, y0, x1, y1 = self.box
+        return np.array([(x0 + x1) / 2, (y0 + y1) / 2])
+
+    @property
+    def size(self) -> float:
+        return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
+
+
+class VideoScanner:
+    """Read the codes of a video's frames, in order: ``add`` each, then look at ``tracks``."""
+
+    def __init__(self, detector: DetectFn | None = None) -> None:
+        """``detector`` finds codes that no plain reader reads; without one, what a reader takes for a code is tried."""
+        self.detector = detector
+        self.tracks: list[CodeTrack] = []
+        self.frame = -1
+        self._last: Grey | None = None
+
+    def add(self, image: Image) -> list[CodeTrack]:
+        """Read one frame, (H, W, 3) RGB or (H, W) grey, uint8; return the tracks of the codes that were seen in it."""
+        grey = as_grey(image)
+        if min(grey.shape) < 8:
+            raise ValueError(f"need frames of at least 8 x 8 pixels; got {grey.shape[1]} x {grey.shape[0]}")
+        self.frame += 1
+        self._follow(grey)
+        found = read_zxing(grey)
+        boxes = detector_boxes(self.detector(image), grey.shape) if self.detector else _taken_for_codes(grey)
+        seen = [self._saw(read, boxes) for read in found]
+        left = [box for box in boxes if not any(_inside(read.centre, box.xyxy) for read in found)]
+        open_tracks = [(self._at(box), box) for box in left]
+        seen += [track for track, _ in open_tracks]
+        unread = [(track, box) for track, box in open_tracks if track.text is None]
+        read_more = read_views(grey, [box for _, box in unread], [])
+        for track, box in unread:
+            for read in read_more:
+                if _inside(read.centre, box.xyxy):
+                    self._note(track, read, box)
+        grids = 0
+        for track, box in sorted(unread, key=lambda pair: pair[0].votes):
+            if track.text is None and track.votes < MAX_VOTES and grids < MAX_GRIDS:
+                grids += 1
+                self._vote(track, grey, box)
+        return seen
+
+    def _follow(self, grey: Grey) -> None:
+        """Move every track along with the camera."""
+        scale = FLOW_SIDE / max(grey.shape)
+        small = cv2.resize(grey, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) if scale < 1 else grey
+        before, self._last = self._last, small
+        if before is None or before.shape != small.shape:
+            return
+        matrix = camera_motion(before, small)
+        if matrix is None:
+            return
+        for track in self.tracks:
+            x0, y0, x1, y1 = track.box
+            corners = np.array([[[x0, y0], [x1, y0], [x1, y1], [x0, y1]]], np.float32) * min(scale, 1.0)
+            moved = cv2.transform(corners, matrix)[0] / min(scale, 1.0)
+            (a, b), (c, d) = moved.min(0), moved.max(0)
+            track.box = (float(a), float(b), float(c), float(d))
+
+    def _nearest(
+        self, centre: npt.NDArray[np.float64], size: float, text: str | None, taken: list[CodeTrack]
+    ) -> CodeTrack | None:
+        """Return the track at a place, if one is near enough that was not seen elsewhere and says nothing else."""
+
+        def distance(track: CodeTrack) -> float:
+            return float(np.abs(track.centre - centre).max())
+
+        near = [
+            track for track in self.tracks
+            if track not in taken and self.frame - track.frames[-1] <= MAX_GAP
+            and distance(track) < 0.5 * max(size, track.size) and 0.4 < size / max(track.size, 1e-6) < 2.5
+        ]  # fmt: skip
+        alike = [track for track in near if text is not None and text in track.texts]
+        silent = [track for track in near if text is None or track.text is None]
+        same_place = [track for track in near if distance(track) < SAME_PLACE * max(size, track.size)]
+        return min(alike or silent or same_place, key=distance, default=None)
+
+    def _track(self, box: Box, text: str | None, taken: list[CodeTrack]) -> CodeTrack:
+        centre, size = np.array([(box[0] + box[2]) / 2, (box[1] + box[3]) / 2]), max(box[2] - box[0], box[3] - box[1])
+        track = self._nearest(centre, size, text, taken)
+        if track is None and text is not None:  # seen again after it was lost
+            track = next((one for one in self.tracks if one not in taken and one.text == text), None)
+        if track is None:
+            track = CodeTrack(len(self.tracks), box)
+            self.tracks.append(track)
+        track.box = box
+        track.frames.append(self.frame)
+        return track
+
+    def _saw(self, read: DecodedCode, boxes: list[DetectorBox]) -> CodeTrack:
+        holder = next((box for box in boxes if _inside(read.centre, box.xyxy)), None)
+        (x0, y0), (x1, y1) = read.corners.min(0), read.corners.max(0)
+        hull = (float(x0), float(y0), float(x1), float(y1))
+        track = self._track(hull, read.text, [one for one in self.tracks if one.frames[-1] == self.frame])
+        self._note(track, read, holder)
+        return track
+
+    def _at(self, box: DetectorBox) -> CodeTrack:
+        """Return the track of a box in which nothing was read."""
+        taken = [track for track in self.tracks if track.frames[-1] == self.frame]
+        track = self._track(box.xyxy, None, taken)
+        if track.best is None:
+            track.best = code_of(None, box)
+        return track
+
+    def _note(self, track: CodeTrack, read: DecodedCode, box: DetectorBox | None) -> None:
+        track.texts[read.text] += 1
+        code = code_of(read, box)
+        known = track.best
+        if track.text == read.text and (known is None or known.text != read.text or _area(code) > _area(known)):
+            track.best = code
+
+    def _vote(self, track: CodeTrack, grey: Grey, box: DetectorBox) -> None:
+        """Let one sighting vote on the modules of a code, and decode the sum; the clearest sightings are read by themselves too."""
+        track.votes += 1
+        clearness = _clearness(grey, box.xyxy)
+        is_clearest = clearness > CLEARER * track.clearness
+        track.clearness = max(track.clearness, clearness)
+        for view, picture, grids in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
+            if not grids:
+                return
+            text, grid = None, grids[0]
+            if grid.score >= LEAST_VOTING_SCORE:
+                soft = np.clip(QUICK.soft(LaidGrid(picture, grid)), -1.5, 1.5) * grid.score
+                total = track.sums.get(grid.version)
+                track.sums[grid.version] = soft if total is None else total + soft
+                if code := decode_modules(track.sums[grid.version] > 0, grid.version):
+                    text = decoded_text(code)
+            if text is None and is_clearest and (decoded := decode_grids(picture, grids)):
+                text, grid = decoded_text(decoded[0]), decoded[1]
+            if text is not None:
+                self._note(track, view.back(DecodedCode(text, grid.corners)), box)
+                return
+
+
+def scan_video(frames: Iterable[Image], detector: DetectFn | None = None) -> list[CodeTrack]:
+    """Read the codes of a video, its ``frames`` in order, each (H, W, 3) RGB or (H, W) grey, uint8; one track per code."""
+    scanner = VideoScanner(detector)
+    for frame in frames:
+        scanner.add(frame)
+    return scanner.tracks
+
+
+def camera_motion(before: Grey, after: Grey) -> npt.NDArray[np.float64] | None:
+    """Return the turn, scaling and shift (2, 3) that takes one frame's points to the next; None where too few are found."""
+    points = cv2.goodFeaturesToTrack(before, 200, 0.01, 7)
+    if points is None or len(points) < 8:
+        return None
+    moved, found, _ = cv2.calcOpticalFlowPyrLK(before, after, points, None, winSize=(21, 21), maxLevel=4)
+    good = found.reshape(-1) > 0
+    if good.sum() < 8:
+        return None
+    matrix, inliers = cv2.estimateAffinePartial2D(points[good], moved[good], ransacReprojThreshold=3.0)
+    return matrix if matrix is not None and inliers.sum() >= 6 else None
+
+
+def _taken_for_codes(grey: Grey) -> list[DetectorBox]:
+    """Return boxes around what a plain reader takes for codes that it cannot read."""
+    boxes = []
+    for quad in unread_quads(grey):
+        (x0, y0), (x1, y1) = quad.min(0), quad.max(0)
+        if x1 - x0 >= 20 and y1 - y0 >= 20:
+            boxes.append(DetectorBox((float(x0), float(y0), float(x1), float(y1)), 0.5))
+    return boxes
+
+
+def _inside(point: npt.NDArray[np.generic], box: Box) -> bool:
+    return bool(box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3])
+
+
+def _clearness(grey: Grey, box: Box) -> float:
+    """Return how clear a code is to be seen: its size in pixels times how steep its edges are for its contrast."""
+    x0, y0, x1, y1 = (max(0, int(v)) for v in box)
+    crop = grey[y0:y1, x0:x1]
+    if min(crop.shape) < 4:
+        return 0.0
+    steep = float(np.percentile(np.abs(cv2.Sobel(crop, cv2.CV_32F, 1, 0)), 90))
+    return float(np.sqrt(crop.size)) * steep / max(8.0, float(crop.std()))
+
+
+def _area(code: Code) -> float:
+    return float(abs(cv2.contourArea(np.array(code.corners_px, np.float32))))

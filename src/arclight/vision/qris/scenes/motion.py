@@ -1,0 +1,94 @@
+"""Draw clips: a moving hand-held camera over a scene with codes, each frame with its own blur, light and noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from arclight.vision.data.images import Image
+from arclight.vision.qris.scenes.backgrounds import background
+from arclight.vision.qris.scenes.camera import Matrix, light, outline, project, through_lens
+from arclight.vision.qris.scenes.drawing import cv2
+from arclight.vision.qris.scenes.scene import Canvas, SceneCode, add_carrier, finest_module, seen_code
+
+WORLD = 1.5
+"""Side of the drawn world, in sides of a frame: the camera sees a part of it at a time."""
+
+
+REACH = 0.2
+"""How far the camera wanders, in sides of the world: over a second or two a hand goes no further."""
+
+
+@dataclass(frozen=True)
+class ClipFrame:
+    """One frame, (size, size, 3) RGB, and the codes that are whole in it: ``ids`` tell which is which across frames."""
+
+    image: Image
+    codes: list[SceneCode]
+    ids: list[int]
+
+
+def draw_clip(rng: np.random.Generator, size: int = 640, frames: int = 16, codes: int = 6) -> list[ClipFrame]:
+    """Draw ``frames`` frames of a camera that pans, turns and comes closer over up to ``codes`` carriers of codes."""
+    world = round(WORLD * size)
+    stage = Canvas(np.ascontiguousarray(background(rng, world)))
+    for _ in range(codes):
+        add_carrier(rng, stage, size * float(np.exp(rng.uniform(np.log(0.1), np.log(0.3)))))
+    stage.canvas = light(rng, stage.canvas)
+    views = _path(rng, size, world, frames)
+    return [_frame(rng, stage, views[index], views[max(0, index - 1)], size) for index in range(frames)]
+
+
+def _path(rng: np.random.Generator, size: int, world: int, frames: int) -> list[Matrix]:
+    """Return the homography from the world to each frame: smooth knots of place, distance, turn and tilt, and a shaking hand."""
+    knots = 4
+    at = np.linspace(0, knots - 1, frames)
+
+    def smooth(low: float, high: float) -> np.ndarray:
+        return np.asarray(np.interp(at, np.arange(knots), rng.uniform(low, high, knots)))
+
+    half = 0.5 / WORLD
+    start = rng.uniform(0.5 - REACH / 2, 0.5 + REACH / 2, 2)
+    x, y = (np.clip(place + smooth(-REACH / 2, REACH / 2), half, 1 - half) for place in start)
+    zoom, turn = np.exp(smooth(np.log(0.6), np.log(1.15))), smooth(-0.2, 0.2)
+    tilt = np.stack([smooth(-0.22, 0.22), smooth(-0.22, 0.22)], 1)
+    shake = rng.normal(0, 0.004, (frames, 2)) * world
+    views = []
+    for index in range(frames):
+        cos, sin = np.cos(turn[index]) * zoom[index], np.sin(turn[index]) * zoom[index]
+        centre = np.array([x[index], y[index]]) * world + shake[index]
+        turned = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1.0]]) @ np.array(
+            [[1, 0, -centre[0]], [0, 1, -centre[1]], [0, 0, 1.0]]
+        )
+        tilted = np.eye(3)
+        tilted[2, :2] = tilt[index] / size
+        views.append(np.array([[1, 0, size / 2], [0, 1, size / 2], [0, 0, 1.0]]) @ tilted @ turned)
+    return views
+
+
+def _frame(rng: np.random.Generator, stage: Canvas, matrix: Matrix, before: Matrix, size: int) -> ClipFrame:
+    image = cv2.warpPerspective(stage.canvas, matrix, (size, size), flags=cv2.INTER_AREA, borderMode=cv2.BORDER_REFLECT)
+    codes, ids = [], []
+    for number, code in enumerate(stage.codes):
+        corners = project(code.corners, matrix)
+        if ((corners >= 0) & (corners < size)).all():
+            codes.append(seen_code(size, corners, outline(corners.astype(np.float32)), code.content, code.modules))
+            ids.append(number)
+    smeared = _smear(image, matrix, before, float(rng.uniform(0, 0.12)), size)
+    return ClipFrame(through_lens(rng, smeared, finest_module(codes)), codes, ids)
+
+
+def _smear(image: Image, matrix: Matrix, before: Matrix, exposure: float, size: int) -> Image:
+    """Blur along the camera's own way during the share ``exposure`` of the time between two frames."""
+    middle = np.array([[size / 2, size / 2]])
+    inverse: Matrix = np.linalg.inv(matrix).astype(np.float64)
+    way = (project(project(middle, inverse), before) - middle)[0] * exposure
+    length = float(np.hypot(*way))
+    if length < 1:
+        return image
+    reach = int(np.ceil(length / 2))
+    kernel = np.zeros((2 * reach + 1,) * 2, np.float32)
+    ends = (np.array([reach, reach]) + np.outer([-0.5, 0.5], way)).round().astype(int)
+    cv2.line(kernel, tuple(ends[0].tolist()), tuple(ends[1].tolist()), 1.0, 1, cv2.LINE_AA)
+    return np.asarray(cv2.filter2D(image, -1, kernel / kernel.sum()), np.uint8)

@@ -1,0 +1,182 @@
+"""Show verified photos as one page: pictures with their codes marked, verdicts and evidence. It opens offline."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+from arclight.fabric.extras import require
+from arclight.trainer.run.folder import write_atomically
+from arclight.vision.data.images import Image
+from arclight.vision.qris.reading.scanner import Code
+from arclight.vision.qris.verification.verifier import CheckedCode, Evidence, Verdict, Verification
+
+cv2 = require("cv2", extra="vision")
+
+STYLE = Path(__file__).with_name("report.css")
+PICTURE_SIDE = 900
+"""Longest side of a photo on the page, pixels."""
+MAX_PICTURES = 400
+"""Photos shown with their picture; further ones are listed, so that the page of a large folder still opens."""
+
+_WORDS: dict[Verdict, tuple[str, str]] = {
+    "mismatch": ("Mismatch", "pays somebody else, or was pasted over"),
+    "unknown": ("Unknown", "no registered place"),
+    "match": ("Match", "pays the registered place"),
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    verification: Verification
+    size: tuple[int, int]
+    """Width and height of the photo, pixels."""
+    jpeg: bytes | None
+
+
+class VerificationReport:
+    """Collect verified photos, and write the page that shows them, mismatches first."""
+
+    def __init__(self, registry: str) -> None:
+        """``registry``: what the photos were held against, as the page names it."""
+        self.registry = registry
+        self._entries: list[_Entry] = []
+
+    def add(self, name: str, photo: Image, verification: Verification) -> None:
+        height, width = photo.shape[:2]
+        shown = sum(entry.jpeg is not None for entry in self._entries) < MAX_PICTURES
+        self._entries.append(_Entry(name, verification, (width, height), _jpeg(photo) if shown else None))
+
+    def write(self, file: Path | str) -> Path:
+        """Write the page to ``file``, whole or not at all."""
+        order = list(_WORDS)
+        entries = sorted(self._entries, key=lambda e: (order.index(e.verification.verdict), -e.verification.score))
+        counts = Counter(entry.verification.verdict for entry in entries)
+        tiles = "".join(
+            f'<a class="tile {verdict}" href="#{verdict}"><b>{counts[verdict]}</b><span>{word}</span><small>{escape(what)}</small></a>'
+            for verdict, (word, what) in _WORDS.items()
+        )
+        sections = "".join(
+            f'<section id="{verdict}"><h2>{word}</h2>'
+            + "".join(_article(entry) for entry in entries if entry.verification.verdict == verdict)
+            + "</section>"
+            for verdict, (word, _) in _WORDS.items()
+            if counts[verdict]
+        )
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        photos = f"{len(entries)} photo{'s' * (len(entries) != 1)}"
+        page = _PAGE.format(
+            css=STYLE.read_text(encoding="utf-8"), tiles=tiles, sections=sections, footer=f"Written {now} by Arclight",
+            facts=f"{photos} held against {escape(self.registry)}",
+        )  # fmt: skip
+        path = Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+        return path
+
+
+def _jpeg(photo: Image) -> bytes:
+    scale = min(1.0, PICTURE_SIDE / max(photo.shape[:2]))
+    small = cv2.resize(photo, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) if scale < 1 else photo
+    colours = cv2.COLOR_RGB2BGR if photo.ndim == 3 else cv2.COLOR_GRAY2BGR
+    return bytes(cv2.imencode(".jpg", cv2.cvtColor(small, colours), [cv2.IMWRITE_JPEG_QUALITY, 82])[1].tobytes())
+
+
+def _article(entry: _Entry) -> str:
+    found = entry.verification
+    cards = "".join(_card(number, one) for number, one in enumerate(found.checked, 1))
+    if not found.checked:
+        cards = '<p class="none">No payment code was read in this photo.</p>'
+    if found.others:
+        kinds = Counter("not readable" if code.text is None else "no payment code" for code in found.others)
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        cards += f'<p class="others">Other codes: {listed}.</p>'
+    word = _WORDS[found.verdict][0]
+    return (
+        f'<article class="{found.verdict}"><div class="photo">{_picture(entry)}</div><div class="said">'
+        f'<header><h3>{escape(entry.name)}</h3><span class="chip {found.verdict}">{word}</span></header>{cards}</div></article>'
+    )
+
+
+def _picture(entry: _Entry) -> str:
+    width, height = entry.size
+    if entry.jpeg is None:
+        return f'<p class="none">{width} × {height} px; the page shows the first {MAX_PICTURES} pictures.</p>'
+    marks = "".join(
+        _mark(one.code, width, one.verdict, number) for number, one in enumerate(entry.verification.checked, 1)
+    )
+    marks = "".join(_mark(code, width, "other") for code in entry.verification.others) + marks
+    data = base64.b64encode(entry.jpeg).decode("ascii")
+    return (
+        f'<img alt="" loading="lazy" src="data:image/jpeg;base64,{data}">'
+        f'<svg viewBox="0 0 {width} {height}" aria-hidden="true">{marks}</svg>'
+    )
+
+
+def _mark(code: Code, width: int, tone: str, number: int | None = None) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in code.corners_px)
+    outline = f'<polygon class="{tone}" points="{points}" stroke-width="{width / 160:.1f}"/>'
+    if number is None:
+        return outline
+    x, y = min(code.corners_px, key=lambda point: point[0] + point[1])
+    radius = width / 32
+    return (
+        f'{outline}<circle class="{tone}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>'
+        f'<text x="{x:.1f}" y="{y:.1f}" dy=".36em" font-size="{radius * 1.15:.1f}">{number}</text>'
+    )
+
+
+def _card(number: int, one: CheckedCode) -> str:
+    payload = one.code.payload
+    name = payload.merchant_name if payload else "Damaged payment code"
+    facts = [("NMID", payload.nmid), ("City", payload.city), ("Amount", str(payload.amount or ""))] if payload else []
+    if one.place is not None and (payload is None or one.place.nmid != payload.nmid):
+        facts.append(("Registered", f"{one.place.name}, {one.place.nmid}"))
+    rows = "".join(f"<dt>{label}</dt><dd>{escape(value)}</dd>" for label, value in facts if value)
+    evidence = "".join(map(_row, sorted(one.evidence, key=lambda item: -item.weight)))
+    return (
+        f'<div class="code"><p class="payee"><span class="number {one.verdict}">{number}</span><b>{escape(name)}</b>'
+        f'<span class="score">{_percent(one.score)} suspicious</span></p><dl>{rows}</dl><ul>{evidence}</ul></div>'
+    )
+
+
+def _row(one: Evidence) -> str:
+    tone, sign = ("against", "!") if one.weight >= 0.5 else ("for", "✓") if one.weight < 0 else ("neutral", "·")
+    return f'<li class="{tone}"><i>{sign}</i><span class="check">{escape(one.check)}</span><span>{escape(one.message)}</span></li>'
+
+
+def _percent(score: float) -> str:
+    return "<1 %" if score < 0.01 else ">99 %" if score > 0.99 else f"{score:.0%}".replace("%", " %")
+
+
+def listed(verifications: Sequence[Verification]) -> str:
+    """Count photos by verdict, as in "2 mismatch, 1 unknown, 7 match"."""
+    counts = Counter(one.verdict for one in verifications)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORDS)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Payment codes</title>
+<link rel="icon" href="data:,">
+<style>
+{css}</style>
+</head>
+<body>
+<header><h1>Payment codes</h1><p class="facts">{facts}</p></header>
+<div class="tiles">{tiles}</div>
+{sections}
+<footer>{footer}. A match says that a code pays the registered account; only the registry says whose that is.</footer>
+</body>
+</html>
+"""
