@@ -119,8 +119,7 @@ def minimise(search: Search, trials: int, value: Callable[[dict[str, object]], f
     """Draw and tell trials as `run_trial` does, without training."""
     study = search.open()
     for _ in range(trials):
-        number = len(studies.finished(study))
-        study.sampler = studies.sampler(search.sampler, search.seed, number, search.parameters, parallel=False)
+        study.sampler = studies.TrialSampler(study, search.sampler, search.seed, search.parameters, parallel=False)
         trial = study.ask()
         study.tell(trial, value({one.field: one.suggest(trial) for one in search.parameters}))
     return [one.params for one in study.trials]
@@ -140,6 +139,23 @@ def test_a_search_that_was_stopped_draws_the_values_of_one_that_was_not(tmp_path
         parts = minimise(a_search(tmp_path / "parts", *found, sampler=sampler), part, value)
     assert parts == whole
     assert len({str(one) for one in whole}) == 16
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes", "random"])
+def test_processes_that_draw_at_once_draw_other_values_and_killed_trials_are_drawn_again(
+    tmp_path: Path, sampler: str
+) -> None:
+    search = a_search(tmp_path, Range("lr", 1e-4, 1.0, log=True), sampler=sampler)
+    studies_of_two = [search.open(), search.open()]
+    for study in studies_of_two:  # both have looked before either asks
+        study.sampler = studies.TrialSampler(study, sampler, 0, search.parameters, parallel=True)
+    first, second = (study.ask() for study in studies_of_two)
+    lrs = [search.parameters[0].suggest(trial) for trial in (first, second)]
+    assert lrs[0] != lrs[1]
+    studies_of_two[1].tell(second.number, state=studies.FAILED)  # without an error: it was killed
+    again = studies_of_two[0].ask()
+    assert again.number == 2
+    assert search.parameters[0].suggest(again) == pytest.approx(lrs[1])
 
 
 def test_evolution_approaches_the_best_and_stays_in_its_bounds(tmp_path: Path) -> None:
@@ -318,7 +334,7 @@ def test_a_search_of_another_space_does_not_join_a_study(typed: Typed, tiny: Pat
 
 def test_processes_train_side_by_side_and_one_that_is_killed_costs_its_trial_only(typed: Typed, fated: Path) -> None:
     status, out, _ = typed(
-        "tune fated.toml --search.task.fate fine,killed --monitor val/loss --trials 4 --jobs 2 --sampler random --seed 3"
+        "tune fated.toml --search.task.fate fine,killed --monitor val/loss --trials 3 --jobs 2 --sampler random --seed 5"
     )
     assert status == 0
     folder = Path("runs/fated/tune-1")
@@ -326,8 +342,8 @@ def test_processes_train_side_by_side_and_one_that_is_killed_costs_its_trial_onl
     fates = {one.params["task.fate"]: one for one in study.trials}
     assert {name: one.state.name for name, one in fates.items()} == {"fine": "COMPLETE", "killed": "FAIL"}
     assert fates["killed"].user_attrs["error"] == "its process was ended by signal 9"
-    assert len(study.trials) == 4
-    assert len({one.user_attrs["process"][1] for one in study.trials}) == 4
+    assert len(study.trials) == 3
+    assert len({one.user_attrs["process"][1] for one in study.trials}) == 3
     assert (folder / "0" / "output.txt").is_file()
     assert "ended by signal 9" in out
 

@@ -129,8 +129,10 @@ def _choice_grid(parameter: Choice, y_axis: Axis, trials: Sequence[Any]) -> tupl
 
 
 def _objective_axis(trials: Sequence[Any]) -> Axis:
+    """Return the axis of values: logarithmic where one that diverged would hide all others."""
     values = [one.value for one in trials]
-    return Axis(*padded(min(values), max(values), False), HEIGHT - BOTTOM, TOP)
+    log = min(values) > 0 and max(values) > 1000 * min(values)
+    return Axis(*padded(min(values), max(values), log), HEIGHT - BOTTOM, TOP, log)
 
 
 def _dot(one: Any, x: float, y: float, search: Search) -> str:

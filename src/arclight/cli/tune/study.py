@@ -81,15 +81,40 @@ def _pruner(kind: str) -> Any:
     return pruners.MedianPruner(n_startup_trials=4) if kind == "median" else pruners.NopPruner()
 
 
-def sampler(kind: str, seed: int, number: int, parameters: Sequence[Parameter], parallel: bool) -> Any:
-    """Make the sampler of trial ``number``: its random numbers depend on that and the ``seed`` alone."""
-    own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    if kind == "random":
-        return optuna.samplers.RandomSampler(seed=own)
-    if kind == "cmaes":
-        return CmaSampler(own, [parameter for parameter in parameters if isinstance(parameter, Range)])
-    with _experiments_allowed():
-        return optuna.samplers.TPESampler(seed=own, constant_liar=parallel)
+class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
+    """Sample each trial by a sampler of its own, whose random numbers depend on the seed and the trial's place alone.
+
+    Its place is its number among those that were not killed: processes that draw at the same time draw other values, and a search
+    that is resumed the values of one that was never stopped.
+    """
+
+    def __init__(self, study: Any, kind: str, seed: int, parameters: Sequence[Parameter], parallel: bool) -> None:
+        self._study, self._kind, self._seed, self._parallel = study, kind, seed, parallel
+        self._ranges = [parameter for parameter in parameters if isinstance(parameter, Range)]
+        self._own: Any = None
+
+    def before_trial(self, study: Any, trial: Any) -> None:
+        killed = [
+            one for one in self._study.get_trials(deepcopy=False) if was_killed(one) and one.number < trial.number
+        ]
+        place = trial.number - len(killed)
+        seed = int(np.random.SeedSequence([self._seed, place]).generate_state(1)[0])
+        if self._kind == "random":
+            self._own = optuna.samplers.RandomSampler(seed=seed)
+        elif self._kind == "cmaes":
+            self._own = CmaSampler(seed, self._ranges)
+        else:
+            with _experiments_allowed():
+                self._own = optuna.samplers.TPESampler(seed=seed, constant_liar=self._parallel)
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+        return self._own.infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Mapping[str, Any]) -> Any:
+        return self._own.sample_relative(study, trial, search_space)
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        return self._own.sample_independent(study, trial, param_name, param_distribution)
 
 
 class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
@@ -191,12 +216,17 @@ def fail_stale_trials(study: Any) -> int:
     return len(stale)
 
 
+def was_killed(trial: Any) -> bool:
+    """Return True for a trial that ended without an outcome or an error of its own."""
+    return bool(trial.state == FAILED and "error" not in trial.user_attrs)
+
+
 def finished(study: Any) -> list[Any]:
     """Return the trials that count: complete, pruned, or failed by an error of their own; killed ones do not."""
     return [
         one
         for one in study.get_trials(deepcopy=False)
-        if one.state in (COMPLETE, PRUNED) or (one.state == FAILED and "error" in one.user_attrs)
+        if one.state in (COMPLETE, PRUNED, FAILED) and not was_killed(one)
     ]
 
 

@@ -50,8 +50,7 @@ class Search:
 def run_trial(search: Search, *, own_process: bool = False) -> None:
     """Draw the values of a new trial, train with them, and tell the study how that went; an error ends the trial alone."""
     study = search.open()
-    drawn = len(studies.finished(study)) + len(study.get_trials(deepcopy=False, states=(studies.RUNNING,)))
-    study.sampler = studies.sampler(search.sampler, search.seed, drawn, search.parameters, search.jobs > 1)
+    study.sampler = studies.TrialSampler(study, search.sampler, search.seed, search.parameters, search.jobs > 1)
 
     def objective(trial: Any) -> float:
         trial.set_user_attr("process", studies.this_process())
