@@ -28,7 +28,7 @@ from arclight.recipe import RecipeError, explain, read
 from arclight.text.data.data_settings import Pretrained
 from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import TrainerSettings
-from arclight.vision.tasks.settings import DetectionTask
+from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {
@@ -38,7 +38,8 @@ WHOLE_LINE = {
 }
 """Numbers without an interval, and why."""
 REQUIRED: dict[type, dict[str, Any]] = {
-    Noise: {"clip": 1.0, "multiplier": 1.0}, DetectionTask: {"data": Path("data.yaml")}, Pretrained: {"path": Path("tok")},
+    Noise: {"clip": 1.0, "multiplier": 1.0}, Pretrained: {"path": Path("tok")},
+    **{task: {"data": Path("data.yaml")} for task in (DetectionTask, SegmentationTask, ClassificationTask)},
     Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
 }  # fmt: skip
 Member = tuple[type, tuple[Interval, ...]]

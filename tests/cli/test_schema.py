@@ -10,11 +10,19 @@ from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.recipe import MISSING, RecipeError, Setting, explain, read, write
 from arclight.text.settings import LanguageTask
-from arclight.vision.tasks.settings import DetectionTask
+from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask
 
 shipped = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
-TASKS = {"detection": DetectionTask, "language": LanguageTask}
-BASE: dict[str, dict[str, object]] = {"detection": {"kind": "detection", "data": "x"}, "language": {"kind": "language"}}
+TASKS = {
+    "detection": DetectionTask,
+    "segmentation": SegmentationTask,
+    "classification": ClassificationTask,
+    "language": LanguageTask,
+}
+BASE: dict[str, dict[str, object]] = {
+    **{kind: {"kind": kind, "data": "x"} for kind in ("detection", "segmentation", "classification")},
+    "language": {"kind": "language"},
+}
 settings = [("detection", setting) for setting in explain(Recipe) if not setting.path.startswith("task")]
 settings += [(task, setting) for task, schema in TASKS.items() for setting in explain(schema, "task")]
 HOLDERS = {

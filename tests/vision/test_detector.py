@@ -35,7 +35,7 @@ from arclight.vision.data.images import decode_image
 from arclight.vision.qris.scenes.generate import generate
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.results.plots import DetectionPlots, write_predictions
-from arclight.vision.tasks.deployment import evaluate_program, export_detector
+from arclight.vision.tasks.deployment import evaluate_program, export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
 from arclight.vision.tasks.settings import DetectionTask
 
@@ -209,7 +209,7 @@ def test_missing_weights_are_an_error_wherever_they_are_needed(scenes: Path, tmp
     photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
     for use in (
         lambda detector: detector.eval()(torch.zeros(1, 3, 64, 64)),
-        lambda detector: export_detector(detector, tmp_path / "a.onnx", photos),
+        lambda detector: export_module(detector, tmp_path / "a.onnx", photos),
     ):
         with pytest.raises((CheckpointError, OSError), match=r"missing\.pt"):
             use(Detector(task, names=["qr_code"]))
@@ -237,7 +237,7 @@ def test_damaged_images_are_neither_shown_nor_measured(scenes: Path, tmp_path: P
     photos.images[0].unlink()
     assert write_predictions(detector.detect, photos, tmp_path) == {}
     with pytest.raises(DatasetError, match="none of the images picked"):
-        export_detector(detector, tmp_path / "a.onnx", photos)
+        export_module(detector, tmp_path / "a.onnx", photos)
 
 
 def test_a_copy_for_inference_is_not_pickled_and_keeps_hooks() -> None:
@@ -328,7 +328,7 @@ def test_ranks_that_read_the_same_data_make_an_epoch_no_shorter(
 def test_a_program_finds_what_the_detector_finds(trained: Path, scenes: Path, tmp_path: Path) -> None:
     detector = Detector.load_from_checkpoint(trained / "end.ckpt")
     photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
-    program = export_detector(detector, tmp_path / "detector.onnx", photos)
+    program = export_module(detector, tmp_path / "detector.onnx", photos)
     images = [decode_image(path) for path in photos.images]
     batch, context = detector.processing.preprocess(images)
     with torch.inference_mode():

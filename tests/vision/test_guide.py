@@ -12,6 +12,7 @@ import torch
 from tests import warm
 from tests.test_readme import ROOT, block
 from tests.vision.conftest import write_dataset
+from tests.vision.drawn import draw_folders, draw_objects, polygon_row
 from tests.vision.mjpeg import Camera
 
 import arclight as al
@@ -84,3 +85,20 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
         video = cv2.VideoCapture(f"marked/{name}.mp4")
         assert video.get(cv2.CAP_PROP_FRAME_COUNT) == frames
     assert len(Path("found.jsonl").read_text().splitlines()) == 4
+
+
+def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the section run one after the other, on drawn shapes and for a step."""
+    shown = commands("Tasks")
+    assert len(shown) == 8
+    monkeypatch.chdir(tmp_path)
+    draw_objects(Path("shapes"), polygon_row)
+    draw_folders(Path("folders"))
+    short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
+    quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
+    for verb, *words in shown:
+        assert not main([verb, *words, *(short + quick if verb == "train" else [])]), (verb, words)
+    assert len(list(Path("marked").iterdir())) == 6
+    assert all(
+        Path(name).stat().st_size for name in ("segmenter.onnx", "classifier.onnx", "found.json", "classes.json")
+    )

@@ -1,4 +1,4 @@
-"""Images: object detectors and their data, and the QRIS payment codes among the objects.
+"""Images: detectors, segmenters and classifiers and their data, and the QRIS payment codes among the objects.
 
 Labelled photos come in through `data`, photos and videos to predict on through `inputs`; `models` are the networks, `tasks`
 what trains and deploys them, `results` what they find and how good that is. `boxes` is the geometry that these share; `qris`
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from arclight.vision.models.yolov5 import build_model as build_model
     from arclight.vision.models.yolov5 import fuse as fuse
     from arclight.vision.results.detections import Detections as Detections
+    from arclight.vision.tasks.classification import Classifier as Classifier
     from arclight.vision.tasks.detection import Detector as Detector
+    from arclight.vision.tasks.detection import Segmenter as Segmenter
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "Classifier": "arclight.vision.tasks.classification",
         "Detections": "arclight.vision.results.detections",
         "Detector": "arclight.vision.tasks.detection",
+        "Segmenter": "arclight.vision.tasks.detection",
         "build_model": "arclight.vision.models.yolov5",
         "fuse": "arclight.vision.models.yolov5",
         "letterbox": "arclight.vision.data.letterbox",

@@ -85,16 +85,19 @@ def nms(
     top_k: int | None = TOP_K,
     multi_label: bool = False,
     agnostic: bool = False,
+    extra: int = 0,
 ) -> list[Tensor]:
-    """Select each image's boxes from decoded predictions (N, A, 5 + C), best first.
+    """Select each image's boxes from decoded predictions (N, A, 5 + C + extra), best first.
 
-    Returns N tensors (k, 6), k <= max_det: xyxy, confidence = objectness x class score, class. Boxes suppress only
+    Returns N tensors (k, 6 + extra), k <= max_det: xyxy, confidence = objectness x class score, class, what is extra. Boxes suppress only
     boxes of their class, or with ``agnostic`` those of all. ``multi_label`` lets a position name several classes (validation), else it names its best.
     Only the ``top_k`` most confident candidates are considered (None: all). The result depends on the numbers alone,
     never on time or load: equal confidences rank by position, then by class.
     """
     return [
-        _nms_image(image, conf_threshold, iou_threshold, max_det, top_k, multi_label=multi_label, agnostic=agnostic)
+        _nms_image(
+            image, conf_threshold, iou_threshold, max_det, top_k, extra, multi_label=multi_label, agnostic=agnostic
+        )
         for image in predictions.float()
     ]
 
@@ -105,21 +108,23 @@ def _nms_image(
     iou_threshold: float,
     max_det: int,
     top_k: int | None,
+    extra: int,
     *,
     multi_label: bool,
     agnostic: bool,
 ) -> Tensor:
-    num_classes = prediction.shape[1] - 5
+    end = prediction.shape[1] - extra
+    num_classes = end - 5
     objectness = prediction[:, 4]
     likely = objectness > conf_threshold  # class scores are at most 1: the other positions cannot reach the threshold
     if top_k is not None and num_classes >= _MANY_CLASSES and len(prediction) > 2 * top_k:
         # The surest positions' worst confidence bounds what positions of less objectness could reach: most are never looked at.
         surest = prediction[objectness.topk(top_k, sorted=False).indices]
-        reached = (surest[:, 4] * surest[:, 5:].amax(dim=1)).nan_to_num(nan=0.0)  # what is no number bounds nothing
+        reached = (surest[:, 4] * surest[:, 5:end].amax(dim=1)).nan_to_num(nan=0.0)  # what is no number bounds nothing
         likely &= objectness >= reached.min()
     if len(positions := torch.nonzero(likely).squeeze(1)) < len(prediction):
         prediction = prediction[positions]
-    best = (prediction[:, 4] * prediction[:, 5:].amax(dim=1)).nan_to_num(nan=-1.0)  # topk takes NaN for the largest
+    best = (prediction[:, 4] * prediction[:, 5:end].amax(dim=1)).nan_to_num(nan=-1.0)  # topk takes NaN for the largest
     # A position outside the first top_k by its best class is preceded by top_k candidates: dropping it changes nothing.
     positions = _ranked(best, conf_threshold, top_k)
     if multi_label:
@@ -127,14 +132,15 @@ def _nms_image(
             best[positions[-1:]] if len(positions) == top_k else None
         )  # top_k scores reach it: lower ones cannot rank
         positions = positions.sort().values  # so that equal confidences rank by position, then by class
-        scores = (prediction[positions, 5:] * prediction[positions, 4:5]).flatten()  # of positions without NaN
+        scores = (prediction[positions, 5:end] * prediction[positions, 4:5]).flatten()  # of positions without NaN
         ranked = _ranked(scores, conf_threshold, top_k, floor)
         positions, classes, confidence = positions[ranked // num_classes], ranked % num_classes, scores[ranked]
     else:
-        classes, confidence = prediction[positions, 5:].argmax(dim=1), best[positions]
+        classes, confidence = prediction[positions, 5:end].argmax(dim=1), best[positions]
     boxes = xywh_to_xyxy(prediction[positions, :4])
     kept = greedy_nms(boxes, torch.zeros_like(classes) if agnostic else classes, iou_threshold, max_det)
-    return torch.cat((boxes[kept], confidence[kept, None], classes[kept, None].to(boxes.dtype)), dim=1)
+    rows = [boxes[kept], confidence[kept, None], classes[kept, None].to(boxes.dtype)]
+    return torch.cat((*rows, prediction[positions[kept], end:]) if extra else rows, dim=1)
 
 
 def _ranked(scores: Tensor, threshold: float, limit: int | None, floor: Tensor | None = None) -> Tensor:

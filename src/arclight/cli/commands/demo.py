@@ -141,12 +141,12 @@ class Demo:
 
     def export(self, detector: Detector, dataset: DetectionDataset) -> dict[str, Program]:
         from arclight.deploy.parity import parity_summary
-        from arclight.vision.tasks.deployment import export_detector
+        from arclight.vision.tasks.deployment import export_module
 
         programs = {}
         for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
             path = self.folder / "programs" / f"detector-{name}.onnx"
-            programs[name] = export_detector(detector, path, dataset, int8)
+            programs[name] = export_module(detector, path, dataset, int8)
             size = f"{programs[name].nbytes / 1e6:.1f} MB"
             self.say(f"{name} program: {path}, {size}, {parity_summary(programs[name].metadata)}")
         return programs

@@ -1,4 +1,4 @@
-"""``arclight export`` and ``arclight quantize``: write a trained detector as a program file."""
+"""``arclight export`` and ``arclight quantize``: write a trained model as a program file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def export(arguments: list[str]) -> None:
         return language.export(arguments)
     _write(
         "export",
-        "Write a trained detector as a float32 program. For the run of a language model: arclight export RUN --help.",
+        "Write a trained vision model as a float32 program. For the run of a language model: arclight export RUN --help.",
         arguments,
         int8=False,
     )
@@ -28,7 +28,7 @@ def quantize(arguments: list[str]) -> None:
         return language.quantize(arguments)
     _write(
         "quantize",
-        "Quantize a trained detector to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
+        "Quantize a trained vision model to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
         "arclight quantize RUN --help.",
         arguments,
         int8=True,
@@ -45,7 +45,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     parser.add_argument(
         "--data",
         type=Path,
-        metavar="YAML",
+        metavar="PATH",
         help="images to verify (and calibrate) with (default: the data it was trained on)",
     )
     if int8:
@@ -70,26 +70,21 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     check_program_name(options.out)
 
     from arclight.deploy.parity import parity_summary
-    from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
-    from arclight.vision.tasks.deployment import export_detector
-    from arclight.vision.tasks.detection import Detector
+    from arclight.vision.tasks.deployment import export_module
 
-    detector = load_vision_module(options.checkpoint)
-    if not isinstance(detector, Detector):
-        raise UsageError(f"{options.checkpoint} holds a {type(detector).__name__}: only detectors are exported")
-    settings = detector.settings
-    data = options.data or settings.data
-    if not data.exists():
+    module = load_vision_module(options.checkpoint)
+    settings = module.settings.with_data(str(options.data or module.settings.data))
+    if not settings.data.exists():
         raise UsageError(
-            f"{data}, the data this detector was trained on, is not here: name images to verify the program with --data"
+            f"{settings.data}, the data this model was trained on, is not here: name images to verify the program with --data"
         )
-    dataset = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
+    dataset = settings.data_class()(settings).calibration_dataset()
     recipe = (
         Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip))
         if int8
         else None
     )
     with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
-        program = export_detector(detector, options.out, dataset, recipe)
+        program = export_module(module, options.out, dataset, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program.metadata)}")

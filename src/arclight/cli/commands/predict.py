@@ -64,7 +64,7 @@ def predict(arguments: list[str]) -> int:
             for prediction in predictions(source, detect, options.batch, following.start(confidence)):
                 for writer in writers:
                     writer.write(prediction)
-                print(f"{prediction.name}: {summary(prediction.found.labels)}")
+                print(f"{prediction.name}: {prediction.found.summary()}")
                 counts.update(images=1, objects=len(prediction.found))
         except SourceError as error:
             lost = error  # what was found before is kept
@@ -164,7 +164,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arclight predict",
         usage="arclight predict RUN SOURCE [SOURCE ...] [options], or arclight predict SOURCE [SOURCE ...] --program FILE [options]",
-        description="Find objects in images, videos, cameras and streams, with the best checkpoint of a detector's run or with an exported "
+        description="Find objects in images, videos, cameras and streams, or say their class, with the best checkpoint of a run or with an exported "
         "program; or, with package.module:Model first, predict with a module of your own. With the run of a language model first, generate text: "
         "arclight predict RUN --prompt TEXT; RUN --help says more.",
     )
@@ -176,7 +176,7 @@ def _parser() -> Parser:
         "'screen', a file of sources by line (.streams), or - for paths by line of standard input; before them, without --program, "
         "a run folder or a checkpoint, or several, whose boxes are brought together",
     )
-    parser.add_argument("--program", type=Path, metavar="FILE", help="exported detector (.onnx)")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="exported program (.onnx)")
     parser.add_argument(
         "--conf", type=_share, metavar="P", help="confidence threshold, in [0, 1] (default: as in training)"
     )
@@ -304,7 +304,11 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
         "max_det": options.max_det if options.classes is None else TOP_K,  # other classes take no places
     }  # fmt: skip
     changed = {name: value for name, value in given.items() if value is not None}
-    members, sources = (_program if options.program is not None else _runs)(options, changed)
+    try:
+        members, sources = (_program if options.program is not None else _runs)(options, changed)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    _check_head(options, members)
     names, confidence = members[0].names, members[0].confidence
     if options.classes is not None and (unknown := [name for name in options.classes if name not in names]):
         raise UsageError(f"--classes: {unknown[0]!r} is no class of this detector: it finds {', '.join(names)}")
@@ -313,6 +317,8 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
             f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; they cannot be brought together"
         )
     detect = _widened(options, [member.detect for member in members])
+    if members[0].head == "classify":
+        return detect, sources, confidence
     kept = options.max_det or MAX_DET  # of all slices and copies together
 
     def chosen(images: Sequence[Any]) -> list[Detections]:
@@ -326,11 +332,27 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """One detector: what detects, the classes that it finds, and its confidence threshold."""
+    """One model: what predicts, the head of its network, the classes that it knows, and its confidence threshold."""
 
     detect: Detect
+    head: str
     names: list[str]
     confidence: float
+
+
+def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
+    """Raise UsageError for what was asked for and a classifier, or a segmenter, cannot do."""
+    again = {"--slice": options.slice is not None, "--augment": options.augment, "several runs": len(members) > 1}
+    boxes = {
+        "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None
+    }  # fmt: skip
+    heads = {member.head for member in members}
+    if "classify" in heads and (asked := [flag for flag, given in (boxes | again).items() if given]):
+        raise UsageError(f"{asked[0]}: that is for boxes, and a classifier finds none: leave it out")
+    if "segment" in heads and (asked := [flag for flag, given in again.items() if given]):
+        raise UsageError(
+            f"{asked[0]}: boxes that are brought together lose their masks: leave it out, or use a detector"
+        )
 
 
 def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
@@ -350,7 +372,9 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
 
 def _wanted(options: argparse.Namespace, processing: Any, changed: dict[str, Any]) -> Any:
     """Return the processing with what was asked for, and the doubtful boxes that a tracker wants."""
-    used = dataclasses.replace(processing, **changed)
+    from arclight.vision.tasks.processing import with_fields
+
+    used = with_fields(processing, changed)
     if options.track is None:
         return used
     from arclight.vision.tracking.tracks import confidence_wanted
@@ -359,14 +383,15 @@ def _wanted(options: argparse.Namespace, processing: Any, changed: dict[str, Any
 
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
-    from arclight.vision.tasks.processing import load_detector_program
+    from arclight.deploy import Program
+    from arclight.vision.tasks.processing import load_vision_program
 
-    program: Any = load_detector_program(options.program, **changed)
-    confidence = program.processing.conf_threshold
-    used = _wanted(options, program.processing, {})
-    if used != program.processing:
-        program = load_detector_program(options.program, **changed, conf_threshold=used.conf_threshold)
-    return [_Member(program.predict, program.metadata["names"], confidence)], options.source
+    program: Any = load_vision_program(options.program, **changed)
+    head = program.metadata["task"]
+    confidence = 0.0 if head == "classify" else program.processing.conf_threshold
+    if head != "classify" and (used := _wanted(options, program.processing, {})) != program.processing:
+        program = Program.load(options.program, processing=used)
+    return [_Member(program.predict, head, program.metadata["names"], confidence)], options.source
 
 
 def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
@@ -385,19 +410,21 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
 
     import torch
 
+    from arclight.vision.tasks.processing import with_fields
+
     members = []
     for run in runs:
         detector = load_vision_module(Path(run)).to("cuda" if torch.cuda.is_available() else "cpu")
-        used = _wanted(options, detector.processing, changed)
-        confidence = changed.get("conf_threshold", detector.processing.conf_threshold)
-        members.append(_Member(functools.partial(detector.predict, processing=used), detector.names, confidence))
+        head = detector.head
+        used = (
+            _wanted(options, detector.processing, changed)
+            if head != "classify"
+            else with_fields(detector.processing, changed)
+        )
+        confidence = 0.0 if head == "classify" else changed.get("conf_threshold", detector.processing.conf_threshold)
+        members.append(_Member(functools.partial(detector.predict, processing=used), head, detector.names, confidence))
     return members, sources
 
 
 def _is_run(word: str) -> bool:
     return run_folder(Path(word)) is not None or (Path(word) / "manifest.json").is_file()
-
-
-def summary(labels: list[str]) -> str:
-    """Counts by class, as in "2 person, 1 dog"."""
-    return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"

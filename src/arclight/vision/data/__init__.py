@@ -1,6 +1,7 @@
-"""Images with boxes on their way to a model, from files to batches.
+"""Images with boxes or classes on their way to a model, from files to batches.
 
 Files of a YOLO-format data set come in: `data_yaml` says where they are, `labels` checks them, `site_split` picks those of
 one federated site. Bytes become pixels in `images`, which `image_headers` guards against hostile files. Out go the batches
-of `dataset`, letterboxed (`letterbox`) or augmented (`augment`, by `augment_settings`). Open `dataset` first.
+of `dataset`, letterboxed (`letterbox`) or augmented (`augment`, by `augment_settings`); `image_folder` is that for classes of
+whole images. Open `dataset` first.
 """

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.fabric.extras import require
-from arclight.vision.data.augment_settings import Augment
+from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.images import Image
 from arclight.vision.data.letterbox import GREY
 
 cv2 = require("cv2", extra="vision")
 
 Boxes = NDArray[np.float32]
+Points = NDArray[np.floating]
 Matrix = NDArray[np.float64]
 Labelled = tuple[Image, Boxes]
 
@@ -83,21 +84,29 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator) -> Labelled:
     """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
 
-    The rectangle of each box is what is copied, as it is: neither mirrored nor turned (the idea: arXiv 2012.07177).
+    What is copied is within the outline of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea:
+    arXiv 2012.07177).
     """
     image, boxes = labelled
     pixels, candidates = source
     height, width = image.shape[:2]
     pasted = [boxes]
     for row in candidates[rng.permutation(len(candidates))[:MAX_PASTED]]:
-        x1, y1, x2, y2 = row[1:].round().astype(int).clip(0, [*pixels.shape[1::-1]] * 2).tolist()
+        x1, y1, x2, y2 = row[1:5].round().astype(int).clip(0, [*pixels.shape[1::-1]] * 2).tolist()
         left = int(rng.integers(0, max(width - (x2 - x1), 0) + 1))
         top = int(rng.integers(0, max(height - (y2 - y1), 0) + 1))
         if min(x2 - x1, y2 - y1) < MIN_SIDE or x2 - x1 > width or y2 - y1 > height:
             continue
         place = np.array([[row[0], left, top, left + x2 - x1, top + y2 - y1]], np.float32)
+        outline = row[None, 5:] + np.tile(np.array([left - x1, top - y1], np.float32), len(row[5:]) // 2)
+        place = np.concatenate((place, outline), 1)
         if _hidden(np.concatenate(pasted), place[0]).max(initial=0.0) <= MAX_HIDDEN:
-            image[top : top + y2 - y1, left : left + x2 - x1] = pixels[y1:y2, x1:x2]
+            seen = np.ones((y2 - y1, x2 - x1), np.uint8) if len(row) == 5 else np.zeros((y2 - y1, x2 - x1), np.uint8)
+            if len(row) > 5:
+                cv2.fillPoly(
+                    seen, [((row[5:].reshape(-1, 2) - (x1 + 0.5, y1 + 0.5)) * 16).round().astype(np.int32)], 1, shift=4
+                )
+            image[top : top + y2 - y1, left : left + x2 - x1][seen > 0] = pixels[y1:y2, x1:x2][seen > 0]
             pasted.append(place)
     return image, np.concatenate(pasted)
 
@@ -143,12 +152,33 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
     """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen."""
     if len(boxes) == 0:
         return boxes
-    corners = _project(matrix, boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]].reshape(-1, 2)).reshape(-1, 4, 2)
-    whole = np.concatenate((corners.min(1), corners.max(1)), 1)
+    outlined = boxes.shape[1] > 5
+    corners = boxes[:, 5:] if outlined else boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]]
+    points = _project(matrix, corners.reshape(-1, 2)).reshape(len(boxes), -1, 2)
+    whole = np.concatenate((points.min(1), points.max(1)), 1)
     seen = whole.clip(0, size)
+    if outlined:
+        for row in np.flatnonzero((whole != seen).any(1)):
+            inside = clip_outline(points[row], size)
+            seen[row] = (*inside.min(0), *inside.max(0)) if len(inside) else 0
     sides, whole_sides = seen[:, 2:] - seen[:, :2], whole[:, 2:] - whole[:, :2]
     keep = (sides.min(1) >= MIN_SIDE) & (sides.prod(1) >= MIN_VISIBLE * whole_sides.prod(1))
-    return np.concatenate((boxes[keep, :1], seen[keep]), 1, dtype=np.float32)
+    outlines = [points[keep].reshape(-1, boxes.shape[1] - 5)] if outlined else []
+    return np.concatenate((boxes[keep, :1], seen[keep], *outlines), 1, dtype=np.float32)
+
+
+def clip_outline(points: Points, size: int) -> Points:
+    """Cut the outline (k, 2) at the sides of the square of ``size`` pixels (Sutherland and Hodgman 1974); empty if all is outside."""
+    for axis, limit, sign in ((0, 0, 1), (0, size, -1), (1, 0, 1), (1, size, -1)):
+        if not len(points):
+            break
+        distance = sign * (points[:, axis] - limit)
+        following, then = np.roll(points, -1, axis=0), np.roll(distance, -1)
+        crosses = (distance >= 0) != (then >= 0)
+        share = np.divide(distance, distance - then, out=np.zeros_like(distance), where=crosses)
+        both = np.stack((points, points + share[:, None] * (following - points)), 1)
+        points = both[np.stack((distance >= 0, crosses), 1)]
+    return points
 
 
 def never_mirrored(names: Sequence[str], augment: Augment) -> frozenset[int]:
@@ -168,10 +198,16 @@ def flip(
     may = not fixed or fixed.isdisjoint(boxes[:, 0].astype(int).tolist())
     if rng.random() < augment.fliplr and may:
         image = cv2.flip(image, 1)
+        points = boxes[:, 5:].copy()
+        points[:, ::2] = width - points[:, ::2]
         boxes = np.stack((boxes[:, 0], width - boxes[:, 3], boxes[:, 2], width - boxes[:, 1], boxes[:, 4]), 1)
+        boxes = np.concatenate((boxes, points), 1)
     if rng.random() < augment.flipud and may:
         image = cv2.flip(image, 0)
+        points = boxes[:, 5:].copy()
+        points[:, 1::2] = height - points[:, 1::2]
         boxes = np.stack((boxes[:, 0], boxes[:, 1], height - boxes[:, 4], boxes[:, 3], height - boxes[:, 2]), 1)
+        boxes = np.concatenate((boxes, points), 1)
     return image, boxes
 
 
@@ -182,7 +218,7 @@ def mixup(first: Labelled, second: Labelled, rng: np.random.Generator) -> Labell
     return image, np.concatenate((first[1], second[1]))
 
 
-def hsv_jitter(image: Image, rng: np.random.Generator, augment: Augment) -> Image:
+def hsv_jitter(image: Image, rng: np.random.Generator, augment: Augment | CropAugment) -> Image:
     """Multiply hue, saturation and value of the whole image by random gains."""
     ranges = np.array([augment.hsv_h, augment.hsv_s, augment.hsv_v])
     gains = 1 + rng.uniform(-1, 1, 3) * ranges

@@ -119,3 +119,21 @@ class Objects365(ScratchLow):
 
 
 AnyAugment = Augment | NoAugment | ScratchLow | ScratchMed | ScratchHigh | PascalVOC | Objects365
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropAugment(Checked):
+    """Random changes to training images that have one class each."""
+
+    min_area: Annotated[float, Interval(gt=0, le=1)] = 0.25
+    """Smallest part of an image that is cut out, as a share of its area; 1 keeps nearly all of it."""
+    hsv_h: Fraction = 0.015
+    """Largest change of hue, share of the circle."""
+    hsv_s: Fraction = 0.4
+    """Largest change of saturation, share."""
+    hsv_v: Fraction = 0.4
+    """Largest change of brightness, share."""
+    fliplr: Fraction = 0.5
+    """Probability of mirroring left-right, in [0, 1]; set it to 0 for codes and text."""
+    flipud: Fraction = 0.0
+    """Probability of mirroring top-bottom, in [0, 1]."""

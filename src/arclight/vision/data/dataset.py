@@ -25,7 +25,7 @@ from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
-from arclight.vision.data.labels import DatasetError, DatasetReport, check_labels
+from arclight.vision.data.labels import DatasetError, DatasetReport, Geometry, Points, check_labels
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 __all__ = ["DataSpec", "DatasetError", "DatasetReport", "DetectionDataset", "Sample", "collate", "read_data_yaml"]
 
+MASK_STRIDE = 4
+"""Pixels of the square per cell of masks."""
 RECENT_BYTES = 128 * 2**20
 """Decoded training images that each process keeps from batch to batch."""
 
@@ -54,6 +56,10 @@ class Sample:
     """(height, width) of the original, pixels; None for training images."""
     letterbox: Letterbox | None = None
     """How the original went into the square; None for training images."""
+    mask: Tensor | None = None
+    """(S / 4, S / 4) int16: 0, or the row of targets that is seen there, counted from 1; None for labels without outlines."""
+    outlines: tuple[Points, ...] | None = None
+    """Outlines (k, 2) in pixels of the square, one of each target; None for training images and labels without outlines."""
 
 
 class BatchBuffer(list[Sample]):
@@ -64,18 +70,19 @@ class BatchBuffer(list[Sample]):
         self.size = size
         self.images = torch.empty(count, 3, size, size, dtype=torch.uint8)
 
-    def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any) -> None:
+    def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any, **more: Any) -> None:
         """Append a sample; ``image`` (S, S, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
         planes = self.images[len(self)]
         cv2.split(image, list(planes.numpy()))
-        self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed))
+        self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed, **more))
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
     Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square. Batches of
-    validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image.
+    validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image. Batches
+    of outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation, ``outlines``; see `Sample`.
     """
     rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
     if isinstance(samples, BatchBuffer):
@@ -90,7 +97,26 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     if all(sample.letterbox is not None for sample in samples):
         batch["shapes"] = [sample.shape for sample in samples]
         batch["letterbox"] = [sample.letterbox for sample in samples]
+    if samples and samples[0].mask is not None:
+        batch["masks"] = torch.stack([sample.mask for sample in samples if sample.mask is not None])
+        if samples[0].outlines is not None:
+            batch["outlines"] = [sample.outlines for sample in samples]
     return batch
+
+
+def draw_masks(outlines: Sequence[Points], size: int) -> Tensor:
+    """Draw outlines (k, 2) in pixels of a square of ``size`` as one map (size / 4, size / 4) int16 of their numbers from 1.
+
+    Where several lie, the smallest is seen: it is the one in front, or it could not be seen at all.
+    """
+    canvas = np.zeros((size, size), np.int16)
+    area = [cv2.contourArea(points.astype(np.float32)) for points in outlines]
+    for number in sorted(range(len(outlines)), key=lambda i: -area[i]):
+        # OpenCV's coordinates count from the centre of the first pixel, here in sixteenths.
+        pixels = ((outlines[number] - 0.5).clip(-size, 2 * size) * 16).round().astype(np.int32)
+        cv2.fillPoly(canvas, [pixels], number + 1, shift=4)
+    half = MASK_STRIDE // 2
+    return torch.from_numpy(np.ascontiguousarray(canvas[half::MASK_STRIDE, half::MASK_STRIDE]))
 
 
 class _DecodedImage(NamedTuple):
@@ -134,6 +160,7 @@ class DetectionDataset(Dataset[Sample]):
         multi_scale: float = 0.0,
         stride: int = 32,
         image_weights: bool = False,
+        outlines: Sequence[Sequence[Points]] | None = None,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
@@ -153,6 +180,8 @@ class DetectionDataset(Dataset[Sample]):
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._weights = draw_weights(self.labels) if image_weights else None
+        self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
+        self._points = max((len(points) for of_image in self.outlines or () for points in of_image), default=0)
         self.mosaic_open = True
         self.mix, self.epoch = mix, 0
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
@@ -172,6 +201,7 @@ class DetectionDataset(Dataset[Sample]):
         cache_labels: bool = True,
         selection: SiteSplit | None = None,
         mix: Sequence[MixedData] = (),
+        geometry: Geometry = "boxes",
         **settings: Any,
     ) -> DetectionDataset:
         """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
@@ -180,21 +210,25 @@ class DetectionDataset(Dataset[Sample]):
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
         come into each epoch. Raises DatasetError where nothing usable is found.
         """
-        found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels)
+        found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=geometry)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
         settings = {"names": spec.names, "report": found.report, **settings}
         images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
-        if not mix:
-            return cls(images, labels, **settings)
+        outlines = None if found.outlines is None else [found.outlines[i] for i in own]
         sizes = [len(images)]
         for source in mix:
             other = read_data_yaml(source.data)
             numbers = np.array(source.class_numbers(other, spec.names), np.float32)
-            added = check_labels(other.images("train"), len(other.names), name="train", cache=cache_labels)
+            added = check_labels(
+                other.images("train"), len(other.names), name="train", cache=cache_labels, geometry=geometry
+            )
             images += added.images
             labels += [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
+            if outlines is not None:
+                outlines += added.outlines or []
             sizes.append(len(added.images))
-        return cls(images, labels, mix=EpochMix(sizes, [source.weight for source in mix]), **settings)
+        mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
+        return cls(images, labels, outlines=outlines, mix=mixed, **settings)
 
     @property
     def damaged(self) -> int:
@@ -250,7 +284,14 @@ class DetectionDataset(Dataset[Sample]):
         targets[:, 1:] *= np.array([width, height, width, height]) * scale
         targets[:, 1:3] += (pad_x, pad_y)
         targets[:, 1:] /= self.image_size
-        samples.add(square, targets, self.images[index], (height, width), placed)
+        more: dict[str, Any] = {}
+        if self.outlines is not None:
+            corner = np.array([pad_x, pad_y], np.float32)
+            outlines = tuple(
+                points * np.array([width, height], np.float32) * scale + corner for points in self.outlines[index]
+            )
+            more = {"mask": draw_masks(outlines, self.image_size), "outlines": outlines}
+        samples.add(square, targets, self.images[index], (height, width), placed, **more)
 
     # Training
 
@@ -269,11 +310,13 @@ class DetectionDataset(Dataset[Sample]):
             image = cv2.resize(
                 image, (samples.size, samples.size), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
             )
-        targets = boxes.copy()
+        targets = boxes[:, :5].copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
-        samples.add(image, targets, self._decoded(index).path)
+        outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (samples.size / self.image_size)
+        mask = None if self.outlines is None else draw_masks(list(outlines), samples.size)
+        samples.add(image, targets, self._decoded(index).path, mask=mask)
 
     def _compose(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
@@ -303,6 +346,10 @@ class DetectionDataset(Dataset[Sample]):
         rows = self.labels[index]
         low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, :1], low * (width, height), high * (width, height)), 1, dtype=np.float32)
+        if self.outlines is not None:
+            boxes = np.concatenate(
+                (boxes, self._padded(index) * np.tile((width, height), self._points)), 1, dtype=np.float32
+            )
         return _DecodedImage(image, boxes, self.images[index])
 
     def _kept(self, path: Path) -> Image:
@@ -327,6 +374,15 @@ class DetectionDataset(Dataset[Sample]):
             finally:
                 part.unlink(missing_ok=True)
         return image
+
+    def _padded(self, index: int) -> NDArray[np.float32]:
+        """(n, 2 P) outlines of an image, as long as the longest of all: the last point of a shorter one is repeated."""
+        assert self.outlines is not None
+        rows = [
+            np.concatenate((points, np.repeat(points[-1:], self._points - len(points), axis=0)))
+            for points in self.outlines[index]
+        ]
+        return np.array(rows, np.float32).reshape(len(rows), 2 * self._points)
 
     def _drop_oldest(self) -> None:
         # Only between batches: within one, each image is decoded once whatever its size.

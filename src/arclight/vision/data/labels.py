@@ -8,11 +8,12 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,10 @@ TOLERANCE = 1e-3
 """Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
 
 CACHE_FORMAT = 3
+
+Points = NDArray[np.float32]
+Geometry = Literal["boxes", "polygons"]
+"""What rows of labels are read as: boxes, of which a polygon has one, or polygons alone."""
 
 
 class DatasetError(ValueError):
@@ -109,7 +114,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Usable images of one split, in order, with their boxes."""
+    """Usable images of one split, in order, with their boxes, and their outlines where those were asked for."""
 
     images: list[Path]
     labels: list[NDArray[np.float32]]
@@ -119,6 +124,8 @@ class LabelledImages:
     report: DatasetReport
     lines: list[NDArray[np.int32]]
     """Per image (n,): the line of its label file that each box stands in, from 1."""
+    outlines: list[list[Points]] | None = None
+    """Per image the outline (k, 2) of each of its boxes, in [0, 1] of the image; None for boxes alone."""
 
 
 @dataclass
@@ -126,6 +133,7 @@ class LabelRows:
     """The readable rows of one label file and the faults of the others."""
 
     rows: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
+    outlines: list[Points] = field(default_factory=list)
     problems: list[FileProblem] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     """The line of each row, from 1."""
@@ -161,10 +169,11 @@ def label_path(image: Path) -> Path:
     return Path(*parts, image.stem + ".txt")
 
 
-def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
+def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "boxes") -> LabelRows:
     """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
 
-    The box of a polygon is its hull. ``path`` names the file in the problems found.
+    The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults. ``path`` names the file in the
+    problems found.
     """
     result = LabelRows()
     boxes: dict[tuple[float, ...], int] = {}
@@ -173,25 +182,29 @@ def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
         if not fields:
             continue
         try:
-            row, clipped = _parse_row(fields, num_classes)
+            row, clipped, outline = _parse_row(fields, num_classes, geometry)
         except ValueError as error:
             result.problems.append(FileProblem(path, number, str(error)))
             result.out_of_range += isinstance(error, _OutOfRangeError)
             continue
-        if row in boxes:
-            result.repeated.append(FileProblem(path, number, f"repeats line {boxes[row]}"))
+        if (key := (*row, *outline)) in boxes:
+            result.repeated.append(FileProblem(path, number, f"repeats line {boxes[key]}"))
             continue
-        boxes[row] = number
+        boxes[key] = number
+        if geometry != "boxes":
+            result.outlines.append(np.array(outline, np.float32).reshape(-1, 2))
         if clipped:
             result.cut.append(FileProblem(path, number, "the box reaches out of its image: it is cut at the edge"))
     result.empty = not boxes and not result.problems
     if boxes:
-        result.rows, result.lines = np.array(list(boxes), np.float32), list(boxes.values())
+        result.rows, result.lines = np.array([row[:5] for row in boxes], np.float32), list(boxes.values())
     return result
 
 
-def _parse_row(fields: list[str], num_classes: int) -> tuple[tuple[float, ...], bool]:
-    """Parse (class, cx, cy, w, h), and if the box was cut at the image's edge.
+def _parse_row(
+    fields: list[str], num_classes: int, geometry: Geometry
+) -> tuple[tuple[float, ...], bool, tuple[float, ...]]:
+    """Parse (class, cx, cy, w, h), if the box was cut at the image's edge, and the outline's coordinates if wanted.
 
     Raises ValueError saying why not.
     """
@@ -205,6 +218,8 @@ def _parse_row(fields: list[str], num_classes: int) -> tuple[tuple[float, ...], 
         raise ValueError(
             f"{len(values)} numbers: a box has 5 (class cx cy w h), a polygon 1 + 2 for each of 3 or more points"
         )
+    if len(values) == 5 and geometry == "polygons":
+        raise ValueError("a box, and this task learns outlines: write a polygon, class x1 y1 x2 y2 x3 y3 ...")
     if not (label.is_integer() and 0 <= label < num_classes):
         raise ValueError(f"unknown class {fields[0][:40]}: the data set has classes 0 to {num_classes - 1}")
     for place, (text, value) in enumerate(zip(fields[1:], coordinates)):
@@ -227,7 +242,8 @@ def _parse_row(fields: list[str], num_classes: int) -> tuple[tuple[float, ...], 
     left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
     if right <= left or bottom <= top:
         raise ValueError("the box has no area")
-    return (label, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top), clipped
+    outline = () if geometry == "boxes" else tuple(min(max(value, 0.0), 1.0) for value in coordinates)
+    return (label, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top), clipped, outline
 
 
 def _is_number(text: str) -> bool:
@@ -242,7 +258,12 @@ def _is_number(text: str) -> bool:
 
 
 def check_labels(
-    images: Sequence[Path], num_classes: int, *, name: str = "images", cache: bool = True
+    images: Sequence[Path],
+    num_classes: int,
+    *,
+    name: str = "images",
+    cache: bool = True,
+    geometry: Geometry = "boxes",
 ) -> LabelledImages:
     """Read the labels of ``images`` and check the images themselves by their headers and ends.
 
@@ -254,11 +275,12 @@ def check_labels(
     unique = list(dict.fromkeys(images))
     if not unique:
         raise DatasetError(f"{name}: there are no images")
-    file = cache_folder(unique[0]) / f"{name}.cache.npz"
-    fingerprint = _fingerprint(unique, num_classes, len(images))
+    kind = "" if geometry == "boxes" else f".{geometry}"
+    file = cache_folder(unique[0]) / f"{name}{kind}.cache.npz"
+    fingerprint = _fingerprint(unique, num_classes, len(images)) + kind
     found = _read_cache(file, fingerprint, unique) if cache else None
     if found is None:
-        found = _scan(unique, num_classes, name, len(images) - len(unique))
+        found = _scan(unique, num_classes, name, len(images) - len(unique), geometry)
         if cache:
             _write_cache(file, fingerprint, unique, found)
     if found.report.boxes == 0 and (found.report.malformed or not found.report.empty_labels):
@@ -266,10 +288,10 @@ def check_labels(
     return found
 
 
-def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int) -> LabelledImages:
+def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int, geometry: Geometry) -> LabelledImages:
     # Threads wait for slow disks together; on a fast one this is bound by Python and they do no harm.
     with ThreadPoolExecutor(8) as pool:
-        scanned = list(pool.map(_scan_one, images, [num_classes] * len(images)))
+        scanned = list(pool.map(_scan_one, images, repeat(num_classes), repeat(geometry)))
     usable = [(image, header, rows) for image, (header, rows) in zip(images, scanned) if not isinstance(header, str)]
     every = [rows for _, rows in scanned]
     report = DatasetReport(
@@ -298,8 +320,9 @@ def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int
     )
     shapes = np.array([header.shape for _, header, _ in usable], np.int32).reshape(-1, 2)
     lines = [np.array(rows.lines, np.int32) for _, _, rows in usable]
+    outlines = None if geometry == "boxes" else [rows.outlines for _, _, rows in usable]
     return LabelledImages(
-        [image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report, lines
+        [image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report, lines, outlines
     )
 
 
@@ -314,7 +337,7 @@ def _shared_labels(images: list[Path]) -> tuple[FileProblem, ...]:
     )
 
 
-def _scan_one(image: Path, num_classes: int) -> tuple[ImageHeader | str, LabelRows]:
+def _scan_one(image: Path, num_classes: int, geometry: Geometry) -> tuple[ImageHeader | str, LabelRows]:
     """Return the header of the image, or why it cannot be used, and its labels."""
     header: ImageHeader | str
     try:
@@ -326,7 +349,7 @@ def _scan_one(image: Path, num_classes: int) -> tuple[ImageHeader | str, LabelRo
         header = error.strerror or str(error)
     path = label_path(image)
     try:
-        return header, parse_labels(path.read_text("utf-8-sig"), str(path), num_classes)
+        return header, parse_labels(path.read_text("utf-8-sig"), str(path), num_classes, geometry)
     except FileNotFoundError:
         return header, LabelRows(missing=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -378,6 +401,7 @@ def _write_cache(file: Path, fingerprint: str, images: list[Path], found: Labell
                 rows=np.concatenate([np.zeros((0, 5), np.float32), *found.labels]),
                 lines=np.concatenate([np.zeros(0, np.int32), *found.lines]),
                 shapes=found.shapes,
+                **_flat(found.outlines),
             )
         os.replace(temporary, file)
     except OSError as error:
@@ -385,6 +409,25 @@ def _write_cache(file: Path, fingerprint: str, images: list[Path], found: Labell
         warnings.warn(
             f"labels are not cached: {file}: {error.strerror or error}; they are read again each time", stacklevel=4
         )
+
+
+def _flat(outlines: list[list[Points]] | None) -> dict[str, Any]:
+    """Lay out outlines as plain arrays: all points, and how many each has."""
+    if outlines is None:
+        return {}
+    every = [points for of_image in outlines for points in of_image]
+    return {
+        "points": np.concatenate([np.zeros((0, 2), np.float32), *every]),
+        "lengths": np.array([len(points) for points in every], np.int64),
+    }
+
+
+def _unflat(stored: Mapping[str, NDArray[Any]], counts: list[int]) -> list[list[Points]]:
+    """Undo `_flat`, for images of ``counts`` boxes. Raises ValueError where these are not as many."""
+    every = iter(np.split(stored["points"], np.cumsum(stored["lengths"])[:-1]) if len(stored["lengths"]) else [])
+    if sum(counts) != len(stored["lengths"]):
+        raise ValueError("outlines and boxes are not as many")
+    return [[next(every) for _ in range(count)] for count in counts]
 
 
 def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledImages | None:
@@ -399,6 +442,7 @@ def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledIma
             ends = np.cumsum(stored["counts"])[:-1]
             labels, lines = np.split(stored["rows"], ends), np.split(stored["lines"], ends)
             kept = [image for image, usable in zip(images, stored["usable"], strict=True) if usable]
-            return LabelledImages(kept, labels, stored["shapes"], DatasetReport(**report), lines)
+            outlines = _unflat(stored, [len(rows) for rows in labels]) if "points" in stored else None
+            return LabelledImages(kept, labels, stored["shapes"], DatasetReport(**report), lines, outlines)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None

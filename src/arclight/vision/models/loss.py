@@ -218,3 +218,70 @@ def _level_loss(
         one_hot = one_hot * (1 - options.label_smoothing) + options.label_smoothing / 2
     per_match = _cross_entropy(answers[:, 5:], one_hot, options, options.cls_pos_weight).mean(-1)
     return box_loss, obj_loss, torch.where(match.mask, per_match, 0.0).sum() / matches
+
+
+def mask_loss(
+    raw: Sequence[Tensor],
+    prototypes: Tensor,
+    masks: Tensor,
+    targets: Tensor,
+    anchors: Tensor,
+    num_classes: int,
+    anchor_t: float = ANCHOR_T,
+) -> Tensor:
+    """Return the mask loss of a batch, unweighted: how far the masks of predictions that answer for objects are from these.
+
+    raw: per level (N, k, H_l, W_l, 5 + C + P) logits. prototypes: (N, P, h, w). masks: (N, h', w') number of the object seen there,
+    from 1 in the order of the image's targets, 0 for none. Others as in `yolo_loss`.
+
+    Binary cross-entropy inside the object's box, divided by the box's share of the image; a mean over an image's matches on a
+    level, summed over levels, a mean over images (YOLOv5). It reads how many matches there are, so it waits for the device.
+    """
+    device = prototypes.device
+    with torch.autocast(device.type, enabled=False):
+        maps = prototypes if prototypes.dtype == torch.float64 else prototypes.float()
+        wanted = _sampled(masks, maps.shape[-2:])
+        number = _number_in_image(targets)
+        total = maps.sum() * 0  # no match on any level: a loss that still has a gradient
+        for logits, level_anchors in zip(raw, anchors, strict=True):
+            match = assign(targets.to(maps.dtype), level_anchors, (logits.shape[2], logits.shape[3]), anchor_t)
+            chosen = torch.nonzero(match.mask).squeeze(1)
+            target = chosen // (3 * len(level_anchors))  # candidates are laid out by target, anchor and cell
+            answers = logits[
+                match.image[chosen], match.anchor[chosen], match.row[chosen], match.column[chosen], 5 + num_classes :
+            ]
+            for image in torch.unique(match.image[chosen]).tolist():
+                own = torch.nonzero(match.image[chosen] == image).squeeze(1)
+                objects = target[own]
+                mixed = (answers[own].to(maps.dtype) @ maps[image].flatten(1)).view(-1, *maps.shape[-2:])
+                truth = (wanted[image][None] == number[objects].view(-1, 1, 1)).to(maps.dtype)
+                error = F.binary_cross_entropy_with_logits(mixed, truth, reduction="none")
+                boxes = targets[objects, 2:6].to(maps.dtype)
+                inside = _inside(boxes, maps.shape[-2:])
+                total = total + ((error * inside).mean((1, 2)) / boxes[:, 2:].prod(1)).mean()
+        return total / len(maps)
+
+
+def _sampled(masks: Tensor, shape: Sequence[int]) -> Tensor:
+    """Bring a map of numbers to ``shape``, by the number at the nearest cell."""
+    if masks.shape[-2:] == tuple(shape):
+        return masks
+    return F.interpolate(masks[:, None].float(), tuple(shape), mode="nearest-exact")[:, 0]
+
+
+def _number_in_image(targets: Tensor) -> Tensor:
+    """(M,) number of each target among those of its image, from 1; the targets of an image lie together."""
+    image = targets[:, 0].long()
+    first = torch.searchsorted(image.contiguous(), image.contiguous())
+    return torch.arange(1, len(targets) + 1, device=targets.device) - first
+
+
+def _inside(boxes: Tensor, shape: Sequence[int]) -> Tensor:
+    """(m, h, w) 1 for cells whose centre is inside of boxes (m, 4), centre and size as shares of the image."""
+    height, width = shape
+    y = (torch.arange(height, device=boxes.device, dtype=boxes.dtype) + 0.5) / height
+    x = (torch.arange(width, device=boxes.device, dtype=boxes.dtype) + 0.5) / width
+    centre, half = boxes[:, :2, None], boxes[:, 2:, None] / 2
+    across = (x - centre[:, 0]).abs() <= half[:, 0]
+    down = (y - centre[:, 1]).abs() <= half[:, 1]
+    return (down[:, :, None] & across[:, None, :]).to(boxes.dtype)

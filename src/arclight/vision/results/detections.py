@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from arclight.fabric.extras import MissingExtraError
+from arclight.vision.results.masks import Masks
 
 Floats = NDArray[np.float32]
 
@@ -67,6 +69,8 @@ class Detections:
     """Where the photo came from, if from a file."""
     ids: NDArray[np.int64] | None = None
     """(k,) number of the track that each box belongs to, from 1, if objects are followed through a video."""
+    masks: Masks | None = None
+    """Mask of each box, from a segmenter."""
 
     @classmethod
     def from_arrays(
@@ -78,8 +82,9 @@ class Detections:
         names: Sequence[str],
         image: NDArray[np.uint8] | None = None,
         path: str | Path | None = None,
+        masks: Masks | None = None,
     ) -> Detections:
-        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order.
+        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order, and their masks.
 
         Raises ValueError where these are not as many, or a class has no name.
         """
@@ -88,7 +93,10 @@ class Detections:
         boxes = Boxes(boxes.xyxy[order], boxes.conf[order], boxes.cls[order])
         if len(boxes) and not (boxes.cls.min() >= 0 and boxes.cls.max() < len(names)):
             raise ValueError(f"classes must lie in 0 to {len(names) - 1}, there are {np.unique(boxes.cls).tolist()}")
-        return cls(boxes, tuple(names), image, None if path is None else str(path))
+        if masks is not None and len(masks) != len(boxes):
+            raise ValueError(f"masks must be as many as boxes, they are {len(masks)} and {len(boxes)}")
+        ordered = None if masks is None else masks[order]
+        return cls(boxes, tuple(names), image, None if path is None else str(path), masks=ordered)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -98,7 +106,8 @@ class Detections:
         picked = np.atleast_1d(np.arange(len(self))[chosen])
         boxes = Boxes(self.boxes.xyxy[picked], self.boxes.conf[picked], self.boxes.cls[picked])
         ids = None if self.ids is None else self.ids[picked]
-        return Detections(boxes, self.names, self.image, self.path, ids)
+        masks = None if self.masks is None else self.masks[picked]
+        return dataclasses.replace(self, boxes=boxes, ids=ids, masks=masks)
 
     def of(self, *names: str) -> Detections:
         """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
@@ -111,16 +120,23 @@ class Detections:
         """The class name of each box."""
         return [self.names[int(c)] for c in self.boxes.cls]
 
+    def summary(self) -> str:
+        """Counts by class in a line, as in "2 person, 1 dog"."""
+        labels = self.labels
+        return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"
+
     def plot(self) -> NDArray[np.uint8]:
-        """Draw boxes, class names and confidences on the photo, RGB; ValueError if it was not kept."""
-        from arclight.vision.results.draw import draw_boxes
+        """Draw masks, boxes, class names and confidences on the photo, RGB; ValueError if it was not kept."""
+        from arclight.vision.results.draw import draw_boxes, draw_masks
 
         if self.image is None:
             raise ValueError("these detections hold no image to draw on: pass image= when making them")
         texts = [f"{label} {confidence:.2f}" for label, confidence in zip(self.labels, self.boxes.conf)]
         if self.ids is not None:
             texts = [f"{number} {text}" for number, text in zip(self.ids.tolist(), texts, strict=True)]
-        return draw_boxes(self.image, self.boxes.xyxy, texts, self.boxes.cls.astype(int).tolist())
+        classes = self.boxes.cls.astype(int).tolist()
+        image = self.image if self.masks is None else draw_masks(self.image, self.masks, classes)
+        return draw_boxes(image, self.boxes.xyxy, texts, classes)
 
     def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
         """Cut each box out of the photo, RGB, with ``margin`` of its size on every side; ValueError if it was not kept.
@@ -139,14 +155,41 @@ class Detections:
         return crops
 
     def to_json(self) -> list[dict[str, Any]]:
-        """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked."""
+        """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked.
+
+        With masks also outline_xy_px, the points around the largest piece of each.
+        """
         rows: list[dict[str, Any]] = [
             {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
             for label, score, box in zip(self.labels, self.boxes.conf, self.boxes.xyxy)
         ]
         if self.ids is not None:
             rows = [{**row, "id": number} for row, number in zip(rows, self.ids.tolist(), strict=True)]
+        for row, outline in zip(rows, self.masks.xy if self.masks is not None else ()):
+            row["outline_xy_px"] = outline.tolist()
         return rows
+
+    def to_txt(self, shape: Sequence[int] | None = None) -> str:
+        """Write a line for each box: class, then centre and size as shares of the width and height of the image (YOLO).
+
+        With masks the outline takes the place of the box, where it has three points; a track's id comes last. ``shape``:
+        (height, width, ...) of the image, if it was not kept. Raises ValueError where it is not known.
+        """
+        shape = shape if shape is not None or self.image is None else self.image.shape
+        if shape is None:
+            raise ValueError("these detections hold no image: give its shape")
+        height, width = shape[:2]
+        shares = list(self.boxes.xywh / np.array([width, height, width, height], np.float32))
+        for number, points in enumerate(self.masks.xyn if self.masks is not None else ()):
+            if len(points) >= 3:
+                shares[number] = points.flatten()
+        lines = [
+            " ".join([str(int(cls)), *(f"{share:.6g}" for share in row.tolist())])
+            for cls, row in zip(self.boxes.cls, shares)
+        ]
+        if self.ids is not None:
+            lines = [f"{line} {number}" for line, number in zip(lines, self.ids.tolist(), strict=True)]
+        return "".join(f"{line}\n" for line in lines)
 
     def save(self, path: str | Path) -> Path:
         """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
+from arclight.vision.results.masks import Masks
 
 cv2 = require("cv2", extra="vision")
 
@@ -61,6 +62,28 @@ def draw_shape(image: Image, points: ArrayLike, text: str, *, closed: bool) -> N
     for colour, width in (((255, 255, 255), line + 2), (GROUND, line)):
         cv2.polylines(image, [corners], closed, colour, width, cv2.LINE_AA)
     _draw_label(image, text, (int(corners[0, 0]), int(corners[0, 1])), GROUND, height=max(side / 38, 11))
+
+
+def draw_masks(image: Image, masks: Masks, classes: Sequence[int]) -> Image:
+    """Shade masks on a copy of ``image``, each in the colour of its class, half transparent."""
+    canvas = np.ascontiguousarray(image).copy()
+    for (left, top, bits), label in reversed(list(zip(masks.patches, classes, strict=True))):
+        part = canvas[top : top + bits.shape[0], left : left + bits.shape[1]]
+        colour = np.array(PALETTE[int(label) % len(PALETTE)], np.uint16)
+        part[bits] = ((part[bits].astype(np.uint16) + colour) // 2).astype(np.uint8)
+    return canvas
+
+
+def draw_lines(image: Image, lines: Sequence[tuple[str, int]]) -> Image:
+    """Write lines of text, each on a plate in the colour of its class, on a copy of ``image``, from its top left corner down."""
+    canvas = np.ascontiguousarray(image).copy()
+    height = max(math.sqrt(canvas.shape[0] * canvas.shape[1]) / 38, 11)
+    for number, (text, label) in enumerate(lines):
+        top = round(number * 1.35 * height)
+        if top + height > canvas.shape[0]:
+            break
+        _draw_label(canvas, text, (0, top + round(1.35 * height)), PALETTE[label % len(PALETTE)], height)
+    return canvas
 
 
 def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colour, height: float) -> None:

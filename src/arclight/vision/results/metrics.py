@@ -1,4 +1,4 @@
-"""Score detectors: average precision as COCO defines it, precision and recall, confusion.
+"""Score models: average precision as COCO defines it, precision and recall, confusion; top-1 and top-5 of classes.
 
 The numbers are those of pycocotools for boxes (no crowd regions) on the same detections. Shapes: C classes, T = 10
 overlap thresholds, k predictions and m true boxes of an image.
@@ -16,6 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from arclight.vision.boxes import box_iou, nms
+from arclight.vision.results.image_class import SHOWN
+from arclight.vision.results.masks import Masks, mask_iou
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -89,6 +91,23 @@ class DetectionResults:
         return {name: float(getattr(self, name)) for name in names}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentationResults:
+    """Scores of a segmenter: of its boxes, and of its masks."""
+
+    boxes: DetectionResults
+    masks: DetectionResults
+
+    @property
+    def images(self) -> int:
+        return self.boxes.images
+
+    def summary(self) -> dict[str, float]:
+        """Return the headline numbers by name, for logs and JSON: of masks first."""
+        masks = {f"mask_{name}": value for name, value in self.masks.summary().items()}
+        return masks | self.boxes.summary()
+
+
 class _Image(NamedTuple):
     """All that is remembered of an image."""
 
@@ -128,16 +147,22 @@ class DetectionMetrics:
         return len(self._named) + len(self._unnamed)
 
     def update(
-        self, predictions: Sequence[ArrayLike], truths: Sequence[ArrayLike], image_ids: Sequence[int] | None = None
+        self,
+        predictions: Sequence[ArrayLike],
+        truths: Sequence[ArrayLike],
+        image_ids: Sequence[int] | None = None,
+        overlaps: Sequence[Floats] | None = None,
     ) -> None:
         """Add images: for each its predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5).
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
-        the data set. Raises ValueError for arrays of other shapes and for classes that do not exist.
+        the data set. ``overlaps``: (k, m) of each image, where something else than its boxes is compared. Raises ValueError for
+        arrays of other shapes and for classes that do not exist.
         """
         ids = [-1] * len(truths) if image_ids is None else [int(i) for i in image_ids]
-        for image_id, predicted, true in zip(ids, predictions, truths, strict=True):
-            self._add(image_id, self._observe(_rows(predicted, 6, "predictions"), _rows(true, 5, "truths")))
+        known = [None] * len(truths) if overlaps is None else overlaps
+        for image_id, predicted, true, overlap in zip(ids, predictions, truths, known, strict=True):
+            self._add(image_id, self._observe(_rows(predicted, 6, "predictions"), _rows(true, 5, "truths"), overlap))
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
         """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
@@ -167,9 +192,10 @@ class DetectionMetrics:
             image_ids,
         )
 
-    def _observe(self, predicted: Floats, true: Floats) -> _Image:
-        """Match one image's predictions to its true boxes."""
-        predicted = predicted[np.argsort(-predicted[:, 4], kind="stable")]
+    def _observe(self, predicted: Floats, true: Floats, overlap: Floats | None) -> _Image:
+        """Match one image's predictions to its true boxes, by their own overlap or one that is given."""
+        order = np.argsort(-predicted[:, 4], kind="stable")
+        predicted = predicted[order]
         scores, classes, labels = predicted[:, 4], predicted[:, 5].astype(np.int64), true[:, 0].astype(np.int64)
         for what, numbers in (("prediction", classes), ("true box", labels)):
             strange = numbers[(numbers < 0) | (numbers >= self.num_classes)]
@@ -177,7 +203,10 @@ class DetectionMetrics:
                 raise ValueError(
                     f"a {what} has class {strange[0]}, but classes are numbered 0 to {self.num_classes - 1}"
                 )
-        iou = box_iou(torch.from_numpy(predicted[:, :4]), torch.tensor(true[:, 1:])).numpy()
+        if overlap is None:
+            iou = box_iou(torch.from_numpy(predicted[:, :4]), torch.tensor(true[:, 1:])).numpy()
+        else:
+            iou = overlap[order]
         hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
         counted = np.zeros(len(predicted), np.bool_)
         for c in np.unique(classes):
@@ -345,3 +374,141 @@ def confidence_curves(scores: Floats, hits: Bools, positives: int) -> Floats:
     precision = found / np.maximum(kept, 1)
     recall = found / positives
     return np.stack((precision, recall, 2 * found / (kept + positives)))
+
+
+class SegmentationMetrics:
+    """Collects boxes and masks image by image and scores both, as `DetectionMetrics` does boxes."""
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.boxes, self.masks = DetectionMetrics(num_classes), DetectionMetrics(num_classes)
+
+    def reset(self) -> None:
+        """Forget all images."""
+        self.boxes.reset()
+        self.masks.reset()
+
+    def update_output(self, output: tuple[Tensor, Tensor], batch: dict[str, Any]) -> None:
+        """Add a batch of a data set, from decoded rows (N, A, 5 + C + P) and prototypes (N, P, h, w)."""
+        rows, prototypes = output
+        size, extra = batch["images"].shape[-1], prototypes.shape[1]
+        kept = nms(rows, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1, extra=extra)
+        self.boxes.update_batch([k[:, :6] for k in kept], batch["targets"], size=size)
+        targets = batch["targets"].cpu().double().numpy()
+        stride = size / prototypes.shape[-1]
+        for number, (found, maps) in enumerate(zip(kept, prototypes)):
+            array, true = found.cpu().numpy(), targets[targets[:, 0] == number]
+            masks = Masks.from_prototypes(array[:, 6:], maps.cpu().numpy(), array[:, :4], (size, size), stride)
+            self.update(
+                array[:, 4],
+                array[:, 5],
+                masks,
+                true[:, 1],
+                Masks.from_outlines(batch["outlines"][number], (size, size)),
+            )
+
+    def update(self, conf: ArrayLike, cls: ArrayLike, masks: Masks, true_cls: ArrayLike, true_masks: Masks) -> None:
+        """Add the masks of one image: k found with their confidences and classes, m true ones with their classes."""
+        score, label, truth = (np.asarray(array, np.float64) for array in (conf, cls, true_cls))
+        rows = np.concatenate((np.zeros((len(score), 4)), score[:, None], label[:, None]), axis=1)
+        self.masks.update(
+            [rows],
+            [np.concatenate((truth[:, None], np.zeros((len(truth), 4))), axis=1)],
+            overlaps=[mask_iou(masks, true_masks)],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all images as a few plain arrays, to be sent to another process or kept."""
+        return {"boxes": self.boxes.state_dict(), "masks": self.masks.state_dict()}
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add the images of another process's ``state_dict()``."""
+        self.boxes.merge(state["boxes"])
+        self.masks.merge(state["masks"])
+
+    def compute(self) -> SegmentationResults:
+        """Score everything seen so far."""
+        return SegmentationResults(boxes=self.boxes.compute(), masks=self.masks.compute())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClassificationResults:
+    """Scores of a classifier; NaN where there is no image."""
+
+    top1: float
+    """Share of images whose likeliest class is theirs."""
+    top5: float
+    """Share of images whose class is among the five likeliest."""
+    accuracy: NDArray[np.float64]
+    """(C,) top-1 by true class; NaN for classes without an image."""
+    confusion: Ints
+    """(C, C) counts: likeliest by true class."""
+    images: int
+    """Images seen."""
+
+    def summary(self) -> dict[str, float]:
+        """Return the headline numbers by name, for logs and JSON."""
+        return {"top1": self.top1, "top5": self.top5}
+
+
+class ClassificationMetrics:
+    """Collects probabilities batch by batch and scores them all together.
+
+    Processes that share a validation set exchange ``state_dict()`` and ``merge`` what they get.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all images."""
+        self._guesses, self._targets = [np.empty((0, min(SHOWN, self.num_classes)), np.int64)], [np.empty(0, np.int64)]
+
+    def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
+        """Add a batch, from its probabilities (N, C)."""
+        self.update(output.detach().float().cpu().numpy(), batch["targets"].cpu().numpy())
+
+    def update(self, probs: ArrayLike, targets: ArrayLike) -> None:
+        """Add images: probabilities (N, C), or any numbers that grow with them, and class numbers (N,).
+
+        Raises ValueError for other shapes and for classes that do not exist.
+        """
+        scores, true = np.asarray(probs, np.float64), np.asarray(targets, np.int64)
+        if scores.ndim != 2 or scores.shape != (len(true), self.num_classes):
+            raise ValueError(f"probs must be ({len(true)}, {self.num_classes}), their shape is {scores.shape}")
+        if len(strange := true[(true < 0) | (true >= self.num_classes)]):
+            raise ValueError(f"an image has class {strange[0]}, but classes are numbered 0 to {self.num_classes - 1}")
+        self._guesses.append(np.argsort(-scores, axis=1, kind="stable")[:, :SHOWN])
+        self._targets.append(true)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all images as a few plain arrays, to be sent to another process or kept."""
+        return {
+            "num_classes": self.num_classes,
+            "guesses": np.concatenate(self._guesses),
+            "targets": np.concatenate(self._targets),
+        }
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add the images of another process's ``state_dict()``."""
+        if state["num_classes"] != self.num_classes:
+            raise ValueError(f"cannot merge metrics of {state['num_classes']} classes into {self.num_classes}")
+        self._guesses.append(state["guesses"])
+        self._targets.append(state["targets"])
+
+    def compute(self) -> ClassificationResults:
+        """Score everything seen so far."""
+        guesses, targets = np.concatenate(self._guesses), np.concatenate(self._targets)
+        hits = guesses == targets[:, None]
+        confusion = np.zeros((self.num_classes, self.num_classes), np.int64)
+        np.add.at(confusion, (guesses[:, 0], targets), 1)
+        counts = confusion.sum(axis=0)
+        accuracy = np.divide(np.diag(confusion), counts, out=np.full(self.num_classes, np.nan), where=counts > 0)
+        return ClassificationResults(
+            top1=float(hits[:, 0].mean()) if len(targets) else float("nan"),
+            top5=float(hits.any(axis=1).mean()) if len(targets) else float("nan"),
+            accuracy=accuracy,
+            confusion=confusion,
+            images=len(targets),
+        )

@@ -1,4 +1,4 @@
-"""Plot a detector's results for the run's report: two charts and sample predictions."""
+"""Plot the results of a vision task for the run's report: charts and sample predictions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from arclight.trainer import Callback
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image
 from arclight.vision.results.draw import grid
-from arclight.vision.results.metrics import CONFUSION_CONFIDENCE, CONFUSION_IOU, RECALL_GRID, DetectionResults, Floats
+from arclight.vision.results.metrics import (
+    CONFUSION_CONFIDENCE,
+    CONFUSION_IOU,
+    RECALL_GRID,
+    DetectionResults,
+    Floats,
+    Ints,
+)
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
-    from arclight.vision.data.dataset import DetectionDataset
-    from arclight.vision.results.detections import Detections
+    from arclight.vision.results.metrics import ClassificationResults
 
 
 SAMPLES = 12
@@ -47,21 +53,21 @@ class DetectionPlots(Callback):
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
 
 
-def write_charts(results: DetectionResults, names: Sequence[str], folder: Path) -> dict[str, str]:
+def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:
     """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pr_curve.svg").write_text(pr_curve(results, names), encoding="utf-8")
     (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, names), encoding="utf-8")
     return {
-        "pr_curve.svg": "Precision against recall on the validation images, at an overlap of 0.5.",
-        "confusion_matrix.svg": "What was there (columns) and what was found (rows), at confidence 0.25 and overlap 0.45.",
+        "pr_curve.svg": f"Precision against recall on the validation images, at an overlap of {of} of 0.5.",
+        "confusion_matrix.svg": f"What was there (columns) and what was found (rows), at confidence 0.25 and overlap of {of} of 0.45.",
     }
 
 
 def write_predictions(
-    detect: Callable[[Sequence[Image]], Sequence[Detections]], dataset: DetectionDataset, folder: Path
+    predict: Callable[[Sequence[Image]], Sequence[Any]], dataset: Any, folder: Path
 ) -> dict[str, str]:
-    """Write what ``detect`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption.
+    """Write what ``predict`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption.
 
     Damaged images are left out, and nothing is written where all are.
     """
@@ -74,8 +80,7 @@ def write_predictions(
             photos.append(decode_image(dataset.images[int(pick)]))
     if not photos:
         return {}
-    found = detect(photos)
-    sheet = grid([detections.plot() for detections in found], columns=4, side=320)
+    sheet = grid([found.plot() for found in predict(photos)], columns=4, side=320)
     quality = [cv2.IMWRITE_JPEG_QUALITY, 85]
     cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), quality)
     return {"predictions.jpg": "Predictions on validation images."}
@@ -151,19 +156,34 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
     Shares are of the labelled boxes of a column; in the last column, of false alarms, they are of the boxes found as
     that class.
     """
-    labels = [*map(_short, names), "background"]
-    n, counts = len(labels), results.confusion
+    counts = results.confusion
+    share = counts / np.maximum(counts.sum(axis=0), 1)
+    share[:, -1] = counts[:, -1] / np.maximum(counts.sum(axis=1), 1)
+    boxes = _count(int(results.labels.sum()), "labelled box")
+    subtitle = f"confidence {CONFUSION_CONFIDENCE} · overlap {CONFUSION_IOU} · {boxes}"
+    # background rightly left empty cannot be counted
+    return _matrix(counts, share, [*map(_short, names), "background"], subtitle, left_out=len(names))
+
+
+def class_confusion(results: ClassificationResults, names: Sequence[str]) -> str:
+    """Draw what images were (columns) and what was likeliest (rows); an SVG text. Shares are of the images of a column."""
+    counts = results.confusion
+    subtitle = f"top-1 {results.top1:.3f} · {_count(results.images, 'image')}"
+    return _matrix(counts, counts / np.maximum(counts.sum(axis=0), 1), list(map(_short, names)), subtitle)
+
+
+def _matrix(counts: Ints, share: Floats, labels: Sequence[str], subtitle: str, left_out: int | None = None) -> str:
+    """Draw counts, shaded by their share; the cell ``left_out`` on the diagonal is not."""
+    n = len(labels)
     numbered = n <= NUMBERED_CELLS
     cell = 104 if n <= 3 else 64 if numbered else max(9, 640 // n)
     font = 12 if cell >= 13 else 8
     left, top = 44 + max(round(max(map(len, labels)) * font * 0.6), 64), 74
     side = cell * n
-    share = counts / np.maximum(counts.sum(axis=0), 1)
-    share[:, -1] = counts[:, -1] / np.maximum(counts.sum(axis=1), 1)
     marks = []
     for row, column in np.ndindex(n, n):
-        if row == column == n - 1:
-            continue  # background rightly left empty cannot be counted
+        if row == column == left_out:
+            continue
         count, part = int(counts[row, column]), float(share[row, column])
         x, y = left + column * cell, top + row * cell
         css, opacity = ("right" if row == column else "wrong", 0.06 + 0.94 * part) if count else ("none", 0.45)
@@ -175,8 +195,6 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
     below = 46 if n <= 3 else round((0.64 if numbered else 1) * (left - 44)) + 34
     marks.append(text(left + side / 2, top + side + below, "labelled as", "muted", anchor="middle"))
     marks.append(text(22, top + side / 2, "found as", "muted", anchor="middle", turn=-90))
-    boxes = _count(int(results.labels.sum()), "labelled box")
-    subtitle = f"confidence {CONFUSION_CONFIDENCE} · overlap {CONFUSION_IOU} · {boxes}"
     return standalone(max(left + side + 24, 430), top + side + below + 18, "Confusion matrix", subtitle, marks)
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol, Self
 
-import numpy as np
-
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
 from arclight.vision.results.detections import Detections, write_image
 from arclight.vision.results.draw import draw_shape
+from arclight.vision.results.image_class import Classification
 from arclight.vision.tracking.counting import Count, ZoneCount
 
 cv2 = require("cv2", extra="vision")
@@ -44,7 +43,7 @@ class Prediction:
     fps: float | None
     """Frames per second at which the frames that are looked at follow one another; None where it is not known."""
     image: Image
-    found: Detections
+    found: Detections | Classification
     counts: tuple[Count, ...] = ()
     """Lines and zones, with what was counted in this source until this image."""
 
@@ -191,7 +190,7 @@ class CsvFile(_FileWriter):
 
     def write(self, prediction: Prediction) -> None:
         for one in prediction.found.to_json():
-            row = [prediction.name, one["label"], one["confidence"], *one["box_xyxy_px"]]
+            row = [prediction.name, one["label"], one["confidence"], *one.get("box_xyxy_px", [""] * 4)]
             self._rows.writerow([*row, one["id"]] if self.tracked else row)
 
 
@@ -219,26 +218,19 @@ class MarkedImages(_FolderWriter):
 
 
 class Labels(_FolderWriter):
-    """A text file for each image in YOLO's format: class, centre and size as shares of the image; a track's id behind them."""
+    """A text file for each image in YOLO's format: class and box, or outline, as shares of the image; a track's id behind them."""
 
     def write(self, prediction: Prediction) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = prediction.found
-        height, width = prediction.image.shape[:2]
-        shares = found.boxes.xywh / np.array([width, height, width, height], np.float32)
-        lines = [
-            " ".join([str(int(cls)), *(f"{share:.6g}" for share in row)])
-            for cls, row in zip(found.boxes.cls, shares.tolist())
-        ]
-        if found.ids is not None:
-            lines = [f"{line} {number}" for line, number in zip(lines, found.ids.tolist(), strict=True)]
-        (self.folder / f"{prediction.stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        text = prediction.found.to_txt(prediction.image.shape)
+        (self.folder / f"{prediction.stem}.txt").write_text(text, encoding="utf-8")
 
 
 class Crops(_FolderWriter):
     """Each object as an image in a folder of its class; boxes without pixels in the image are left out."""
 
     def write(self, prediction: Prediction) -> None:
+        assert isinstance(prediction.found, Detections), "a class of a whole image has no box to cut out"
         for number, (label, crop) in enumerate(zip(prediction.found.labels, prediction.found.crops())):
             if crop.size:
                 place = re.sub(r"[^\w-]", "_", label) or "_"  # a class may have any name, ".." as well

@@ -1,8 +1,8 @@
-"""Export a trained detector as programs, and evaluate a program on a data set."""
+"""Export the trained model of a vision task as programs, and evaluate a program on a data set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,70 +12,72 @@ import torch
 
 from arclight.deploy import Program, export, quantize
 from arclight.deploy.settings import Int8
-from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate
+from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.yolov5 import fuse
-from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
-from arclight.vision.tasks.detection import Detector
-from arclight.vision.tasks.module import evaluate
+from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
+from arclight.vision.tasks.classification import ClassificationData
+from arclight.vision.tasks.detection import DetectionData
+from arclight.vision.tasks.module import TaskMetrics, VisionModule, evaluate
 
 CALIBRATION_BATCH = 8
 """Images per calibration batch."""
 
 
-def export_detector(
-    detector: Detector, path: Path | str, dataset: DetectionDataset, int8: Int8 | None = None
-) -> Program:
-    """Write ``detector`` as one program file: float32, or with ``int8`` settings quantized on ``dataset``.
+def export_module(module: VisionModule, path: Path | str, images: Any, int8: Int8 | None = None) -> Program:
+    """Write ``module`` as one program file: float32, or with ``int8`` settings quantized on ``images``.
 
-    ``dataset``: letterboxed training images without augmentation; a few of them check the program against the model.
-    The file says how photos become its input and its output becomes boxes, so ``Program.load(path).predict([photo])`` works.
+    ``images``: a data set of training images without augmentation, as the module's data opens them; a few of them check the program against
+    the model. The file says how photos become its input and its output becomes results, so
+    ``Program.load(path).predict([photo])`` works.
     Raises ExportError or QuantizeError where the program would not compute what the model does, DatasetError where no image of
     those picked can be decoded, CheckpointError where the weights that the settings name are missing.
     """
-    detector.check_weights()
-    batches = list(_float_batches(dataset, int8.calibration_batches if int8 is not None else 1))
+    module.check_weights()
+    batches = list(_float_batches(images, int8.calibration_batches if int8 is not None else 1))
     if not batches:
         raise DatasetError(
-            f"none of the images picked of {len(dataset)} can be decoded: repair or remove the damaged ones"
+            f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
         )
-    model: Any = fuse(detector.model).cpu()  # a copy: the detector stays on its device
+    model: Any = fuse(module.model).cpu()  # a copy: the module stays on its device
     if int8 is not None:
-        model = quantize(model, batches, recipe=int8, parts=_parts)
+        model = quantize(model, batches, recipe=int8, parts=module.output_parts)
+    processing = module.processing
     metadata = {
-        "task": "detect",
-        "names": detector.names,
-        "image_size": detector.settings.image_size,
-        "processing": "arclight.vision.tasks.processing:DetectionProcessing",
-        "processing_args": asdict(detector.processing),
-        "model": detector.settings.model,
+        "task": module.head,
+        "names": module.names,
+        "image_size": module.settings.image_size,
+        "processing": f"{type(processing).__module__}:{type(processing).__name__}",
+        "processing_args": asdict(processing),
+        "model": module.settings.model,
     }
     return export(
         model,
         path,
         example_inputs=batches[0][:3],
         input_names=["images"],
-        output_names=["predictions"],
+        output_names=module.output_names,
         metadata=metadata,
-        parts=_parts,
+        parts=module.output_parts,
     )
 
 
-def _parts(predictions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
-    return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
-
-
-def _float_batches(dataset: DetectionDataset, count: int) -> Iterator[torch.Tensor]:
-    """Up to ``count`` batches spread evenly over ``dataset``, as the model takes them."""
-    picks = np.linspace(0, len(dataset) - 1, min(len(dataset), count * CALIBRATION_BATCH)).astype(int).tolist()
+def _float_batches(data: Any, count: int) -> Iterator[torch.Tensor]:
+    """Up to ``count`` batches spread evenly over ``data``, as the model takes them."""
+    picks = np.linspace(0, len(data) - 1, min(len(data), count * CALIBRATION_BATCH)).astype(int).tolist()
     for start in range(0, len(picks), CALIBRATION_BATCH):
-        batch = collate(dataset.__getitems__(picks[start : start + CALIBRATION_BATCH]))
-        if len(batch["images"]):
-            yield batch["images"].float() / 255
+        images = [sample.image for sample in data.__getitems__(picks[start : start + CALIBRATION_BATCH])]
+        if images:
+            yield torch.stack(images).float() / 255
 
 
-def evaluate_program(program: Program, dataset: DetectionDataset, batch_size: int = 8) -> DetectionResults:
-    """Average precision of a program, measured exactly as a detector's is during training."""
-    metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
-    results: DetectionResults = evaluate(program, dataset, metrics, collate, batch_size)
-    return results
+def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
+    """Score a program on ``images``, a data set of its task, exactly as its model is scored during training."""
+    metrics, collate = _SCORED[program.metadata.get("task", "detect")]
+    return evaluate(program, images, metrics(len(program.metadata["names"])), collate, batch_size)
+
+
+_SCORED: dict[str, tuple[Callable[[int], TaskMetrics], Callable[[Any], dict[str, Any]]]] = {
+    "detect": (DetectionMetrics, DetectionData.collate),
+    "segment": (SegmentationMetrics, DetectionData.collate),
+    "classify": (ClassificationMetrics, ClassificationData.collate),
+}

@@ -1,4 +1,4 @@
-"""Define the Module and DataModule of object detection."""
+"""Define the Modules and DataModules of object detection, and of instance segmentation: detection of boxes that have masks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from torch import Tensor
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.data.labels import Geometry
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
-from arclight.vision.models.loss import Gains, LossOptions, level_balance, scaled_gains, yolo_loss
+from arclight.vision.models.heads import SegmentHead
+from arclight.vision.models.loss import Gains, LossOptions, level_balance, mask_loss, scaled_gains, yolo_loss
 from arclight.vision.models.yolov5 import build_model, fitting_tensors
 from arclight.vision.results.analysis import stage_times
 from arclight.vision.results.detections import Detections
-from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
+from arclight.vision.results.metrics import DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
-from arclight.vision.tasks.processing import DetectionProcessing
-from arclight.vision.tasks.settings import DetectionTask
+from arclight.vision.tasks.processing import DetectionProcessing, SegmentationProcessing
+from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
 
 _LOG = logging.getLogger("arclight")
 
@@ -40,6 +42,7 @@ class Detector(VisionModule):
     """
 
     head: ClassVar[HeadBlock] = "detect"
+    output_names: ClassVar[list[str]] = ["predictions"]
     settings: DetectionTask
     level_weights: Tensor | None
     _keeps_records = False
@@ -162,7 +165,7 @@ class Detector(VisionModule):
         self.check_weights()
         return stage_times(paths, self.processing, InferenceCopy(self.model))
 
-    def scores(self, results: DetectionResults) -> dict[str, float]:
+    def scores(self, results: Any) -> dict[str, float]:
         names = ("map50", "map50_95", "precision", "recall")
         return {name: getattr(results, name) for name in names}
 
@@ -170,6 +173,12 @@ class Detector(VisionModule):
         from arclight.vision.results.plots import write_charts
 
         return write_charts(self.results, self.names, folder)
+
+    @staticmethod
+    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+        """Boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
+        (predictions,) = outputs
+        return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
 
     def setup(self, stage: str) -> None:
         """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
@@ -212,6 +221,7 @@ class DetectionData(VisionData):
     """Loaders over a YOLO-format data set."""
 
     settings: DetectionTask
+    geometry: ClassVar[Geometry] = "boxes"
     collate = staticmethod(collate)
 
     def __init__(self, settings: DetectionTask) -> None:
@@ -221,6 +231,9 @@ class DetectionData(VisionData):
     @property
     def names(self) -> list[str]:
         return ["object"] if self.settings.single_class else list(self.spec.names)
+
+    def open_for_training(self) -> DetectionDataset:
+        return self.open("train", augment=self.settings.augment, cache=self.settings.cache)
 
     def open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
@@ -240,6 +253,7 @@ class DetectionData(VisionData):
             cache_labels=s.cache_labels,
             selection=selection,
             mix=mix,
+            geometry=self.geometry,
             **options,
         )
         if (report := dataset.report) is not None:
@@ -251,3 +265,67 @@ class DetectionData(VisionData):
             for rows in dataset.labels:
                 rows[:, 0] = 0
         return dataset
+
+
+class Segmenter(Detector):
+    """Trains and runs an instance segmenter.
+
+    >>> segmenter = Segmenter(SegmentationTask(data="data.yaml", model="yolov5n-seg"), names=["leaf"])
+    >>> found = segmenter.predict([photo])[0]               # photo: RGB uint8 (H, W, 3)
+    >>> found.masks.xy, found.masks.areas, found.boxes.xyxy
+    """
+
+    head: ClassVar[HeadBlock] = "segment"
+    output_names: ClassVar[list[str]] = ["predictions", "prototypes"]
+
+    @classmethod
+    def settings_class(cls) -> type[SegmentationTask]:
+        return SegmentationTask
+
+    @property
+    def processing(self) -> SegmentationProcessing:
+        s = self.settings
+        return SegmentationProcessing(
+            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
+        )
+
+    def loss(self, raw: tuple[list[Tensor], Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the mask loss, weighted as boxes are, to the detector's."""
+        levels, prototypes = raw
+        head, targets = self.model.head, batch["targets"]
+        assert isinstance(head, SegmentHead)
+        classes = head.num_classes
+        loss, parts = super().loss([level[..., : 5 + classes] for level in levels], batch)
+        found = mask_loss(
+            levels, prototypes, batch["masks"], targets, self.model.anchors, classes, self.settings.anchor_t
+        )
+        of_masks = self.gains.box * found
+        return loss + of_masks * len(prototypes), {**parts, "mask": of_masks.detach()}
+
+    def _build_metrics(self) -> TaskMetrics:
+        return SegmentationMetrics(len(self.names))
+
+    def scores(self, results: Any) -> dict[str, float]:
+        names = ("mask_map50", "mask_map50_95", "map50", "map50_95", "precision", "recall")
+        summary = results.summary()
+        return {name: summary[name] for name in names}
+
+    @staticmethod
+    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+        """Boxes, scores, coefficients and prototypes are of different sizes: each is judged by itself."""
+        predictions, prototypes = outputs
+        rows, coefficients = predictions.split(
+            (predictions.shape[-1] - prototypes.shape[1], prototypes.shape[1]), dim=-1
+        )
+        return {**Detector.output_parts(rows), "coefficients": coefficients, "prototypes": prototypes}
+
+    def write_charts(self, folder: Path) -> dict[str, str]:
+        from arclight.vision.results.plots import write_charts
+
+        return write_charts(self.results.masks, self.names, folder, of="masks")
+
+
+class SegmentationData(DetectionData):
+    """Loaders over a YOLO-format data set whose rows are polygons."""
+
+    geometry: ClassVar[Geometry] = "polygons"

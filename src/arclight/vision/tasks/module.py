@@ -126,6 +126,14 @@ class VisionModule(Module, abc.ABC):
     def write_charts(self, folder: Path) -> dict[str, str]:
         """Write charts of ``results`` into ``folder``; gives the caption of each file."""
 
+    output_names: ClassVar[list[str]]
+    """What the outputs of its programs are called."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+        """Name the tensors in the decoded output that a program is judged by, each by itself."""
+
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -327,10 +335,13 @@ class VisionData(DataModule, abc.ABC):
     def open(self, split: str, **options: Any) -> Any:
         """Open the data set of a split: checked, and with what is wrong in it reported. Raises DatasetError."""
 
+    @abc.abstractmethod
+    def open_for_training(self) -> Any:
+        """Open the training images, augmented."""
+
     def setup(self, stage: str) -> None:
-        s = self.settings
         if stage == "fit":
-            self.train = self.open("train", augment=s.augment, cache=s.cache)
+            self.train = self.open_for_training()
             self.train.epochs = self._epochs(len(self.train))
         if stage in ("fit", "validate"):
             self.val = self.open("val")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,14 @@ import torch
 from arclight.vision.boxes import MAX_DET, nms
 from arclight.vision.data.letterbox import Letterbox, letterbox, unletterbox
 from arclight.vision.results.detections import Detections
+from arclight.vision.results.masks import Masks
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
+
+
+DETECTORS = ("detect", "segment")
+"""What the programs of tasks whose results are `Detections` say of themselves."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,20 @@ class Context:
 
     images: list[np.ndarray[Any, Any]]
     placements: list[Letterbox]
+
+
+def check_photos(images: Sequence[Any]) -> None:
+    """Raise ValueError for what is no photo."""
+    for image in images:
+        if not (isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8):
+            what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+            raise ValueError(f"a photo must be a uint8 array (height, width, 3) in RGB, got {what}")
+
+
+def as_batch(squares: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Return squares (S, S, 3) uint8 as one float32 batch (N, 3, S, S) in [0, 1]."""
+    batch = np.stack(squares).transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(batch, dtype=np.float32) / np.float32(255)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +64,47 @@ class DetectionProcessing:
 
     def preprocess(self, images: Sequence[np.ndarray[Any, Any]]) -> tuple[np.ndarray[Any, Any], Context]:
         """RGB uint8 photos (H, W, 3) of any sizes as one float32 batch (N, 3, S, S) in [0, 1]."""
-        for image in images:
-            if not (
-                isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8
-            ):
-                what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-                raise ValueError(f"a photo must be a uint8 array (height, width, 3) in RGB, got {what}")
+        check_photos(images)
         squares, placements = zip(*(letterbox(image, self.image_size) for image in images), strict=True)
-        batch = np.stack(squares).transpose(0, 3, 1, 2)
-        return np.ascontiguousarray(batch, dtype=np.float32) / np.float32(255), Context(list(images), list(placements))
+        return as_batch(squares), Context(list(images), list(placements))
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
         """Predictions (N, A, 5 + classes) as one :class:`Detections` per photo, in its own pixels."""
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
-        kept = nms(predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, agnostic=self.agnostic)
         results = []
-        for rows, image, placement in zip(kept, context.images, context.placements, strict=True):
-            array = rows.cpu().numpy()
-            boxes = unletterbox(array[:, :4], placement, image.shape[:2])
-            results.append(Detections.from_arrays(boxes, array[:, 4], array[:, 5], names=self.names, image=image))
+        for rows, image, placement in zip(self._kept(predictions), context.images, context.placements, strict=True):
+            boxes = unletterbox(rows[:, :4], placement, image.shape[:2])
+            results.append(Detections.from_arrays(boxes, rows[:, 4], rows[:, 5], names=self.names, image=image))
+        return results
+
+    def _kept(self, predictions: torch.Tensor, extra: int = 0) -> list[np.ndarray[Any, Any]]:
+        kept = nms(
+            predictions,
+            self.conf_threshold,
+            self.iou_threshold,
+            max_det=self.max_det,
+            agnostic=self.agnostic,
+            extra=extra,
+        )
+        return [rows.cpu().numpy() for rows in kept]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationProcessing(DetectionProcessing):
+    """Letterbox before; non-maximum suppression after, and masks mixed for the boxes that are kept."""
+
+    def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
+        """Rows (N, A, 5 + classes + P) and prototypes (N, P, h, w) as one :class:`Detections` with masks per photo."""
+        predictions, prototypes = (torch.as_tensor(output) for output in outputs)
+        kept = self._kept(predictions, extra=prototypes.shape[1])
+        stride = self.image_size / prototypes.shape[-1]
+        results = []
+        for rows, maps, image, placement in zip(kept, prototypes, context.images, context.placements, strict=True):
+            shape = image.shape[:2]
+            boxes = unletterbox(rows[:, :4], placement, shape)
+            masks = Masks.from_prototypes(rows[:, 6:], maps.cpu().numpy(), boxes, shape, stride, placement)
+            found = Detections.from_arrays(boxes, rows[:, 4], rows[:, 5], names=self.names, image=image, masks=masks)
+            results.append(found)
         return results
 
 
@@ -75,11 +116,33 @@ def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path)
-    if (task := program.metadata.get("task")) != "detect":
+    if (task := program.metadata.get("task")) not in DETECTORS:
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
         )
-    if thresholds:
-        processing: Any = replace(program.processing, **thresholds)  # type: ignore[type-var]
-        program = Program.load(path, processing=processing)
-    return program
+    return _reloaded(program, path, thresholds)
+
+
+def load_vision_program(path: Path | str, **changes: Any) -> Program:
+    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`."""
+    from arclight.deploy import Program, ProgramError
+
+    program = Program.load(path)
+    if (task := program.metadata.get("task")) not in (*DETECTORS, "classify"):
+        raise ProgramError(f"{path} is no program of a vision task (its task is {task!r})")
+    return _reloaded(program, path, changes)
+
+
+def _reloaded(program: Program, path: Path | str, changes: dict[str, Any]) -> Program:
+    """Load ``program`` again with other values of its processing. Raises ValueError for fields that its processing has not."""
+    from arclight.deploy import Program
+
+    return Program.load(path, processing=with_fields(program.processing, changes)) if changes else program
+
+
+def with_fields(processing: Any, changes: dict[str, Any]) -> Any:
+    """Return ``processing`` with other values. Raises ValueError for fields that it has not."""
+    known = [field.name for field in fields(processing)]
+    if unknown := [name for name in changes if name not in known]:
+        raise ValueError(f"{unknown[0]} does nothing for {type(processing).__name__}: it has {', '.join(known)}")
+    return replace(processing, **changes)

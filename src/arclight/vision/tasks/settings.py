@@ -20,7 +20,7 @@ from arclight._intervals import (
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
-from arclight.vision.data.augment_settings import AnyAugment, Augment
+from arclight.vision.data.augment_settings import AnyAugment, Augment, CropAugment
 from arclight.vision.data.mix import MixedData
 from arclight.vision.data.site_split import Merchant, SiteShare
 
@@ -51,8 +51,6 @@ class VisionTask(Checked):
     """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
     freeze: NonNegativeInt = 0
     """Leading layers whose weights do not change."""
-    augment: Augment = field(default_factory=Augment)
-    """Random changes to training images."""
     optimizer: SGD | AdamW = field(default_factory=AdamW)
     """Optimizer."""
     schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
@@ -62,13 +60,15 @@ class VisionTask(Checked):
         """Return the task on a site's own images, all of them."""
         return dataclasses.replace(self, weights=None, data=Path(data))
 
-    def module_class(self) -> type[VisionModule]:
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
         """Return the class that this task trains."""
-        raise NotImplementedError(f"{type(self).__name__} has no module")
+        raise NotImplementedError(f"{cls.__name__} has no module")
 
-    def data_class(self) -> type[VisionData]:
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
         """Return the class of its loaders."""
-        raise NotImplementedError(f"{type(self).__name__} has no data")
+        raise NotImplementedError(f"{cls.__name__} has no data")
 
     def build(self) -> tuple[Module, DataModule]:
         data = self.data_class()(self)
@@ -154,12 +154,70 @@ class DetectionTask(VisionTask):
         """Return the task on a site's own images, all of them."""
         return dataclasses.replace(super().with_data(data), share=None)
 
-    def module_class(self) -> type[VisionModule]:
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
         from arclight.vision.tasks.detection import Detector
 
         return Detector
 
-    def data_class(self) -> type[VisionData]:
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
         from arclight.vision.tasks.detection import DetectionData
 
         return DetectionData
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationTask(DetectionTask):
+    """Train an instance segmenter on a YOLO-format data set of polygons."""
+
+    recipe_kind: ClassVar[str] = "segmentation"
+
+    data: Path
+    """The data set: a data.yaml with train, val and names, and rows `class x1 y1 x2 y2 x3 y3 ...`."""
+    model: str = "yolov5n-seg"
+    """Architecture: yolov5n-seg to yolov5x-seg, or your .yaml that ends with Segment."""
+
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
+        from arclight.vision.tasks.detection import Segmenter
+
+        return Segmenter
+
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
+        from arclight.vision.tasks.detection import SegmentationData
+
+        return SegmentationData
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationTask(VisionTask):
+    """Train a classifier of whole images on folders of images."""
+
+    recipe_kind: ClassVar[str] = "classification"
+
+    data: Path
+    """The data set: a folder with train/CLASS/image.jpg, and so for val and test."""
+    model: str = "yolov5n-cls"
+    """Architecture: yolov5n-cls to yolov5x-cls, or your .yaml that ends with Classify."""
+    image_size: Annotated[int, Interval(ge=32)] = 224
+    """Side of the square input, pixels; a multiple of 32."""
+    augment: CropAugment = field(default_factory=CropAugment)
+    """Random changes to training images."""
+    label_smoothing: ProperFraction = 0.1
+    """Share of the target that all classes divide among them."""
+    dropout: ProperFraction = 0.0
+    """Probability of leaving out each of the features before the last layer, in training."""
+
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
+        from arclight.vision.tasks.classification import Classifier
+
+        return Classifier
+
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
+        from arclight.vision.tasks.classification import ClassificationData
+
+        return ClassificationData

@@ -1,0 +1,221 @@
+"""What every vision task does: it learns, is measured, saved, opened, resumed, and names what is wrong in its labels."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.vision.drawn import box_row, draw_folders, draw_objects, polygon_row
+
+from arclight import seed_everything
+from arclight.checkpoint import CheckpointError
+from arclight.cli.command import main
+from arclight.optim.schedule_settings import Cosine
+from arclight.optim.settings import AdamW
+from arclight.trainer import Trainer
+from arclight.trainer.callbacks import ModelCheckpoint
+from arclight.vision.data.augment_settings import Augment, CropAugment
+from arclight.vision.data.dataset import DatasetError
+from arclight.vision.data.images import decode_image
+from arclight.vision.tasks.module import VisionModule
+from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask, VisionTask
+
+TABLE = """
+anchors: [[20,20, 26,26], [30,30, 40,40]]
+backbone: [[-1, 1, Conv, [16, 3, 2]], [-1, 1, Conv, [24, 3, 2]], [-1, 1, C3, [24]], [-1, 1, Conv, [32, 3, 2]], [-1, 1, C3, [32]]]
+head: [[-1, 1, Conv, [48, 3, 2]], HEAD]
+"""
+STILL = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task: how its data set is drawn, its settings, and what it must reach."""
+
+    task: type[VisionTask]
+    head: str
+    draw: Callable[..., Path]
+    score: str
+    """The value that is watched."""
+    steps: int
+    """To learn six images by heart."""
+    options: dict[str, Any] = field(default_factory=dict)
+    hostile: str = ""
+    """A label row that cannot be used, if labels have rows, and ..."""
+    reason: str = ""
+    """... what is said of it."""
+
+    def settings(self, root: Path, data: Path, **options: Any) -> Any:
+        (root / "tiny.yaml").write_text(TABLE.replace("HEAD", self.head))
+        fields: dict[str, Any] = {
+            "data": data, "model": str(root / "tiny.yaml"), "image_size": 64, "batch_size": 6, "workers": 0, "memory_format": "contiguous",
+            "optimizer": AdamW(lr=1e-2), "schedule": Cosine(warmup=0.05, final=0.02),
+        }  # fmt: skip
+        return self.task(**{**fields, **self.options, **options})
+
+
+GAINS = {"augment": STILL, "obj_gain": 10.0, "cls_gain": 20.0}  # at this size empty cells weigh little by themselves
+CASES = {
+    "detection": Case(
+        DetectionTask, "[[4, 5], 1, Detect, [nc, anchors]]", lambda root, **how: draw_objects(root, box_row, **how), "val/map50", 240,
+        GAINS, "0 0.5 0.5 nan 0.2", "nan is not a coordinate",
+    ),
+    "segmentation": Case(
+        SegmentationTask, "[[4, 5], 1, Segment, [nc, anchors, 8, 32]]", lambda root, **how: draw_objects(root, polygon_row, **how),
+        "val/mask_map50", 240, GAINS, "0 0.5 0.5 0.2 0.2", "a box, and this task learns outlines",
+    ),
+    "classification": Case(
+        ClassificationTask, "[-1, 1, Classify, [nc]]", draw_folders, "val/top1", 120,
+        {"augment": CropAugment(min_area=1, hsv_h=0, hsv_s=0, hsv_v=0, fliplr=0)},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(params=[name for name, case in CASES.items() if case.hostile])
+def labelled(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    fixed = {"enable_checkpointing": "callbacks" in options, "num_sanity_val_steps": 0, "accelerator": "cpu"}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(default_root_dir=folder, **{**fixed, **quiet, **options})
+
+
+def built(settings: Any) -> tuple[Any, Any]:
+    seed_everything(1, workers=True)
+    return settings.build()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: Path) -> None:
+    settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
+    module, data = built(settings)
+    run = trainer(tmp_path, max_steps=case.steps, limit_val_batches=0)
+    (before,) = trainer(tmp_path).validate(module, datamodule=data)
+    run.fit(module, datamodule=data)
+    (after,) = trainer(tmp_path).validate(module, datamodule=data)
+    assert before[case.score] < 0.7
+    assert after[case.score] > 0.9
+    assert after["val/loss"] < before["val/loss"]
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    for cls in (type(module), VisionModule):
+        opened = cls.load(tmp_path / "end.ckpt")
+        assert type(opened) is type(module)
+        assert equal(opened.state_dict(), module.state_dict())
+    photos = [decode_image(path) for path in data.val.images]
+    found, again = module.predict(photos), opened.predict(photos)
+    assert [one.to_json() for one in found] == [one.to_json() for one in again]
+    assert all(one.labels for one in found), "each image has an object"
+    assert opened.predict([]) == []
+    charts = module.write_charts(tmp_path / "charts")
+    assert charts
+    assert all((tmp_path / "charts" / name).stat().st_size for name in charts)
+    for other in {one.task.module_class() for one in CASES.values()} - {type(module)}:
+        with pytest.raises(CheckpointError, match=f"open it with {type(module).__name__}"):
+            other.load(tmp_path / "end.ckpt")
+
+
+def test_from_the_command_line(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
+    kind = next(name for name, one in CASES.items() if one is case)
+    flags = {
+        "--task.data": settings.data, "--task.image_size": 64, "--task.batch_size": 6, "--task.workers": 0,
+        "--task.memory_format": "contiguous", "--trainer.max_steps": 2, "--trainer.accelerator": "cpu", "--checkpoint.monitor": case.score,
+        "--task.model": settings.model, "--trainer.enable_progress_bar": "false",
+    }  # fmt: skip
+    Path("recipe.toml").write_text(f'name = "small"\n[task]\nkind = "{kind}"\ndata = "none"\n')
+    assert not main(["train", "recipe.toml", *(str(word) for pair in flags.items() for word in pair)])
+    assert not main(["validate", "runs/small/1", "--json", "scores.json"])
+    assert case.score in json.loads(Path("scores.json").read_text())[0]
+    photos = settings.data.parent if settings.data.is_file() else settings.data
+    assert not main(["predict", "runs/small/1", str(photos), "--json", "found.json", "--out", "marked"])
+    assert len(json.loads(Path("found.json").read_text())) == 12
+    assert len(list(Path("marked").iterdir())) == 12
+    assert "12 images" in capsys.readouterr().out
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
+    augment = type(case.options["augment"])()  # as it is by itself: random
+    settings = case.settings(tmp_path, case.draw(tmp_path / "set"), batch_size=2, augment=augment)
+    ends = []
+    for checkpoint in (None, tmp_path / "kept" / "at.ckpt"):
+        module, data = built(settings)
+        keep = ModelCheckpoint(
+            dirpath=tmp_path / "kept", filename="at", every_n_train_steps=4, save_top_k=1, monitor=None
+        )
+        run = trainer(tmp_path, max_steps=7, limit_val_batches=0, callbacks=[] if checkpoint else [keep])
+        run.fit(module, datamodule=data, ckpt_path=checkpoint)
+        assert run.global_step == 7
+        ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    assert equal(*ends)
+
+
+def test_mixed_precision_and_a_smaller_last_batch(case: Case, tmp_path: Path) -> None:
+    settings = case.settings(tmp_path, case.draw(tmp_path / "set", train=5, val=5), batch_size=4)
+    module, data = built(settings)
+    run = trainer(tmp_path, max_steps=2, precision="bf16-mixed")
+    run.fit(module, datamodule=data)
+    assert run.callback_metrics["train/loss"].isfinite()
+    assert run.callback_metrics["val/loss"].isfinite()
+    assert module.results.images == 5
+
+
+def test_parts_of_a_batch_have_the_loss_of_the_whole(case: Case, tmp_path: Path) -> None:
+    settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
+    module, data = built(settings)
+    data.setup("validate")
+    batch = data.collate(data.val.__getitems__(range(6)))
+    parts = [module.part_of_batch(batch, start, stop) for start, stop in ((0, 2), (2, 6))]
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and name != "targets":
+            assert torch.equal(torch.cat([part[name] for part in parts]), value)
+    assert sum(len(part["targets"]) for part in parts) == len(batch["targets"])
+    module.eval()
+    for part in parts:
+        images = module.prepare(part["images"])
+        assert torch.isfinite(module.loss(module.model.raw(images), part)[0])
+
+
+def test_images_without_objects_and_hostile_rows(
+    labelled: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = labelled.settings(tmp_path, labelled.draw(tmp_path / "set"), batch_size=3)
+    labels = sorted((tmp_path / "set" / "labels" / "train").iterdir())
+    for empty in labels[:3]:
+        empty.write_text("")
+    labels[3].write_text(labels[3].read_text() + labelled.hostile + "\n")
+    module, data = built(settings)
+    trainer(tmp_path, max_steps=4, limit_val_batches=0).fit(module, datamodule=data)
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert f"{labels[3]}:2: {labelled.reason}" in caplog.text
+    for label in labels:
+        label.write_text(labelled.hostile + "\n")
+    shutil.rmtree(tmp_path / "set" / "labels" / "val")
+    for split, message in (("fit", f"{labels[0]}:1: {labelled.reason}"), ("validate", "has a label file")):
+        with pytest.raises(DatasetError, match=message.replace("[", r"\[")):
+            data.setup(split)
+
+
+def test_a_model_of_another_task_is_named(case: Case, tmp_path: Path) -> None:
+    other = "yolov5n-cls" if case.task is DetectionTask else "yolov5n"
+    settings = replace(case.settings(tmp_path, Path("none")), model=other)
+    with pytest.raises(ValueError, match=f"model = {other} ends with a .* head"):
+        settings.module_class()(settings, names=["a"])
