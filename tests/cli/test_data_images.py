@@ -45,3 +45,46 @@ def test_lint_reports_draws_and_mends(typed: Typed, scenes: Path) -> None:
     assert typed("data lint new --no-hashes --strict")[0] == 1
     assert typed("data lint new --model yolov9z")[2].startswith("arclight: --model: 'yolov9z' is not a known detector")
     assert typed("data lint new --image-size 4")[0] == 2
+
+
+def test_labels_travel_to_coco_and_back(typed: Typed, scenes: Path) -> None:
+    status, out, _ = typed("data export scenes --to annotations")
+    assert status == 0
+    assert "wrote annotations/instances_train.json" in out
+    assert typed("data export scenes --to annotations")[0] == 2
+    status, out, _ = typed("data import annotations/instances_train.json --images scenes/images/train --to back")
+    assert status == 0
+    assert "wrote back/data.yaml: 1 classes" in out
+    names = sorted(path.name for path in (scenes / "labels/train").iterdir())
+    assert sorted(path.name for path in Path("back/labels/train").iterdir()) == names
+    for name in names:
+        before, after = ((folder / "labels/train" / name).read_text().split() for folder in (scenes, Path("back")))
+        assert [float(value) for value in after] == pytest.approx([float(value) for value in before], abs=2e-5)
+    assert typed("data import nowhere --to x")[2].startswith("arclight: nowhere: No such file")
+    assert typed("data import scenes/images --to x")[2].endswith(
+        'are read as they are by task.kind = "classification"\n'
+    )
+    assert typed("data import scenes/images --names code --symlink --to x")[0] == 0
+
+
+def test_splits_are_lists_beside_a_data_yaml(typed: Typed, scenes: Path) -> None:
+    status, out, _ = typed("data split scenes --to lists --fractions 0.5 0.25 0.25 --seed 3")
+    assert status == 0
+    assert "train: 4 images\nval: 2 images\ntest: 2 images" in out
+    assert typed("data check lists")[0] == 0
+    assert typed("data split scenes --to other --fractions 1")[0] == 2
+    assert typed("data split scenes --to other --group nothing")[2].startswith(
+        "arclight: 'nothing' is found in no path"
+    )
+
+
+def test_public_sets_are_described_and_never_fetched(typed: Typed) -> None:
+    status, out, _ = typed("data sets")
+    assert (status, len(out.splitlines())) == (0, 14)
+    status, out, _ = typed("data sets coco --data-yaml coco")
+    assert status == 0
+    assert "Nothing is fetched" in out
+    assert "echo 'cced6f7f71b7629ddf16f17bbcfab6b2  train2017.zip' | md5sum -c" in out
+    assert "the checksum of coco2017labels.zip is not known" in out
+    assert [path.name for path in Path("coco").iterdir()] == ["data.yaml"]
+    assert typed("data sets cocoo")[0] == 2

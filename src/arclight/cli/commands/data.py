@@ -1,8 +1,9 @@
-"""``arclight data``: tokenize text into shards, generate payment-code scenes, lint a data set."""
+"""``arclight data``: tokenize text into shards, generate payment-code scenes, lint, import and divide image data sets."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from argparse import Namespace
 from decimal import Decimal, InvalidOperation
@@ -18,7 +19,9 @@ def data(arguments: list[str]) -> int:
         "Tokenize and inspect text, generate a data set of payment codes, or find and mend faults of an image data set."
     )
     parser = Parser(prog="arclight data", description=about)
-    verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|poster|lint|check")
+    verbs = parser.add_subparsers(
+        required=True, metavar="tokenize|retokenize|pack|inspect|qris|poster|lint|check|import|export|split|sets"
+    )
     add_verbs(verbs)
 
     verb = verbs.add_parser("qris", help="generate labelled scenes with payment codes")
@@ -44,8 +47,62 @@ def data(arguments: list[str]) -> int:
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     verb.set_defaults(run=check)
 
+    _add_import(
+        verbs.add_parser("import", help="read COCO json, Pascal VOC xml or a folder of images into a YOLO data set")
+    )
+    _add_export(verbs.add_parser("export", help="write the labels of a YOLO data set as COCO json"))
+    _add_split(verbs.add_parser("split", help="divide a data set into splits, look-alikes and groups kept together"))
+
+    verb = verbs.add_parser("sets", help="describe public data sets, and print how they are fetched")
+    verb.add_argument("name", nargs="?", metavar="NAME", help="one of them; default: list all")
+    verb.add_argument("--data-yaml", type=Path, metavar="DIR", help="also write its data.yaml into this folder")
+    verb.set_defaults(run=sets)
+
     options = parser.parse_args(arguments)
     return int(options.run(options))
+
+
+def _add_import(verb: Any) -> None:
+    verb.add_argument("source", type=Path, metavar="SOURCE", help="a .json file, or a folder of json, xml or images")
+    verb.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write")
+    verb.add_argument(
+        "--images", type=Path, metavar="DIR", help="folder of the images; default: searched around SOURCE"
+    )
+    verb.add_argument("--polygons", action="store_true", help="rows are outlines, also of masks, instead of boxes")
+    verb.add_argument("--crowds", action="store_true", help="COCO: take crowds for objects; default: pass them over")
+    verb.add_argument(
+        "--difficult", action="store_true", help="VOC: take difficult objects, too; default: pass them over"
+    )
+    verb.add_argument("--names", metavar="A,B,...", help="classes in order, for VOC and images; default: those found")
+    verb.add_argument("--symlink", action="store_true", help="refer to the images instead of copying them")
+    verb.set_defaults(run=import_)
+
+
+def _add_export(verb: Any) -> None:
+    verb.add_argument("path", type=Path, metavar="DATA.yaml")
+    verb.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write instances_SPLIT.json into")
+    verb.set_defaults(run=export)
+
+
+def _add_split(verb: Any) -> None:
+    verb.add_argument("path", type=Path, metavar="DATA.yaml", help="its images of all splits are divided anew")
+    verb.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="folder for lists of images and a data.yaml"
+    )
+    verb.add_argument(
+        "--fractions", type=float, nargs="+", default=[0.8, 0.2], metavar="F",
+        help="shares of train, val and, if there are three, test (default: 0.8 0.2)",
+    )  # fmt: skip
+    verb.add_argument("--seed", type=int, default=0, help="same seed, same splits (default: %(default)s)")
+    verb.add_argument(
+        "--group",
+        metavar="REGEX",
+        help="keep images together in whose paths this finds the same text, such as '(shop\\d+)_'",
+    )
+    verb.add_argument(
+        "--no-hashes", action="store_true", help="decode no image: only files of equal bytes stay together"
+    )
+    verb.set_defaults(run=split)
 
 
 def _add_lint(verb: Any) -> None:
@@ -191,3 +248,93 @@ def check(options: Namespace) -> int:
         wrong = wrong or bool(report.corrupt or report.malformed)
     write_json(options.json, found)
     return int(wrong)
+
+
+def import_(options: Namespace) -> int:
+    from arclight.cli.style import counted
+    from arclight.vision.data.formats.annotations import read_images, write_yolo
+    from arclight.vision.data.formats.coco import is_coco, read_coco
+    from arclight.vision.data.formats.voc import is_voc, read_voc
+
+    source, names = options.source, options.names.split(",") if options.names else []
+    if not source.exists():
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+    if is_coco(source):
+        found = read_coco(source, images=options.images, masks=options.polygons, keep_crowds=options.crowds)
+    elif is_voc(source):
+        found = read_voc(source, images=options.images, names=names, keep_difficult=options.difficult)
+    else:
+        found = read_images(source, names)
+    print(found)
+    with counted("writing images") as progress:
+        file = write_yolo(found, options.to, polygons=options.polygons, symlink=options.symlink, progress=progress)
+    print(f"wrote {file}: {len(found.names)} classes. Check it: arclight data lint {file}")
+    return 0
+
+
+def export(options: Namespace) -> int:
+    from arclight.vision.data.data_yaml import read_data_yaml
+    from arclight.vision.data.formats.annotations import read_yolo
+    from arclight.vision.data.formats.coco import write_coco
+
+    found = read_yolo(read_data_yaml(options.path))
+    print(found)
+    for file in write_coco(found, options.to):
+        print(f"wrote {file}")
+    return 0
+
+
+def split(options: Namespace) -> int:
+    from arclight.cli.arguments import UsageError
+    from arclight.cli.style import counted
+    from arclight.vision.data.data_yaml import read_data_yaml
+    from arclight.vision.data.splitting import split_images, write_split_lists
+
+    if len(options.fractions) not in (2, 3):
+        raise UsageError("--fractions: give two or three, of train, val and test")
+    spec = read_data_yaml(options.path)
+    images = [image for part in ("train", "val", "test") if getattr(spec, part) for image in spec.images(part)]
+    fractions = dict(zip(("train", "val", "test"), options.fractions))
+    with counted("comparing images") as progress:
+        found = split_images(
+            images,
+            fractions,
+            seed=options.seed,
+            group=options.group,
+            look_alikes=not options.no_hashes,
+            progress=progress,
+        )
+    file = write_split_lists(spec, found.images, options.to)
+    for part, members in found.images.items():
+        print(f"{part}: {len(members):,} images")
+    print(f"{found.groups:,} groups of several images stay together")
+    for image, why in found.damaged.items():
+        print(f"left out {image}: {why}")
+    print(f"wrote {file}")
+    return 0
+
+
+def sets(options: Namespace) -> int:
+    from arclight.vision.data.public_sets import find_public_set, public_sets
+
+    if options.name is None:
+        for described in public_sets().values():
+            images = ", ".join(f"{part} {number:,}" for part, number in described.images.items())
+            print(f"{described.name:<16}{described.task:<16}{described.about}{f' ({images})' if images else ''}")
+        return 0
+    described = find_public_set(options.name)
+    names = ", ".join(described.names[:8]) + (", ..." if len(described.names) > 8 else "")
+    print(f"{described.name}: {described.about}; {described.page}")
+    print(f"{described.task}, {len(described.names)} classes ({names})")
+    print(
+        ", ".join(
+            [f"{part}: {number:,} images" for part, number in described.images.items()] + [described.size or ""]
+        ).rstrip(", ")
+    )
+    print("\nNothing is fetched. Check the licence of the data set, then run:\n")
+    print("\n".join(f"    {command}" for command in described.fetch_step()))
+    if described.then:
+        print(f"\n{described.then}")
+    if options.data_yaml is not None:
+        print(f"\nwrote {described.write_data_yaml(options.data_yaml)}")
+    return 0

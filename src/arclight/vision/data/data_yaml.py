@@ -65,8 +65,8 @@ def read_data_yaml(path: str | Path) -> DataSpec:
     return DataSpec(file=file, names=names, **splits)
 
 
-def write_data_yaml(folder: Path, names: Sequence[str], splits: Mapping[str, str]) -> Path:
-    """Write ``folder``/data.yaml: class names, and each split's place as seen from there. Returns the file."""
+def write_data_yaml(folder: Path, names: Sequence[str], splits: Mapping[str, str | list[str]]) -> Path:
+    """Write ``folder``/data.yaml: class names, and each split's place, or places, as seen from there."""
     yaml = require("yaml", extra="vision")
     content = {"path": ".", **splits, "names": list(names)}
     file = folder / "data.yaml"

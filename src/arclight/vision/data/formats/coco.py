@@ -1,0 +1,284 @@
+"""Read and write COCO's json: boxes, polygons and run-length masks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from arclight.vision.data.formats.annotations import (
+    AnnotatedImage,
+    AnnotatedSet,
+    Annotation,
+    Polygon,
+    box_in_image,
+    checked_size,
+    locate,
+    safe_name,
+)
+from arclight.vision.data.formats.run_lengths import decode_mask, mask_polygons
+from arclight.vision.data.labels import DatasetError, FileProblem
+
+MAX_POINTS = 100_000
+"""Corners of one object's outline."""
+SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+
+def is_coco(path: Path) -> bool:
+    """Return True for a .json file, or a folder that holds such files as COCO's data sets do."""
+    return path.suffix == ".json" if path.is_file() else bool(_json_files(path))
+
+
+def _json_files(folder: Path) -> list[Path]:
+    """Return annotation files in ``folder``, its ``annotations``, or its folders of splits (Roboflow's layout)."""
+    places = [folder, folder / "annotations", *(folder / word for word in SPLIT_WORDS)]
+    found = [file for place in places if place.is_dir() for file in sorted(place.glob("*.json"))]
+    return [file for file in found if split_of(file) is not None or file.parent == folder]
+
+
+def split_of(file: Path) -> str | None:
+    """Return the split that a file's name, or that of its folder, speaks of; None if neither does."""
+    for text in (file.stem.lower(), file.parent.name.lower()):
+        words = "".join(letter if letter.isalpha() else " " for letter in text).split()
+        if found := [SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS]:
+            return found[-1]
+    return None
+
+
+def read_coco(
+    source: Path, *, images: Path | None = None, masks: bool = False, keep_crowds: bool = False
+) -> AnnotatedSet:
+    """Read a json file, or those of a folder, each a split by its name (instances_val2017.json), else train.
+
+    images: the folder that names of images are relative to; searched around the file where not given. masks: trace outlines of
+    run-length masks, too. keep_crowds: take crowds for objects. Class ids may have gaps: classes are numbered in their order.
+
+    Raises DatasetError for a file that is not COCO's, names that leave the folder, and where no image is found. Annotations
+    that cannot be read are listed in ``skipped``.
+    """
+    files = [source] if source.is_file() else _json_files(source)
+    if not files:
+        raise DatasetError(
+            f"{source}: no .json file with train, val or test in its name, nor in {source / 'annotations'}"
+        )
+    documents: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for file in files:
+        split = split_of(file) or "train"
+        if split in documents:
+            raise DatasetError(
+                f"{documents[split][0]} and {file} are both {split} by their names: import one of them by itself"
+            )
+        documents[split] = file, _document(file)
+    numbers, names = _categories(dict(documents.values()))
+    result = AnnotatedSet(names, {})
+    for split, (file, document) in documents.items():
+        reader = _Reader(file, numbers, masks, keep_crowds, result.skipped)
+        result.splits[split] = list(reader.images(document, images))
+        result.passed_over = dict(Counter(result.passed_over) + Counter(reader.passed_over))
+    return result
+
+
+def _document(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8-sig"))
+    except OSError as error:
+        raise DatasetError(f"{file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{file} is not JSON: {error}") from error
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(content, dict) or not isinstance(content.get(key), list):
+            raise DatasetError(f"{file} is not COCO's: it has no list {key!r}")
+        for place, entry in enumerate(content[key]):
+            if not isinstance(entry, dict):
+                raise DatasetError(f"{file}: {key}[{place}] is {type(entry).__name__}, not a table")
+    return content
+
+
+def _categories(documents: Mapping[Path, dict[str, Any]]) -> tuple[dict[int, int], list[str]]:
+    """Return number by id, and names: the classes of all files, in the order of their ids."""
+    known: dict[int, tuple[str, Path]] = {}
+    for file, document in documents.items():
+        for place, category in enumerate(document["categories"]):
+            number, name = category.get("id"), category.get("name")
+            if type(number) is not int or not isinstance(name, str) or not name:
+                raise DatasetError(f"{file}: categories[{place}] needs a whole number as id, and a name")
+            if number in known and known[number][0] != name:
+                before, other = known[number]
+                raise DatasetError(f"{file}: category {number} is {name!r}, and {before!r} in {other}")
+            known[number] = name, file
+    order = sorted(known)
+    return {number: place for place, number in enumerate(order)}, [known[number][0] for number in order]
+
+
+@dataclass
+class _Reader:
+    """Reads one file's images and annotations."""
+
+    file: Path
+    numbers: dict[int, int]
+    masks: bool
+    keep_crowds: bool
+    skipped: list[FileProblem]
+    passed_over: dict[str, int] = field(default_factory=dict)
+
+    def images(self, document: dict[str, Any], folder: Path | None) -> Iterator[AnnotatedImage]:
+        names = [
+            safe_name(entry.get("file_name"), f"{self.file}: images[{i}]") for i, entry in enumerate(document["images"])
+        ]
+        folders = [folder] if folder is not None else self._folders(names)
+        found: dict[int, tuple[Path, PurePosixPath, int, int]] = {}
+        for place, (entry, name) in enumerate(zip(document["images"], names)):
+            number = entry.get("id")
+            if type(number) is not int or number in found:
+                raise DatasetError(
+                    f"{self.file}: images[{place}] has the id {str(number)[:40]}: ids are whole numbers, once each"
+                )
+            if (file := locate(name, folders)) is None:
+                self._skip(f"images[{place}]: {name} is not in {', '.join(map(str, folders))}")
+                continue
+            said = entry.get("width"), entry.get("height")
+            size = said if type(said[0]) is int and type(said[1]) is int else None
+            if (actual := checked_size(file, size, f"{self.file.name}: images[{place}]", self.skipped)) is not None:
+                found[number] = (file, name, *actual)
+        if names and not found:
+            raise DatasetError(
+                f"{self.file}: none of its {len(names):,} images can be used, {self.skipped[-1]}; name their folder with --images"
+            )
+        objects = self._objects(document, found, {entry["id"] for entry in document["images"]})
+        for number, (file, name, width, height) in found.items():
+            yield AnnotatedImage(file, name, width, height, tuple(objects.get(number, ())))
+
+    def _folders(self, names: list[PurePosixPath]) -> list[Path]:
+        """Return where images may lie: beside the file or above, in `images`, or in a folder called like the file's last word."""
+        word = self.file.stem.rpartition("_")[2]
+        above = [self.file.parent, self.file.parent.parent]
+        inner = [top / "images" for top in above]
+        places = [
+            *above,
+            *inner,
+            *(top / part for top in (*above, *inner) for part in (word, split_of(self.file) or word)),
+        ]
+        having = [place for place in dict.fromkeys(places) if any((place / name).is_file() for name in names[:20])]
+        return having or [self.file.parent]
+
+    def _objects(
+        self, document: dict[str, Any], images: Mapping[int, tuple[Path, PurePosixPath, int, int]], listed: set[int]
+    ) -> dict[int, list[Annotation]]:
+        objects: dict[int, list[Annotation]] = {}
+        for place, entry in enumerate(document["annotations"]):
+            owner = entry.get("image_id")
+            if owner not in listed if isinstance(owner, int) else True:
+                self._skip(f"annotations[{place}]: there is no image {str(owner)[:40]}")
+                continue
+            if owner not in images:
+                continue  # said once, of the image
+            if entry.get("iscrowd") in (1, True) and not self.keep_crowds:
+                self.passed_over["crowds"] = self.passed_over.get("crowds", 0) + 1
+                continue
+            _, _, width, height = images[owner]
+            try:
+                objects.setdefault(owner, []).append(self._object(entry, width, height))
+            except ValueError as error:
+                self._skip(f"annotations[{place}] of {images[owner][1]}: {error}")
+        return objects
+
+    def _object(self, entry: dict[str, Any], width: int, height: int) -> Annotation:
+        """Read one annotation. Raises ValueError saying why it cannot be."""
+        category = entry.get("category_id")
+        if type(category) is not int or category not in self.numbers:
+            raise ValueError(f"there is no category {str(category)[:40]}")
+        box, outline = entry.get("bbox"), entry.get("segmentation")
+        without_box = not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box))
+        if box and without_box:
+            raise ValueError(f"bbox is {str(box)[:60]}, not four numbers: left, top, width, height")
+        polygons: tuple[Polygon, ...] = ()
+        if isinstance(outline, list) and outline:
+            polygons = tuple(_polygon(part) for part in outline)
+        elif isinstance(outline, dict) and (self.masks or without_box):
+            polygons = mask_polygons(decode_mask(outline, width, height))
+        elif outline and not isinstance(outline, list | dict):
+            raise ValueError(f"segmentation is {type(outline).__name__}, not polygons or a run-length mask")
+        if without_box and not polygons:
+            raise ValueError("it has neither a bbox nor a segmentation")
+        if without_box:
+            points = np.concatenate(polygons)
+            edges = (*points.min(0).tolist(), *points.max(0).tolist())
+        else:
+            left, top, box_width, box_height = map(float, box)
+            edges = (left, top, left + box_width, top + box_height)
+        return Annotation(self.numbers[category], box_in_image(*edges, width, height), polygons)
+
+    def _skip(self, reason: str) -> None:
+        self.skipped.append(FileProblem(str(self.file), 0, reason))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _polygon(values: Any) -> Polygon:
+    if not isinstance(values, list) or len(values) < 6 or len(values) % 2 or not all(map(_is_number, values)):
+        raise ValueError("a polygon is a list of x1, y1, x2, y2, x3, y3, ...: 3 corners or more")
+    if len(values) > 2 * MAX_POINTS:
+        raise ValueError(f"a polygon of {len(values) // 2:,} corners is too large: at most {MAX_POINTS:,}")
+    points = np.array(values, np.float64).reshape(-1, 2)
+    if not np.isfinite(points).all():
+        raise ValueError("a polygon has a coordinate that is NaN or infinite")
+    return points
+
+
+# ---------------------------------------------------------------- write
+
+
+def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
+    """Write ``to``/instances_<split>.json for each split; images stay where they are. Returns the files.
+
+    Image names are relative to the common folder of their split; categories are numbered from 0, as the classes are. Raises
+    DatasetError where one of the files exists.
+    """
+    files = {split: to / f"instances_{split}.json" for split in found.splits}
+    for file in files.values():
+        if file.exists():
+            raise DatasetError(f"{file} exists already; name another folder, or delete it first")
+    to.mkdir(parents=True, exist_ok=True)
+    for split, images in found.splits.items():
+        document = {
+            "info": {"description": f"{split} split"},
+            "licenses": [],
+            "categories": [{"id": number, "name": name} for number, name in enumerate(found.names)],
+            "images": [
+                {"id": number, "file_name": str(image.name), "width": image.width, "height": image.height}
+                for number, image in enumerate(images, 1)
+            ],
+            "annotations": list(_rows(images)),
+        }
+        temporary = files[split].with_name(f".{files[split].name}")
+        temporary.write_text(json.dumps(document) + "\n", "utf-8")
+        temporary.replace(files[split])
+    return list(files.values())
+
+
+def _rows(images: list[AnnotatedImage]) -> Iterator[dict[str, Any]]:
+    pairs = ((number, annotation) for number, image in enumerate(images, 1) for annotation in image.annotations)
+    for row, (number, annotation) in enumerate(pairs, 1):
+        left, top, right, bottom = annotation.box_xyxy_px
+        areas = [_area(part) for part in annotation.polygons]
+        yield {
+            "id": row,
+            "image_id": number,
+            "category_id": annotation.label,
+            "bbox": [round(value, 3) for value in (left, top, right - left, bottom - top)],
+            "area": round(sum(areas) if areas else (right - left) * (bottom - top), 3),
+            "iscrowd": 0,
+            "segmentation": [part.round(3).ravel().tolist() for part in annotation.polygons],
+        }
+
+
+def _area(polygon: Polygon) -> float:
+    x, y = polygon.T
+    return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)

@@ -1,0 +1,224 @@
+"""Read Pascal VOC's xml. A document type, which could define entities, is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.parsers import expat
+
+from arclight.vision.data.formats.annotations import (
+    AnnotatedImage,
+    AnnotatedSet,
+    Annotation,
+    box_in_image,
+    checked_size,
+    locate,
+    safe_name,
+)
+from arclight.vision.data.images import SUFFIXES
+from arclight.vision.data.labels import DatasetError, FileProblem
+
+MAX_BYTES = 16 * 2**20
+MAX_DEPTH = 32
+_LISTS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
+
+
+def is_voc(path: Path) -> bool:
+    """Return True for a folder with xml files, or an ``Annotations`` folder of them."""
+    return path.is_dir() and any(True for place in (path / "Annotations", path) for _ in place.glob("*.xml"))
+
+
+@dataclass
+class _Element:
+    """One element of a file, with the line that it starts in."""
+
+    tag: str
+    line: int
+    text: str = ""
+    children: list[_Element] = field(default_factory=list)
+
+    def find(self, tag: str) -> _Element | None:
+        return next((child for child in self.children if child.tag == tag), None)
+
+    def value(self, tag: str) -> str:
+        found = self.find(tag)
+        return "" if found is None else found.text.strip()
+
+
+def _parse(file: Path) -> _Element:
+    """Parse an xml file. Raises ValueError for a document type, for depth, and for what is not XML."""
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file.stat().st_size / 1e6:.0f} MB are too large for the annotation of an image")
+    root = _Element("", 0)
+    path = [root]
+    parser = expat.ParserCreate()
+    parser.buffer_text = True
+
+    def start(tag: str, _: dict[str, str]) -> None:
+        if len(path) > MAX_DEPTH:
+            raise ValueError(f"line {parser.CurrentLineNumber}: elements lie more than {MAX_DEPTH} deep")
+        path[-1].children.append(_Element(tag, parser.CurrentLineNumber))
+        path.append(path[-1].children[-1])
+
+    def text(data: str) -> None:
+        path[-1].text += data
+
+    def refuse(*_: object) -> None:
+        raise ValueError(
+            f"line {parser.CurrentLineNumber}: a document type (DOCTYPE) is not read: it can define entities"
+        )
+
+    parser.StartElementHandler, parser.EndElementHandler = start, lambda _: path.pop()
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, refuse
+    try:
+        parser.Parse(file.read_bytes(), True)
+    except expat.ExpatError as error:
+        raise ValueError(f"line {error.lineno}: not XML: {expat.ErrorString(error.code)}") from error
+    return root.children[0]
+
+
+def read_voc(
+    source: Path, *, images: Path | None = None, names: Sequence[str] = (), keep_difficult: bool = False
+) -> AnnotatedSet:
+    """Read a folder of VOC's: ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``, or xml files beside images.
+
+    images: folder of the images. names: the classes, in order; those found, sorted, where not given. keep_difficult: take objects
+    marked difficult, too. Without lists all images are train.
+
+    Whole-number coordinates are VOC's: pixels counted from 1, both ends included. In data sets with a 0 or a fraction among them they
+    are edges, as tools of today write them. Raises DatasetError for a source without images; files and objects that cannot be
+    read are listed in ``skipped``.
+    """
+    folder = source / "Annotations" if (source / "Annotations").is_dir() else source
+    result = AnnotatedSet(list(names), {})
+    documents: dict[Path, _Element] = {}
+    for file in sorted(folder.glob("*.xml")):
+        try:
+            document = _parse(file)
+        except (ValueError, OSError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            result.skipped.append(FileProblem(str(file), 0, reason))
+        else:
+            if document.tag == "annotation":
+                documents[file] = document
+            else:
+                result.skipped.append(
+                    FileProblem(str(file), document.line, f"<{document.tag[:40]}> is not an <annotation>")
+                )
+    if not documents:
+        example = f", for example {result.skipped[0]}" if result.skipped else ""
+        raise DatasetError(f"{folder}: no xml file of VOC's can be read{example}")
+    if not names:
+        objects = (child for document in documents.values() for child in document.children if child.tag == "object")
+        result.names = sorted({name for child in objects if (name := child.value("name"))})
+    offset = 1.0 if _counts_from_one(documents) else 0.0
+    places = [images] if images is not None else [source / "JPEGImages", source / "images", folder, source]
+    found: dict[str, AnnotatedImage] = {}
+    for file, document in documents.items():
+        reader = _Reader(file, result, keep_difficult, offset)
+        if (image := reader.image(document, places)) is not None:
+            found[file.stem] = image
+    if not found:
+        raise DatasetError(f"{source}: no image can be used, {result.skipped[-1]}; name their folder with --images")
+    result.splits = _splits(source, found, result.skipped)
+    return result
+
+
+def _splits(
+    source: Path, found: dict[str, AnnotatedImage], skipped: list[FileProblem]
+) -> dict[str, list[AnnotatedImage]]:
+    splits: dict[str, list[AnnotatedImage]] = {}
+    for split, stems in _LISTS.items():
+        for file in (source / "ImageSets/Main" / f"{stem}.txt" for stem in stems):
+            if file.is_file():
+                listed = [line.split()[0] for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
+                splits[split] = [found[stem] for stem in dict.fromkeys(listed) if stem in found]
+                lacking = [stem for stem in listed if stem not in found]
+                if lacking:
+                    skipped.append(
+                        FileProblem(str(file), 0, f"{len(lacking):,} images of it cannot be used, {lacking[0]} first")
+                    )
+    return {split: images for split, images in splits.items() if images} or {"train": list(found.values())}
+
+
+_EDGES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def _counts_from_one(documents: dict[Path, _Element]) -> bool:
+    """Return True unless some coordinate is 0 or a fraction, which VOC's pixel numbers never are."""
+    for document in documents.values():
+        for child in document.children:
+            box = child.find("bndbox") if child.tag == "object" else None
+            values = [box.value(edge) for edge in _EDGES] if box is not None else []
+            if any(not text.isdigit() or int(text) == 0 for text in values if text):
+                return False
+    return True
+
+
+@dataclass
+class _Reader:
+    """Reads one file."""
+
+    file: Path
+    result: AnnotatedSet
+    keep_difficult: bool
+    offset: float
+
+    def image(self, document: _Element, places: Sequence[Path]) -> AnnotatedImage | None:
+        """Return the image with its objects; None, with the reason in ``skipped``, where it cannot be used."""
+        named = document.find("filename")
+        candidates = [self.file.stem + suffix for suffix in SUFFIXES]
+        if named is not None and named.text.strip():
+            name = safe_name(named.text.strip(), f"{self.file}:{named.line}")
+            candidates.insert(0, str(name))
+        file = next((found for name in candidates if (found := locate(safe_name(name, str(self.file)), places))), None)
+        if file is None:
+            self._skip(document.line, f"its image {candidates[0]} is not in {', '.join(map(str, places))}")
+            return None
+        size = document.find("size")
+        said = (size.value("width"), size.value("height")) if size is not None else ("", "")
+        known = (int(said[0]), int(said[1])) if all(text.isdigit() and int(text) for text in said) else None
+        actual = checked_size(
+            file, known, f"{self.file.name}:{size.line if size is not None else 0}", self.result.skipped
+        )
+        if actual is None:
+            return None
+        objects = [self._object(child, *actual) for child in document.children if child.tag == "object"]
+        name = safe_name(file.name, str(file))
+        return AnnotatedImage(file, name, *actual, tuple(one for one in objects if one is not None))
+
+    def _object(self, element: _Element, width: int, height: int) -> Annotation | None:
+        name, box = element.value("name"), element.find("bndbox")
+        if element.value("difficult") == "1" and not self.keep_difficult:
+            passed = self.result.passed_over
+            passed["difficult objects"] = passed.get("difficult objects", 0) + 1
+            return None
+        if name not in self.result.names:
+            self._skip(element.line, f"there is no class {name[:40]!r}")
+            return None
+        if box is None:
+            self._skip(element.line, f"the {name} has no bndbox")
+            return None
+        try:
+            left, top, right, bottom = (_number(box, edge) for edge in _EDGES)
+            edges = box_in_image(left - self.offset, top - self.offset, right, bottom, width, height)
+        except ValueError as error:
+            self._skip(box.line, str(error))
+            return None
+        return Annotation(self.result.names.index(name), edges)
+
+    def _skip(self, line: int, reason: str) -> None:
+        self.result.skipped.append(FileProblem(str(self.file), line, reason))
+
+
+def _number(box: _Element, edge: str) -> float:
+    text = box.value(edge)
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{edge} is {text[:40]!r}, not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{edge} is {text[:40]}, NaN or infinite")
+    return value
