@@ -30,6 +30,7 @@ from arclight.vision.data.lint.fingerprints import (
 )
 from arclight.vision.data.lint.mend import mend
 from arclight.vision.data.lint.sheet import write_sheet
+from arclight.vision.tasks.settings import DetectionTask
 
 Write = Callable[..., Path]
 
@@ -407,6 +408,42 @@ def test_names_of_any_kind_survive_a_data_yaml(tmp_path: Path) -> None:
     names = ["no", "3", "a: b", "# c", "caf\N{LATIN SMALL LETTER E WITH ACUTE}", "'", '"', "- d", "{e}"]
     (tmp_path / "images").mkdir()
     assert read_data_yaml(write_data_yaml(tmp_path, names, {"train": "images"})).names == tuple(names)
+
+
+# ---------------------------------------------------------------- before a fit
+
+
+def test_a_fit_is_told_what_spoils_it_and_pays_once(
+    both: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_image(both.parent, "train/000", "val/copy")
+    write_label(both.parent, "0 .5 .5 .001 .3\n", "train/001")
+    task = DetectionTask(data=both, image_size=320)
+    task.check_data()
+    first = caplog.text
+    assert "1 x leak: images that an earlier split has, too, for example" in first
+    assert "1 x tiny-box" in first
+    assert "missing-label" not in first
+
+    def decoded(path: Path) -> Any:
+        raise AssertionError(f"{path} is decoded again")
+
+    monkeypatch.setattr("arclight.vision.data.lint.fingerprints.fingerprint", decoded)
+    caplog.clear()
+    task.check_data()
+    assert caplog.text == first
+    DetectionTask(data=both, cache_labels=False).check_data()
+
+
+def test_a_fit_that_cannot_begin_says_so_before_any_image_is_decoded(
+    both: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label in (both.parent / "labels/val").iterdir():
+        label.unlink()
+    monkeypatch.delattr("arclight.vision.data.lint.fingerprints.fingerprint")
+    with pytest.raises(DatasetError, match="val: none of 4 images has a label file"):
+        DetectionTask(data=both).check_data()
+    assert not list(both.parent.rglob("*.hashes.npz"))
 
 
 # ---------------------------------------------------------------- real photos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from arclight._intervals import kind_of
 from arclight.cli.arguments import RECIPE, UsageError, check_writable, read_recipe, recipe_parser
@@ -39,6 +39,7 @@ def train(arguments: list[str]) -> None:
     if folder is None and not recipe.trainer.fast_dev_run:
         check_writable(recipe.root / recipe.name, "root")
     check_task_of(recipe, checkpoint)
+    check_data_of(recipe)
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
@@ -65,6 +66,25 @@ def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
         raise UsageError(
             f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: one cannot resume the other"
         )
+
+
+@runtime_checkable
+class ChecksData(Protocol):
+    """A task that can look through its data before a model is built."""
+
+    def check_data(self) -> None:
+        """Log what is wrong with the data. Raises ValueError where they cannot be trained on."""
+
+
+def check_data_of(recipe: Recipe) -> None:
+    """Let the task look through its data, in the first process; UsageError where they cannot be trained on."""
+    from arclight.fabric.rank_zero import rank_zero_only
+
+    if isinstance(recipe.task, ChecksData) and rank_zero_only.rank == 0:
+        try:
+            recipe.task.check_data()
+        except ValueError as error:
+            raise UsageError(f"task: {error}") from error
 
 
 def with_recipe_of_run(arguments: list[str]) -> list[str]:

@@ -150,6 +150,21 @@ class DetectionTask(VisionTask):
         assert share is not None
         SiteSplit(read_data_yaml(self.data), share).check()
 
+    def check_data(self) -> None:
+        """Lint the data set before a model is built, and log what spoils the run; see ``arclight data lint``.
+
+        Images are compared once and their hashes kept, unless there are very many or ``cache_labels`` is false. Raises DatasetError
+        for a split that cannot be used.
+        """
+        from arclight.vision.data.data_yaml import read_data_yaml
+        from arclight.vision.data.lint.checks import log_before_fit
+        from arclight.vision.models.architectures import find_architecture
+
+        if self.share is None:  # a site's images are not all there
+            levels = find_architecture(self.model).anchors_px if self.anchors == "coco" else ()
+            anchors = [anchor for level in levels for anchor in level]
+            log_before_fit(read_data_yaml(self.data), self.image_size, anchors, cache=self.cache_labels)
+
     def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""
         return dataclasses.replace(super().with_data(data), share=None)

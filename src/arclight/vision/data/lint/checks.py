@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,8 @@ from arclight.vision.data.lint.fingerprints import (
     linked_groups,
     similar_pairs,
 )
+
+_LOG = logging.getLogger("arclight")
 
 MIN_SIDE_PX = 3.0
 """Boxes with a side below this many pixels at the training size are too small to be learned."""
@@ -223,6 +226,29 @@ def lint(
     more, groups = _look_alikes(splits, hashes, cache, progress)
     seconds["duplicates"] = time.perf_counter() - started
     return LintReport(spec.file, spec.names, splits, (*findings, *more), groups, image_size, recall, seconds)
+
+
+MOST_COMPARED_AT_FIT = 20_000
+"""Images above which a fit does not decode all of them to compare them: `arclight data lint` does."""
+_SAID_AT_FIT = ("corrupt-image", "malformed-row", "shared-label")
+
+
+def log_before_fit(spec: DataSpec, image_size: int, anchors: Anchors, *, cache: bool = True) -> None:
+    """Log errors and warnings about what a fit reads, train and val, from caches where nothing has changed.
+
+    Raises DatasetError for a split that cannot be used, before any image is decoded.
+    """
+    spec = replace(spec, test=())
+    report = lint(spec, image_size=image_size, anchors=anchors, hashes="none", cache=cache)
+    if unusable := [finding for finding in report.findings if finding.check == "split"]:
+        raise DatasetError(unusable[0].message)
+    images = sum(found.report.images for found in report.splits.values())
+    if cache:
+        hashes: Literal["all", "cached"] = "all" if images <= MOST_COMPARED_AT_FIT else "cached"
+        report = lint(spec, image_size=image_size, anchors=anchors, hashes=hashes, cache=cache)
+    for name, found in report.by_check().items():
+        if CHECKS[name].severity != "note" and name not in _SAID_AT_FIT:  # those are said when the data set is opened
+            _LOG.warning("%d x %s: %s, for example %s", len(found), name, CHECKS[name].title, found[0])
 
 
 # ---------------------------------------------------------------- files
