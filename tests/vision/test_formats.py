@@ -13,8 +13,7 @@ import pytest
 
 from arclight.vision.data.data_yaml import read_data_yaml
 from arclight.vision.data.formats.annotations import AnnotatedSet, joined_outline, read_images, read_yolo, write_yolo
-from arclight.vision.data.formats.coco import is_coco, read_coco, split_of, write_coco
-from arclight.vision.data.formats.run_lengths import decode_mask, mask_polygons
+from arclight.vision.data.formats.coco import decode_mask, is_coco, mask_polygons, read_coco, split_of, write_coco
 from arclight.vision.data.formats.voc import is_voc, read_voc
 from arclight.vision.data.labels import DatasetError, check_labels
 
