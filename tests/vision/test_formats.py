@@ -137,6 +137,8 @@ def test_crowds_are_passed_over_and_counted_unless_wanted(tmp_path: Path) -> Non
         ({"bbox": [1, 2, -3, 4]}, "has no area"),
         ({"bbox": [200, 2, 3, 4]}, "outside of its image, 100 x 80"),
         ({"bbox": [1, 2, 3]}, "not four numbers"),
+        ({"bbox": [1, 2, 10**400, 4]}, "not four numbers"),
+        ({"segmentation": [[1, 2, 3, 4, 5, 10**400]]}, "3 corners or more"),
         ({"bbox": [1, 2, 3, "4"]}, "not four numbers"),
         ({}, "neither a bbox nor a segmentation"),
         ({"bbox": [1, 2, 3, 4], "category_id": 5}, "there is no category 5"),

@@ -93,7 +93,7 @@ def read_coco(
 
 def _document(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text("utf-8-sig"))
+        content: Any = json.loads(file.read_text("utf-8-sig"))
     except OSError as error:
         raise DatasetError(f"{file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -104,7 +104,7 @@ def _document(file: Path) -> dict[str, Any]:
         for place, entry in enumerate(content[key]):
             if not isinstance(entry, dict):
                 raise DatasetError(f"{file}: {key}[{place}] is {type(entry).__name__}, not a table")
-    return content
+    return dict(content)
 
 
 def _categories(documents: Mapping[Path, dict[str, Any]]) -> tuple[dict[int, int], list[str]]:
@@ -200,9 +200,9 @@ class _Reader:
         category = entry.get("category_id")
         if type(category) is not int or category not in self.numbers:
             raise ValueError(f"there is no category {str(category)[:40]}")
-        box, outline = entry.get("bbox"), entry.get("segmentation")
-        without_box = not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box))
-        if box and without_box:
+        box: Any = entry.get("bbox")
+        outline, without_box = entry.get("segmentation"), not box
+        if box and not (isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))):
             raise ValueError(f"bbox is {str(box)[:60]}, not four numbers: left, top, width, height")
         polygons: tuple[Polygon, ...] = ()
         if isinstance(outline, list) and outline:
@@ -215,18 +215,19 @@ class _Reader:
             raise ValueError("it has neither a bbox nor a segmentation")
         if without_box:
             points = np.concatenate(polygons)
-            edges = (*points.min(0).tolist(), *points.max(0).tolist())
+            left, top, right, bottom = (float(edge) for edge in (*points.min(0), *points.max(0)))
         else:
-            left, top, box_width, box_height = map(float, box)
-            edges = (left, top, left + box_width, top + box_height)
-        return Annotation(self.numbers[category], box_in_image(*edges, width, height), polygons)
+            left, top, right, bottom = (float(box[0]), float(box[1]), float(box[0] + box[2]), float(box[1] + box[3]))
+        return Annotation(self.numbers[category], box_in_image(left, top, right, bottom, width, height), polygons)
 
     def _skip(self, reason: str) -> None:
         self.skipped.append(FileProblem(str(self.file), 0, reason))
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int):  # of json, which bounds none
+        return not isinstance(value, bool) and abs(value) < 10**12
+    return isinstance(value, float)
 
 
 def _polygon(values: Any) -> Polygon:

@@ -174,6 +174,10 @@ class LintReport:
             lines.append(f"{check.severity}: {len(found):,} x {name}: {check.title}")
             lines += [f"    {finding}" for finding in found[:5]]
             lines += [f"    and {len(found) - 5:,} more"] * (len(found) > 5)
+        if self.anchor_recall is not None:
+            lines.append(
+                f"anchors answer for {self.anchor_recall:.1%} of the training boxes at {self.image_size} pixels"
+            )
         notes = len(self.findings) - self.errors - self.warnings
         lines.append(f"errors: {self.errors:,}, warnings: {self.warnings:,}, notes: {notes:,}")
         return "\n".join(lines)

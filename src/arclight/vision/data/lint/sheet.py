@@ -53,9 +53,10 @@ def write_sheet(report: LintReport, file: Path) -> None:
         parts.append(
             f"<h2><span class={check.severity}>{check.severity}</span> {len(found):,} x {name}: {_text(check.title)}</h2>"
         )
-        pictured = [figure for finding in found[:PICTURES] if (figure := _figure(finding, labels))]
-        parts += pictured
-        parts.append("<ul>" + "".join(f"<li>{_text(finding)}" for finding in found[:LISTED]) + "</ul>")
+        figures = [_figure(finding, labels) for finding in found[:PICTURES]]
+        listed = [one for place, one in enumerate(found[:LISTED]) if place >= len(figures) or not figures[place]]
+        parts += figures
+        parts.append("<ul>" + "".join(f"<li>{_text(finding)}" for finding in listed) + "</ul>")
         if len(found) > LISTED:
             parts.append(f"<p>and {len(found) - LISTED:,} more")
     parts.append(_classes(report))
