@@ -43,7 +43,7 @@ def test_lint_reports_draws_and_mends(typed: Typed, scenes: Path) -> None:
     next(new.glob("*.txt")).write_text("0 0.5 0.5 0.2 0.2\n0 0.5 0.5 0.2 0.2\n")
     assert typed("data lint new --no-hashes")[0] == 0
     assert typed("data lint new --no-hashes --strict")[0] == 1
-    assert typed("data lint new --model yolov9z")[2].startswith("arclight: --model: 'yolov9z' is not a known detector")
+    assert typed("data lint new --model yolov9z")[2].startswith("arclight: --model: 'yolov9z' is not a known")
     assert typed("data lint new --image-size 4")[0] == 2
 
 
@@ -76,6 +76,19 @@ def test_splits_are_lists_beside_a_data_yaml(typed: Typed, scenes: Path) -> None
     assert typed("data split scenes --to other --group nothing")[2].startswith(
         "arclight: 'nothing' is found in no path"
     )
+
+
+def test_folders_of_classes_are_divided_class_by_class(typed: Typed, scenes: Path) -> None:
+    images = sorted((scenes / "images").rglob("*.jpg"))
+    for place, image in enumerate(images):
+        target = Path("classes") / ("many" if place < 6 else "few") / image.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(image, target)
+    status, out, _ = typed("data split classes --to divided --fractions 0.5 0.5")
+    assert (status, "wrote divided" in out) == (0, True)
+    counts = {str(folder): len(list(folder.iterdir())) for folder in sorted(Path("divided").glob("*/*"))}
+    assert counts == {"divided/train/few": 1, "divided/train/many": 3, "divided/val/few": 1, "divided/val/many": 3}
+    assert typed("data split classes --to divided")[2].startswith("arclight: divided holds something already")
 
 
 def test_public_sets_are_described_and_never_fetched(typed: Typed) -> None:

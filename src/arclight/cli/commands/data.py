@@ -288,29 +288,33 @@ def split(options: Namespace) -> int:
     from arclight.cli.arguments import UsageError
     from arclight.cli.style import counted
     from arclight.vision.data.data_yaml import read_data_yaml
-    from arclight.vision.data.splitting import split_images, write_split_lists
+    from arclight.vision.data.splitting import class_folders, split_images, write_class_folders, write_split_lists
 
     if len(options.fractions) not in (2, 3):
         raise UsageError("--fractions: give two or three, of train, val and test")
-    spec = read_data_yaml(options.path)
-    images = [image for part in ("train", "val", "test") if getattr(spec, part) for image in spec.images(part)]
+    classes = class_folders(options.path)
+    if classes:
+        images = list(classes)
+    else:
+        spec = read_data_yaml(options.path)
+        images = [image for part in ("train", "val", "test") if getattr(spec, part) for image in spec.images(part)]
     fractions = dict(zip(("train", "val", "test"), options.fractions))
     with counted("comparing images") as progress:
         found = split_images(
-            images,
-            fractions,
-            seed=options.seed,
-            group=options.group,
-            look_alikes=not options.no_hashes,
-            progress=progress,
-        )
-    file = write_split_lists(spec, found.images, options.to)
+            images, fractions, seed=options.seed, group=options.group, look_alikes=not options.no_hashes,
+            strata=classes or None, progress=progress,
+        )  # fmt: skip
+    if classes:
+        write_class_folders(classes, found.images, options.path, options.to)
+        written = options.to
+    else:
+        written = write_split_lists(spec, found.images, options.to)
     for part, members in found.images.items():
         print(f"{part}: {len(members):,} images")
     print(f"{found.groups:,} groups of several images stay together")
     for image, why in found.damaged.items():
         print(f"left out {image}: {why}")
-    print(f"wrote {file}")
+    print(f"wrote {written}")
     return 0
 
 

@@ -6,11 +6,15 @@ import hashlib
 import math
 import os
 import re
+import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from arclight.vision.data.data_yaml import DataSpec, write_data_yaml
+from arclight.vision.data.images import SUFFIXES
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.data.lint.fingerprints import Progress, equal_files, fingerprint_all, linked_groups, similar_pairs
 
@@ -28,13 +32,14 @@ class Splits:
 
 def split_images(
     images: Sequence[Path], fractions: Mapping[str, float], *, seed: int = 0, group: str | None = None,
-    look_alikes: bool = True, progress: Progress | None = None,
+    look_alikes: bool = True, strata: Mapping[Path, str] | None = None, progress: Progress | None = None,
 ) -> Splits:  # fmt: skip
     """Divide ``images`` by ``fractions`` (split to share, adding up to 1); the same for the same images and seed.
 
     group: a regular expression that is searched for in each image's path; images of which it finds the same text (of its first
     parenthesis, if it has one) come into one split, and images without it are on their own. look_alikes: keep images together
-    that look the same, which decodes all of them; else only files of equal bytes.
+    that look the same, which decodes all of them; else only files of equal bytes. strata: image to its class, of each of which the
+    fractions are then met.
 
     Large groups are placed first, each where most is lacking, so that fractions are met as nearly as groups allow. Raises
     DatasetError for fractions that do not add up, a pattern that is none, and splits that would stay empty.
@@ -62,9 +67,16 @@ def split_images(
     units.sort(key=lambda unit: (-len(unit), names[unit[0]]))
     total = sum(map(len, units))
     placed: dict[str, list[int]] = {split: [] for split in fractions}
+    stratum_of = {unit[0]: "" if strata is None else strata[images[unit[0]]] for unit in units}
+    sizes, filled = Counter[str](), Counter[tuple[str, str]]()
     for unit in units:
-        lacking = {split: share * total - len(placed[split]) for split, share in fractions.items()}
-        placed[max(lacking, key=lambda split: lacking[split])] += unit
+        sizes[stratum_of[unit[0]]] += len(unit)
+    for unit in units:
+        stratum = stratum_of[unit[0]]
+        lacking = {split: share * sizes[stratum] - filled[stratum, split] for split, share in fractions.items()}
+        split = max(lacking, key=lambda split: lacking[split])
+        filled[stratum, split] += len(unit)
+        placed[split] += unit
     if empty := [split for split, members in placed.items() if not members]:
         raise DatasetError(
             f"{empty[0]} would stay empty: {total:,} images form {len(units):,} groups that stay together, and there are "
@@ -114,3 +126,40 @@ def write_split_lists(spec: DataSpec, splits: Mapping[str, Sequence[Path]], to: 
         lines = (place.relative_to(top).as_posix() if place.is_relative_to(top) else str(place) for place in places)
         files[split].write_text("".join(f"{line}\n" for line in lines), "utf-8", errors="surrogateescape")
     return write_data_yaml(to, spec.names, {split: file.name for split, file in files.items()})
+
+
+def class_folders(source: Path) -> dict[Path, str]:
+    """Return the images of a folder that has one folder for each class, with their classes; none where it is no such folder."""
+    if not source.is_dir() or (source / "data.yaml").exists():
+        return {}
+    folders = sorted(place for place in source.iterdir() if place.is_dir() and not place.name.startswith("."))
+    found = {
+        file: folder.name
+        for folder in folders
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in SUFFIXES and file.is_file()
+    }
+    return (
+        found if len(set(found.values())) > 1 and not {"train", "images"} & {folder.name for folder in folders} else {}
+    )
+
+
+def write_class_folders(
+    classes: Mapping[Path, str], splits: Mapping[str, Sequence[Path]], source: Path, to: Path
+) -> None:
+    """Copy images to ``to``/SPLIT/CLASS, whole or not at all. Raises DatasetError where ``to`` holds something."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise DatasetError(f"{to} holds something already; name a folder that is empty or does not exist")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as unfinished:
+        folder = Path(unfinished) / "set"
+        for split, images in splits.items():
+            for name in sorted(set(classes.values())):
+                (folder / split / name).mkdir(parents=True)
+            for image in images:
+                target = folder / split / image.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(image, target)
+        if to.exists():
+            to.rmdir()
+        folder.replace(to)

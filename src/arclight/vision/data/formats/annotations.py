@@ -228,8 +228,8 @@ def read_images(folder: Path, names: Sequence[str]) -> AnnotatedSet:
         raise DatasetError(f"{folder}: no json of COCO's, no xml of VOC's, and no image that can be read")
     if not names:
         raise DatasetError(
-            f"{folder} has images and no labels: name the classes that they will be labelled with, --names A,B. Folders of classes "
-            'are read as they are by task.kind = "classification"'
+            f"{folder} has images and no labels: name the classes that they will be labelled with, --names A,B. Of folders of classes, "
+            "`arclight data split` makes a classification data set"
         )
     return result
 
