@@ -61,9 +61,7 @@ def test_labels_travel_to_coco_and_back(typed: Typed, scenes: Path) -> None:
         before, after = ((folder / "labels/train" / name).read_text().split() for folder in (scenes, Path("back")))
         assert [float(value) for value in after] == pytest.approx([float(value) for value in before], abs=2e-5)
     assert typed("data import nowhere --to x")[2].startswith("arclight: nowhere: No such file")
-    assert typed("data import scenes/images --to x")[2].endswith(
-        'are read as they are by task.kind = "classification"\n'
-    )
+    assert typed("data import scenes/images --to x")[2].endswith("makes a classification data set\n")
     assert typed("data import scenes/images --names code --symlink --to x")[0] == 0
 
 
