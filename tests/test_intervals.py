@@ -28,6 +28,7 @@ from arclight.recipe import RecipeError, explain, read
 from arclight.text.data.data_settings import Pretrained
 from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import TrainerSettings
+from arclight.vision.data.mix import MixedData
 from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
@@ -40,7 +41,7 @@ WHOLE_LINE = {
 REQUIRED: dict[type, dict[str, Any]] = {
     Noise: {"clip": 1.0, "multiplier": 1.0}, Pretrained: {"path": Path("tok")},
     **{task: {"data": Path("data.yaml")} for task in (DetectionTask, SegmentationTask, ClassificationTask)},
-    Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
+    MixedData: {"data": Path("more.yaml")}, Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
 }  # fmt: skip
 Member = tuple[type, tuple[Interval, ...]]
 
@@ -188,7 +189,7 @@ def test_texts_and_truth_values_are_no_numbers(cls: Any, name: str, hint: Any) -
 
 def test_the_help_says_every_interval() -> None:
     types_of = {(setting.path, setting.kind): setting.type for setting in explain(FederatedRecipe)}
-    assert types_of["task.augment.mosaic", ""] == "number in [0, 1]"
+    assert types_of["task.augment.mosaic", "augment"] == "number in [0, 1]"
     assert types_of["task.optimizer.lr", "adamw"] == "number >= 0"
     assert types_of["task.optimizer.betas", "adamw"] == "[number in [0, 1), number in [0, 1)]"
     assert types_of["trainer.max_steps", ""] == "int >= 0 | -1"

@@ -153,6 +153,37 @@ def test_pasted_objects_are_whole_and_hide_little() -> None:
     assert gained > 20
 
 
+def test_outlined_objects_are_pasted_inside_their_outlines() -> None:
+    rng = np.random.default_rng(2)
+    source = np.full((80, 80, 3), 200, np.uint8)
+    corner = np.array([[40, 10], [70, 70], [10, 70]], np.float32)
+    cv2.fillPoly(source, [corner.astype(np.int32)], (255, 0, 0))
+    row = np.array([[4, 10, 10, 70, 70, *corner.flatten()]], np.float32)
+    empty = (np.zeros((SIZE, SIZE, 3), np.uint8), np.zeros((0, 11), np.float32))
+    image, boxes = changes.copy_paste(empty, (source, row), rng)
+    assert boxes.shape == (1, 11)
+    np.testing.assert_allclose(boxes[0, 5:].reshape(-1, 2) - boxes[0, 1:3], corner - 10)
+    changed = image.any(-1)
+    assert changed.sum() == pytest.approx(60 * 60 / 2, rel=0.06)  # the triangle, and nothing of what was around it
+    ys, xs = np.nonzero(changed)
+    np.testing.assert_allclose((xs.min(), ys.min(), xs.max(), ys.max()), boxes[0, 1:5], atol=1.5)
+
+
+def test_nine_outlined_images_keep_their_outlines() -> None:
+    rng = np.random.default_rng(2)
+    tiles = []
+    for number in range(9):
+        image, boxes = tile(number, 1, 320, 320, rng)
+        x1, y1, x2, y2 = boxes[0, 1:]
+        tiles.append((image, np.concatenate((boxes, [[x1, y1, x2, y1, x2, y2, x1, y2]]), 1, dtype=np.float32)))
+    _, found = changes.mosaic9(tiles, rng, Augment(), SIZE)
+    assert found.shape[1] == 13
+    inside = [row for row in found if (row[5:] >= 0).all() and (row[5:] <= SIZE).all()]
+    assert inside
+    for row in inside:
+        np.testing.assert_allclose(row[5:9:2], row[[1, 3]], atol=1e-3)
+
+
 def test_classes_that_nobody_meets_mirrored_stay_as_they_are() -> None:
     assert changes.never_mirrored(["QR_code", "cat", "Barcode", "text line"], Augment()) == {0, 2, 3}
     assert changes.never_mirrored(["qr"], Augment(never_mirrored=())) == frozenset()

@@ -118,7 +118,7 @@ class DetectionTask(VisionTask):
     label_smoothing: ProperFraction = 0.0
     """Smoothing of class targets, in [0, 1)."""
     focal_gamma: Annotated[float, Interval(ge=0, le=10)] = 0.0
-    """Exponent of focal loss, by which easy answers count less; 0 for cross-entropy."""
+    """Exponent of focal loss, by which easy answers count less; 0 turns it off."""
     focal_loss: Literal["focal", "quality"] = "focal"
     """Form of the loss where focal_gamma is not 0; quality focal loss judges shares such as the overlap."""
     autobalance: bool = False
