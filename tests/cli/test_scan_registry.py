@@ -1,4 +1,4 @@
-"""``arclight scan --registry``: verdicts, the page, the JSON and the exit status."""
+"""``arclight scan`` with ``--registry`` and ``--follow``: verdicts, the page, tracks, JSON and the exit status."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ pytest.importorskip("zxingcpp")
 from arclight.cli.arguments import UsageError  # noqa: E402
 from arclight.cli.commands.scan import MISMATCH_STATUS, scan  # noqa: E402
 from arclight.vision.qris.scenes.fraud import Pair, draw_pair  # noqa: E402
+from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
 from arclight.vision.qris.verification.registry import RegistryError  # noqa: E402
 
 
@@ -69,3 +70,21 @@ def test_mistakes_are_named_before_anything_is_scanned(photos: Path) -> None:
     (photos.parent / "places.csv").write_text("name,nmid\nX,Y\n")
     with pytest.raises(RegistryError, match=r"places\.csv line 2: nmid"):
         scan([str(photos), "--registry", str(photos.parent / "places.csv")])
+
+
+def test_codes_are_followed_through_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clip = draw_clip(np.random.default_rng(6), size=480, frames=6, codes=3)
+    video = cv2.VideoWriter(str(tmp_path / "clip.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 10, (480, 480))
+    assert video.isOpened()
+    for frame in clip:
+        video.write(cv2.cvtColor(frame.image, cv2.COLOR_RGB2BGR))
+    video.release()
+    assert scan([str(tmp_path / "clip.avi"), "--follow", "--json", str(tmp_path / "tracks.json")]) == 0
+    (tracks,) = json.loads((tmp_path / "tracks.json").read_text()).values()
+    truth = {code.content.text for frame in clip for code in frame.codes}
+    read = [track for track in tracks if track["text"] is not None]
+    assert read
+    assert all(track["text"] in truth and track["code"]["text"] == track["text"] for track in read)
+    assert f"1 videos, {len(tracks)} codes followed, {len(read)} read" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UsageError, match="one of them"):
+        scan([str(tmp_path / "clip.avi"), "--follow", "--registry", "places.csv"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,11 @@ def scan(arguments: list[str]) -> int:
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.tasks.processing import load_detector_program
 
+    if options.follow and options.registry is not None:
+        raise UsageError("--follow reads videos and --registry verifies images: give one of them")
     console = console_of()
+    if options.follow:
+        return follow(options, console)
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
     detector = load_detector_program(options.program).predict_one if options.program is not None else None
     frames = ImageSource(options.source, vid_stride=options.stride)
@@ -85,8 +90,41 @@ def _parser() -> Parser:
         metavar="FILE",
         help="write a JSON object to this file: image to list of codes, with --registry to its verification",
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="follow codes through the frames of videos and read each from several frames together",
+    )
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     return parser
+
+
+def follow(options: Namespace, console: Console) -> int:
+    """Print the codes of each video, one for all frames in which it is seen."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from arclight.vision.inputs.image_source import ImageSource
+    from arclight.vision.qris.reading.video import VideoScanner
+    from arclight.vision.tasks.processing import load_detector_program
+
+    detector = load_detector_program(options.program).predict_one if options.program is not None else None
+    frames = ImageSource(options.source, vid_stride=options.stride)
+    scanners: dict[str, VideoScanner] = {}
+    for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
+        scanners.setdefault(frame.path, VideoScanner(detector)).add(frame.image)
+    for path, scanner in scanners.items():
+        tree = Tree(Text(path, style="bold"))
+        for track in scanner.tracks:
+            said = "not readable" if track.text is None else printable(track.text)
+            tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", said))
+        console.print(tree)
+    tracks = {path: [track.to_json() for track in scanner.tracks] for path, scanner in scanners.items()}
+    every = [track for found in tracks.values() for track in found]
+    read = sum(track["text"] is not None for track in every)
+    console.print(f"{len(tracks)} videos, {len(every)} codes followed, {read} read", highlight=False)
+    write_json(options.json, tracks, escaped=False)
+    return int(not tracks)
 
 
 class _Verifier:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,16 @@ class CodeTrack:
     @property
     def text(self) -> str | None:
         return self.texts.most_common(1)[0][0] if self.texts else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, numbers and text."""
+        return {
+            "id": self.id,
+            "text": self.text,
+            "frames": list(self.frames),
+            "texts": dict(self.texts),
+            "code": None if self.best is None else self.best.to_json(),
+        }
 
     @property
     def centre(self) -> npt.NDArray[np.float64]:
