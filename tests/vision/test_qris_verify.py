@@ -115,6 +115,16 @@ def test_a_registered_account_under_another_name_is_noted(registry: Path) -> Non
     assert one.verdict == "match", "the account is the registered one"
 
 
+def test_a_name_nearly_that_of_a_registered_place_speaks_against_a_code(registry: Path) -> None:
+    alike = text_of(merchant_name="KOPI SENJAA", nmid="ID1020077777777", pan="936000091000000002")
+    (one,) = verify(photo_of(alike), registry).checked
+    assert one.place is not None
+    assert one.place.name == "KOPI SENJA"
+    assert max(checks(one)["name"]) > 0
+    elsewhere = text_of(merchant_name="KOPI SENJAA", city="MEDAN", nmid="ID1020077777777", pan="936000091000000002")
+    assert verify(photo_of(elsewhere), registry).checked[0].place is None
+
+
 def test_two_accounts_in_one_photo_speak_against_the_stranger(registry: Path) -> None:
     stranger = text_of(merchant_name="BENGKEL JAYA", city="MALANG", nmid="ID1020055555555", pan="936000091000000009")
     found = verify(photo_of(text_of(), stranger), registry)

@@ -302,19 +302,20 @@ def _namesake(payload: Payload, table: Registry) -> tuple[Place | None, list[Evi
                 f"names itself {payload.merchant_name}, which is registered with NMID {place.nmid}, not {payload.nmid}"
             )
             return place, [Evidence("name", message, DECISIVE if place.city else 3.0)]
-    near = [place for place in table.places if _alike(place, payload)]
+    near = _nearly_named(payload, table)
     if near:
         message = f"names itself {payload.merchant_name}, nearly as the registered {near[0].name} ({near[0].nmid})"
         return near[0], [Evidence("name", message, 2.5)]
     return None, [Evidence("NMID", f"NMID {payload.nmid or 'none'} is not registered", 0.0)]
 
 
-def _alike(place: Place, payload: Payload) -> bool:
-    if place.city and letters(place.city) != letters(payload.city):
-        return False
-    matcher = SequenceMatcher(None, letters(place.name), letters(payload.merchant_name))
-    return (
-        matcher.real_quick_ratio() >= NAMES_ALIKE
-        and matcher.quick_ratio() >= NAMES_ALIKE
-        and matcher.ratio() >= NAMES_ALIKE
-    )
+def _nearly_named(payload: Payload, table: Registry) -> list[Place]:
+    """List the places of a payload's city, or of none that is known, whose names are nearly its own."""
+    matcher = SequenceMatcher(b=letters(payload.merchant_name))  # what it knows of b is kept for every a
+    near = []
+    for place in table.places:
+        if place.city is None or letters(place.city) == letters(payload.city):
+            matcher.set_seq1(letters(place.name))
+            if matcher.real_quick_ratio() >= NAMES_ALIKE and matcher.ratio() >= NAMES_ALIKE:
+                near.append(place)
+    return near
