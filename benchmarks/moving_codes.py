@@ -32,14 +32,14 @@ class MovingFrame:
     """(h, 4) xyxy of codes that are mostly hidden: finding them is no mistake, and no merit."""
 
 
-def frames(seed: int, count: int = FRAMES) -> Iterator[MovingFrame]:
-    """Draw one scene, frame by frame."""
+def frames(seed: int, count: int = FRAMES, *, pillar: bool = True) -> Iterator[MovingFrame]:
+    """Draw one scene, frame by frame; without a pillar the cards hide each other alone."""
     rng = np.random.default_rng(seed)
     ground = background(rng, SIDE)
     cards = [_card(rng, int(rng.integers(70, 115))) for _ in range(CARDS)]
     place = rng.uniform(0.15 * SIDE, 0.7 * SIDE, (CARDS, 2))
     speed = rng.uniform(1.5, 5, (CARDS, 2)) * rng.choice([-1, 1], (CARDS, 2)) * [1, 0.5]
-    pillars = [(round(0.45 * SIDE), int(rng.integers(60, 90)), rng.integers(60, 200, 3))]
+    pillars = [(round(0.45 * SIDE), int(rng.integers(60, 90)), rng.integers(60, 200, 3))] if pillar else []
     for _ in range(count):
         place = place + speed
         sizes = np.array([[card.shape[1], card.shape[0]] for card, _ in cards])

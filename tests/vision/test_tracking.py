@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from benchmarks.moving_boxes import NAMES, Scene, found_in, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
-from tests.vision.moving_scenes import NAMES, Scene, found_in, score
 
 from arclight.vision import Detections
 from arclight.vision.inputs.image_source import Frame

@@ -1,4 +1,4 @@
-"""Drawn moving scenes: objects that drift, turn, grow and hide behind one another, and what a detector would see of them."""
+"""Moving scenes as boxes: objects that drift, turn and hide behind one another, and what a detector would see of them."""
 
 from __future__ import annotations
 
