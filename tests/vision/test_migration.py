@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arclight.cli.commands.predict import _parser
 from arclight.cli.schema import Recipe
 from arclight.recipe import explain, read, write
 
@@ -77,3 +78,20 @@ def test_a_preset_is_written_and_read_with_what_was_set_beside() -> None:
     assert (again.task.augment.fliplr, again.task.augment.mosaic) == (0.0, 0.85834)
     plain = read(Recipe, {"task": {"kind": "detection", "data": "data.yaml", "augment": {"mosaic": 0.5}}})
     assert (plain.task.augment.mosaic, plain.task.augment.scale) == (0.5, 0.5)  # recipes without a kind
+
+
+DETECT_FLAGS = shlex.split(
+    """
+weights source data imgsz conf-thres iou-thres max-det device view-img save-txt save-format save-csv save-conf save-crop nosave classes
+agnostic-nms augment visualize update project name exist-ok line-thickness hide-labels hide-conf half dnn vid-stride
+"""
+)
+
+
+def test_every_flag_of_detect_has_a_row_whose_words_predict_reads() -> None:
+    found = rows("Flags of detect.py")
+    assert list(found) == DETECT_FLAGS
+    for name, text in found.items():
+        assert text.startswith("no: ") or name in ("weights", "source") or re.search("`--", text), name
+        for words in map(shlex.split, re.findall(r"`(--[^`]*)`", text)):
+            _parser().parse_args(["runs/x/1", "photos", *words])
