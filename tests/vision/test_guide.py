@@ -17,7 +17,9 @@ from tests.vision.mjpeg import Camera
 
 import arclight as al
 from arclight.cli.command import main
+from arclight.deploy import ProgramError
 from arclight.vision import Detector
+from arclight.vision.tasks.processing import load_detector_program
 from arclight.vision.tasks.settings import DetectionTask
 
 GUIDE = ROOT / "docs" / "vision.md"
@@ -102,3 +104,5 @@ def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(
         Path(name).stat().st_size for name in ("segmenter.onnx", "classifier.onnx", "found.json", "classes.json")
     )
+    with pytest.raises(ProgramError, match="its task is 'segment'"):  # what scans and compares reads one output
+        load_detector_program("segmenter.onnx")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from arclight.deploy import Program
 
 
-DETECTORS = ("detect", "segment")
-"""What the programs of tasks whose results are `Detections` say of themselves."""
+PROGRAM_TASKS = ("detect", "segment", "classify")
+"""What the programs of vision tasks say of themselves."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path)
-    if (task := program.metadata.get("task")) not in DETECTORS:
+    if (task := program.metadata.get("task")) != "detect":
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
         )
@@ -128,7 +128,7 @@ def load_vision_program(path: Path | str, **changes: Any) -> Program:
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path)
-    if (task := program.metadata.get("task")) not in (*DETECTORS, "classify"):
+    if (task := program.metadata.get("task")) not in PROGRAM_TASKS:
         raise ProgramError(f"{path} is no program of a vision task (its task is {task!r})")
     return _reloaded(program, path, changes)
 
