@@ -79,7 +79,7 @@ def complete_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
 def nms(
     predictions: Tensor,
     conf_threshold: float = 0.25,
-    iou_threshold: float = 0.45,
+    iou_threshold: float | None = 0.45,
     *,
     max_det: int = MAX_DET,
     top_k: int | None = TOP_K,
@@ -89,8 +89,9 @@ def nms(
 ) -> list[Tensor]:
     """Select each image's boxes from decoded predictions (N, A, 5 + C + extra), best first.
 
-    Returns N tensors (k, 6 + extra), k <= max_det: xyxy, confidence = objectness x class score, class, what is extra. Boxes suppress only
-    boxes of their class, or with ``agnostic`` those of all. ``multi_label`` lets a position name several classes (validation), else it names its best.
+    Returns N tensors (k, 6 + extra), k <= max_det: xyxy, confidence = objectness x class score, class, what is extra. Boxes
+    suppress only boxes of their class, or with ``agnostic`` those of all, or none with ``iou_threshold`` None, for networks that
+    name an object once. ``multi_label`` lets a position name several classes (validation), else it names its best.
     Only the ``top_k`` most confident candidates are considered (None: all). The result depends on the numbers alone,
     never on time or load: equal confidences rank by position, then by class.
     """
@@ -105,7 +106,7 @@ def nms(
 def _nms_image(
     prediction: Tensor,
     conf_threshold: float,
-    iou_threshold: float,
+    iou_threshold: float | None,
     max_det: int,
     top_k: int | None,
     extra: int,
@@ -138,7 +139,10 @@ def _nms_image(
     else:
         classes, confidence = prediction[positions, 5:end].argmax(dim=1), best[positions]
     boxes = xywh_to_xyxy(prediction[positions, :4])
-    kept = greedy_nms(boxes, torch.zeros_like(classes) if agnostic else classes, iou_threshold, max_det)
+    if iou_threshold is None:
+        kept = torch.arange(min(len(boxes), max_det), device=boxes.device)
+    else:
+        kept = greedy_nms(boxes, torch.zeros_like(classes) if agnostic else classes, iou_threshold, max_det)
     rows = [boxes[kept], confidence[kept, None], classes[kept, None].to(boxes.dtype)]
     return torch.cat((*rows, prediction[positions[kept], end:]) if extra else rows, dim=1)
 

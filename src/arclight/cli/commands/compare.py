@@ -29,6 +29,8 @@ class Candidate:
     names: list[str]
     image_size: int
     size_bytes: int
+    one_to_one: bool
+    """Whether it names an object once: its boxes are not suppressed."""
     network: Callable[[Any], Any]
     """Images (N, 3, S, S) in [0, 1] to decoded predictions."""
     stage_times: Callable[[Sequence[str]], dict[str, list[float]]]
@@ -113,7 +115,7 @@ def open_candidate(place: Path) -> Candidate:
         processing: Any = program.processing
         return Candidate(
             name=str(place), names=list(processing.names), image_size=processing.image_size, size_bytes=program.nbytes,
-            network=program, stage_times=lambda paths: stage_times(paths, processing, program),
+            one_to_one=processing.iou_threshold is None, network=program, stage_times=lambda paths: stage_times(paths, processing, program),
         )  # fmt: skip
     import torch
 
@@ -129,7 +131,7 @@ def open_candidate(place: Path) -> Candidate:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in module.model.state_dict().values())
     return Candidate(
         name=str(place), names=list(module.names), image_size=module.settings.image_size, size_bytes=weights,
-        network=InferenceCopy(module.model), stage_times=module.stage_times,
+        one_to_one=module.one_to_one, network=InferenceCopy(module.model), stage_times=module.stage_times,
     )  # fmt: skip
 
 
@@ -170,13 +172,15 @@ def measured(a: Candidate, b: Candidate, options: argparse.Namespace) -> tuple[C
 def evaluated(candidate: Candidate, options: argparse.Namespace) -> DetectionResults:
     """Score a detector, and keep what it found in each image."""
     from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+    from arclight.vision.results.metrics import EVALUATION_IOU
     from arclight.vision.results.records import RecordingMetrics
     from arclight.vision.tasks.module import evaluate
 
     dataset = DetectionDataset.open(
         read_data_yaml(options.data), options.split, image_size=candidate.image_size, cache_labels=False
     )
-    results: DetectionResults = evaluate(candidate.network, dataset, RecordingMetrics(len(candidate.names)), collate)
+    metrics = RecordingMetrics(len(candidate.names), None if candidate.one_to_one else EVALUATION_IOU)
+    results: DetectionResults = evaluate(candidate.network, dataset, metrics, collate)
     return results
 
 

@@ -15,9 +15,9 @@ from arclight.fabric.extras import require
 
 Block = Literal[
     "conv", "ghost_conv", "bottleneck", "c3", "c3_ghost", "c3_transformer", "spp", "sppf", "max_pool", "pad", "upsample",
-    "concat", "detect", "segment", "classify",
+    "concat", "detect", "one_to_one", "segment", "classify",
 ]  # fmt: skip
-HeadBlock = Literal["detect", "segment", "classify"]
+HeadBlock = Literal["detect", "one_to_one", "segment", "classify"]
 HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
@@ -76,8 +76,12 @@ class Architecture(NamedTuple):
 
     @property
     def head(self) -> str:
-        """Block of the last row."""
-        return self.rows[-1].block
+        """Task that the last row is for: its block, or detect for both heads that find boxes."""
+        return "detect" if self.rows[-1].block == "one_to_one" else self.rows[-1].block
+
+    @property
+    def has_anchors(self) -> bool:
+        return self.rows[-1].block in ("detect", "segment")
 
     @property
     def levels(self) -> int:
@@ -176,6 +180,15 @@ YOLOV5_TRANSFORMER = tuple(
 )
 
 
+ARC = (
+    Layer("conv", 64, kernel=3, stride=2), _down(128), Layer("c3", 128, repeats=3), _down(256), Layer("c3", 256, repeats=6),
+    _down(512), Layer("c3", 512, repeats=6), _down(1024), Layer("c3", 1024, repeats=3), Layer("sppf", 1024, kernel=5),
+    *_TOP_DOWN, _down(256), _concat(14), _c3(512), _down(512), _concat(10), _c3(1024),
+    Layer("one_to_one", source=(17, 20, 23)),
+)  # fmt: skip
+"""Our own: no anchors, no non-maximum suppression; see `one_to_one`."""
+
+
 def _yolov3(spp: bool) -> tuple[Layer, ...]:
     def residual(channels: int, repeats: int = 1, shortcut: bool = True) -> Layer:
         return Layer("bottleneck", channels, repeats=repeats, shortcut=shortcut)
@@ -224,6 +237,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "yolov5s-ghost": Architecture(YOLOV5_GHOST, SCALES["s"], COCO_P5),
     "yolov5s-transformer": Architecture(YOLOV5_TRANSFORMER, SCALES["s"], COCO_P5),
     "yolov5s-leakyrelu": Architecture(YOLOV5, SCALES["s"], COCO_P5, "leaky_relu"),
+    **{f"arc-{size}": Architecture(ARC, scale, ()) for size, scale in SCALES.items()},
     "yolov3": Architecture(_yolov3(spp=False), Scale(), COCO_P5),
     "yolov3-spp": Architecture(_yolov3(spp=True), Scale(), COCO_P5),
     "yolov3-tiny": Architecture(_YOLOV3_TINY, Scale(), COCO_TINY),
@@ -282,7 +296,7 @@ def name_of(architecture: Architecture) -> str | None:
 _MODULES: dict[str, Block] = {
     "Conv": "conv", "GhostConv": "ghost_conv", "Bottleneck": "bottleneck", "C3": "c3", "C3Ghost": "c3_ghost",
     "C3TR": "c3_transformer", "SPP": "spp", "SPPF": "sppf", "nn.MaxPool2d": "max_pool", "nn.ZeroPad2d": "pad",
-    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "Segment": "segment", "Classify": "classify",
+    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "DetectOneToOne": "one_to_one", "Segment": "segment", "Classify": "classify",
 }  # fmt: skip
 """What a .yaml calls the blocks."""
 _ACTIVATIONS: dict[str, ActivationName] = {
@@ -329,6 +343,8 @@ def parse_architecture(text: str, path: str) -> Architecture:
         raise ValueError(
             f"{path}: the head reads maps of strides {list(strides)}: list them from the finest to the coarsest"
         )
+    if not architecture.has_anchors:
+        return architecture
     return architecture._replace(anchors_px=_anchors(document.get("anchors", 3), strides, path))
 
 
@@ -371,7 +387,7 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     sources = tuple(origin) if isinstance(origin, list) else (origin,)
     if not sources or not all(_whole(s) and (s == -1 or -number <= s < number) for s in sources):
         raise ValueError(f"from = {origin} must name rows before this one")
-    if len(sources) > 1 and block not in ("concat", "detect", "segment"):
+    if len(sources) > 1 and block not in ("concat", "detect", "one_to_one", "segment"):
         raise ValueError(f"{module} takes one map, from = {origin} names {len(sources)}")
     if not (_whole(repeats) and 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"number = {repeats} must be 1 to {MAX_REPEATS}")

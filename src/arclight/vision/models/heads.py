@@ -33,6 +33,9 @@ class Head(nn.Module, abc.ABC):
     def decode(self, raw: Any) -> Any:
         """Decode the output to what post-processing reads; at least float32."""
 
+    def drop_training_branch(self) -> None:
+        """Remove what only the loss reads."""
+
 
 class DetectHead(Head):
     """One 1x1 convolution per level: for every anchor x, y, w, h, objectness, class logits and ``extra`` numbers."""

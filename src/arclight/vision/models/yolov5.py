@@ -32,6 +32,7 @@ from arclight.vision.models.blocks import (
     GhostConv,
 )
 from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, SegmentHead
+from arclight.vision.models.one_to_one import OneToOneHead
 
 
 class Yolo(nn.Module):
@@ -62,7 +63,8 @@ class Yolo(nn.Module):
     def anchors(self) -> Tensor:
         """(L, k, 2) width and height of each anchor in units of its level's cells."""
         head = self.head
-        assert isinstance(head, DetectHead)
+        if not isinstance(head, DetectHead):
+            raise AttributeError(f"a {type(head).__name__} has no anchors")
         return head.anchors
 
     def forward(self, images: Tensor) -> Any:
@@ -91,7 +93,7 @@ class Yolo(nn.Module):
 def fuse(model: Yolo) -> Yolo:
     """Copy ``model`` in evaluation mode, every batch normalisation folded into its convolution.
 
-    Outputs are equal up to rounding. ``model`` itself does not change; hooks are the same ones in both.
+    What only the loss reads goes, too. Outputs are equal up to rounding. ``model`` itself does not change; hooks are the same ones in both.
     """
     hooks = {
         id(hook): hook
@@ -105,6 +107,7 @@ def fuse(model: Yolo) -> Yolo:
         if isinstance(module, ConvBNAct) and isinstance(module.bn, nn.BatchNorm2d):
             module.conv = fuse_conv_bn_eval(module.conv, module.bn)
             module.bn = nn.Identity()
+    fused.head.drop_training_branch()
     return fused
 
 
@@ -136,9 +139,9 @@ def build_model(
     names = [str(i) for i in range(num_classes)] if names is None else list(names)
     if len(names) != num_classes:
         raise ValueError(f"num_classes is {num_classes}, but {len(names)} names are given: {names}")
-    if architecture.head == "classify":
+    if not architecture.has_anchors:
         if anchors_px is not None:
-            raise ValueError(f"{name} classifies whole images: leave anchors_px out")
+            raise ValueError(f"{name} has no anchors: leave anchors_px out")
         return Yolo(*_build_layers(architecture, num_classes, torch.empty(0)), names=names)
     anchors = torch.tensor(architecture.anchors_px, dtype=torch.float32) if anchors_px is None else anchors_px.float()
     levels = architecture.levels
@@ -166,6 +169,8 @@ def _build_layers(
         match row.block:
             case "detect":
                 module = DetectHead(c_in, num_classes, anchors_px, architecture.strides)
+            case "one_to_one":
+                module = OneToOneHead(c_in, num_classes, architecture.strides, act)
             case "segment":
                 module = SegmentHead(c_in, num_classes, anchors_px, architecture.strides, row.masks, c_out)
             case "classify":

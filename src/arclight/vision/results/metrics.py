@@ -134,8 +134,9 @@ class DetectionMetrics:
     result does not depend on who saw which image, and an image seen twice (samplers pad) counts once.
     """
 
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
+    def __init__(self, num_classes: int, iou_threshold: float | None = EVALUATION_IOU) -> None:
+        """``iou_threshold``: of the suppression of decoded output; None for networks that name an object once."""
+        self.num_classes, self.iou_threshold = num_classes, iou_threshold
         self.reset()
 
     def reset(self) -> None:
@@ -166,7 +167,7 @@ class DetectionMetrics:
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
         """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
-        kept = nms(output, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1)
+        kept = nms(output, CONFIDENCE_FLOOR, self.iou_threshold, multi_label=self.num_classes > 1)
         self.observe_batch(kept, batch)
 
     def observe_batch(self, predictions: Sequence[Tensor], batch: dict[str, Any]) -> None:

@@ -73,7 +73,10 @@ def _float_batches(data: Any, count: int) -> Iterator[torch.Tensor]:
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
     """Score a program on ``images``, a data set of its task, exactly as its model is scored during training."""
     metrics, collate = _SCORED[program.metadata.get("task", "detect")]
-    return evaluate(program, images, metrics(len(program.metadata["names"])), collate, batch_size)
+    scores: Any = metrics(len(program.metadata["names"]))
+    if isinstance(scores, DetectionMetrics) and getattr(program.processing, "iou_threshold", None) is None:
+        scores.iou_threshold = None
+    return evaluate(program, images, scores, collate, batch_size)
 
 
 _SCORED: dict[str, tuple[Callable[[int], TaskMetrics], Callable[[Any], dict[str, Any]]]] = {

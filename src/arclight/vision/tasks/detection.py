@@ -22,10 +22,11 @@ from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, ev
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
 from arclight.vision.models.heads import SegmentHead
 from arclight.vision.models.loss import Gains, LossOptions, level_balance, mask_loss, scaled_gains, yolo_loss
+from arclight.vision.models.one_to_one import OneToOneHead, one_to_one_loss
 from arclight.vision.models.yolov5 import build_model, fitting_tensors
 from arclight.vision.results.analysis import stage_times
 from arclight.vision.results.detections import Detections
-from arclight.vision.results.metrics import DetectionMetrics, SegmentationMetrics
+from arclight.vision.results.metrics import EVALUATION_IOU, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
 from arclight.vision.tasks.processing import DetectionProcessing, SegmentationProcessing
@@ -50,6 +51,8 @@ class Detector(VisionModule):
     def __init__(self, settings: DetectionTask, names: Sequence[str], table: str | None = None) -> None:
         """``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
         super().__init__(settings, names, table)
+        if self.one_to_one:
+            _refuse_settings_of_anchors(settings)
         gains = Gains(box=settings.box_gain, obj=settings.obj_gain, cls=settings.cls_gain)
         self.gains = scaled_gains(gains, len(self.names), settings.image_size, len(self.model.stride))
         self.loss_options = LossOptions(
@@ -108,6 +111,11 @@ class Detector(VisionModule):
         settings = task(data=Path("none"), model=model, weights=path)
         return cls(settings, names=listed, table=None if own is not None else text)
 
+    @property
+    def one_to_one(self) -> bool:
+        """Whether the network names an object once: its boxes need no suppression."""
+        return isinstance(self.model.head, OneToOneHead)
+
     @classmethod
     def settings_class(cls) -> type[DetectionTask]:
         """Return the settings that this task is built from."""
@@ -140,10 +148,16 @@ class Detector(VisionModule):
     def processing(self) -> DetectionProcessing:
         s = self.settings
         return DetectionProcessing(
-            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
-        )
+            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold,
+            iou_threshold=None if self.one_to_one else s.iou_threshold,
+        )  # fmt: skip
 
     def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        head = self.model.head
+        if isinstance(head, OneToOneHead):
+            s = self.settings
+            box_gain, cls_gain = s.box_gain / DetectionTask.box_gain, s.cls_gain / DetectionTask.cls_gain
+            return one_to_one_loss(raw, batch["targets"], head, box_gain, cls_gain)
         learns = self.training and torch.is_grad_enabled()
         loss, parts = yolo_loss(
             raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns
@@ -153,7 +167,8 @@ class Detector(VisionModule):
         return loss, parts
 
     def _build_metrics(self) -> TaskMetrics:
-        return (RecordingMetrics if self._keeps_records else DetectionMetrics)(num_classes=len(self.names))
+        kind = RecordingMetrics if self._keeps_records else DetectionMetrics
+        return kind(len(self.names), None if self.one_to_one else EVALUATION_IOU)
 
     def keep_records(self) -> None:
         """Keep each image's boxes in validation and testing: ``results.records`` then holds them."""
@@ -183,7 +198,9 @@ class Detector(VisionModule):
     def setup(self, stage: str) -> None:
         """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
         data = self.trainer.datamodule
-        if stage == "fit" and isinstance(data, DetectionData) and any(map(len, data.train.labels)):
+        if stage != "fit" or self.one_to_one or not isinstance(data, DetectionData):
+            return
+        if any(map(len, data.train.labels)):
             shares = np.concatenate([labels[:, 3:5] for labels in data.train.labels])
             self._fit_anchors(torch.from_numpy(shares) * self.settings.image_size)
 
@@ -215,6 +232,19 @@ class Detector(VisionModule):
         own = targets[(targets[:, 0] >= start) & (targets[:, 0] < stop)].clone()
         own[:, 0] -= start
         return {**super().part_of_batch({**batch, "targets": []}, start, stop), "targets": own}
+
+
+def _refuse_settings_of_anchors(settings: DetectionTask) -> None:
+    """Raise ValueError for the first setting that a network without anchors and objectness would not heed."""
+    unread = (
+        "anchors", "anchor_t", "obj_gain", "obj_pos_weight", "cls_pos_weight", "label_smoothing", "focal_gamma", "autobalance",
+    )  # fmt: skip
+    for name in unread:
+        given, default = getattr(settings, name), getattr(DetectionTask, name)
+        if given != default:
+            raise ValueError(
+                f"{name} = {given!r}: {settings.model} has no anchors and no objectness, leave {name} at {default!r}"
+            )
 
 
 class DetectionData(VisionData):

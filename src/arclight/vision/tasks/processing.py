@@ -55,8 +55,8 @@ class DetectionProcessing:
     """Side of the square input, pixels."""
     conf_threshold: float = 0.25
     """Smallest confidence kept, in [0, 1]."""
-    iou_threshold: float = 0.45
-    """IoU threshold of non-maximum suppression, in [0, 1]."""
+    iou_threshold: float | None = 0.45
+    """IoU threshold of non-maximum suppression, in [0, 1]; None for networks that name an object once."""
     max_det: int = MAX_DET
     """Most boxes per photo."""
     agnostic: bool = False

@@ -88,7 +88,7 @@ class DetectionTask(VisionTask):
     share: SiteShare | None = None
     """One site's share of the images, as arclight federate partitions them; none for all."""
     model: str = "yolov5n"
-    """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, or your .yaml of YOLOv5's form."""
+    """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, arc-n to arc-x, or your .yaml of YOLOv5's form."""
     anchors: Literal["coco", "fitted", "evolved", "auto"] = "coco"
     """Box shapes that the head starts from: published, fitted to this data set, these evolved; auto evolves where published ones miss."""
     anchor_t: Annotated[float, Interval(gt=1, le=20)] = 4.0
@@ -108,7 +108,7 @@ class DetectionTask(VisionTask):
     box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
     obj_gain: NonNegativeFloat = 1.0
-    """Weight of the objectness loss."""
+    """Weight of the objectness loss; arc-n to arc-x have none."""
     cls_gain: NonNegativeFloat = 0.5
     """Weight of the class loss."""
     obj_pos_weight: PositiveFloat = 1.0
@@ -126,7 +126,7 @@ class DetectionTask(VisionTask):
     conf_threshold: Fraction = 0.25
     """Confidence threshold of predictions, in [0, 1]."""
     iou_threshold: Fraction = 0.45
-    """IoU threshold of non-maximum suppression, in [0, 1]."""
+    """IoU threshold of non-maximum suppression, in [0, 1]; arc-n to arc-x have none."""
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Self:
         """Return the task on one site's images; ValueError for a partition that divides no images.
