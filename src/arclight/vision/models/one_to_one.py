@@ -197,7 +197,7 @@ def match_one(candidates: Candidates, cells: int, rounds: int = MATCH_ROUNDS) ->
 
 
 class Assignment(NamedTuple):
-    """What each cell should answer."""
+    """Wanted answer of each cell."""
 
     owner: Tensor
     """(N * A,) number of the object that a cell answers for; M for none."""

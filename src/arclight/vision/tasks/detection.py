@@ -113,7 +113,7 @@ class Detector(VisionModule):
 
     @property
     def one_to_one(self) -> bool:
-        """Whether the network names an object once: its boxes need no suppression."""
+        """True for a network that names an object once: its boxes need no suppression."""
         return isinstance(self.model.head, OneToOneHead)
 
     @classmethod
