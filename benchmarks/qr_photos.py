@@ -40,7 +40,7 @@ from arclight.vision.qris.reading.scanner import DetectFn
 from arclight.vision.qris.reading.video import VideoScanner
 from arclight.vision.qris.scenes.contents import Content, qris_content
 from arclight.vision.qris.scenes.fraud import draw_pair
-from arclight.vision.qris.scenes.motion import draw_clip
+from arclight.vision.qris.scenes.motion import REACH, draw_clip
 from arclight.vision.qris.scenes.scene import SceneCode
 from arclight.vision.qris.verification import tampering
 from arclight.vision.qris.verification.registry import Place, Registry
@@ -218,6 +218,8 @@ def hostile_ms(rounds: int = 3) -> float:
 
 CALIBRATION_SEED, FRAUD_SEED, VIDEO_SEED = 11, 2, 3
 DECOYS = 20
+WALK = 0.5
+"""How far the camera of a clip goes along a counter, in sides of the world; also measured is one that hovers over the codes."""
 
 
 DetectorOf = Callable[[Sequence[SceneCode]], DetectFn]
@@ -226,8 +228,10 @@ DetectorOf = Callable[[Sequence[SceneCode]], DetectFn]
 
 def drawn_figures(quick: bool, detector_of: DetectorOf) -> dict[str, float | Ratio]:
     """Sticker fraud on drawn pairs, and video against the best of its frames."""
+    clips = 2 if quick else 16
     return fraud(20 if quick else 300, detector_of) | {
-        "video_over_single_frame": video(2 if quick else 16, detector_of)
+        "video_over_single_frame": video(clips, detector_of, WALK),
+        "video_hovering_over_single_frame": video(clips, detector_of, REACH),
     }
 
 
@@ -290,11 +294,11 @@ def told_boxes(codes: Sequence[SceneCode]) -> DetectFn:
     return lambda image: found
 
 
-def video(clips: int, detector_of: DetectorOf) -> Ratio:
+def video(clips: int, detector_of: DetectorOf, reach: float) -> Ratio:
     """Codes read in drawn clips over those that `scan` reads in the best frame of each; a wrong text counts as none."""
     whole, best = [], []
     for number in range(clips):
-        frames = draw_clip(np.random.default_rng([VIDEO_SEED, number]))
+        frames = draw_clip(np.random.default_rng([VIDEO_SEED, number]), reach=reach)
         truth = {code.content.text for frame in frames for code in frame.codes}
         scanner = VideoScanner()
         single = []

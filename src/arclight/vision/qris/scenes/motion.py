@@ -17,7 +17,7 @@ WORLD = 1.5
 
 
 REACH = 0.2
-"""How far the camera wanders, in sides of the world: over a second or two a hand goes no further."""
+"""How far a hand that hovers over codes wanders in a second or two, in sides of the world."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,23 @@ class ClipFrame:
     ids: list[int]
 
 
-def draw_clip(rng: np.random.Generator, size: int = 640, frames: int = 16, codes: int = 6) -> list[ClipFrame]:
-    """Draw ``frames`` frames of a camera that pans, turns and comes closer over up to ``codes`` carriers of codes."""
+def draw_clip(
+    rng: np.random.Generator, size: int = 640, frames: int = 16, codes: int = 6, *, reach: float = REACH
+) -> list[ClipFrame]:
+    """Draw ``frames`` frames of a camera that pans, turns and comes closer over up to ``codes`` carriers of codes.
+
+    ``reach`` is how far it wanders, in sides of the world: from a hand that hovers (0) to a walk along a counter (0.5).
+    """
     world = round(WORLD * size)
     stage = Canvas(np.ascontiguousarray(background(rng, world)))
     for _ in range(codes):
         add_carrier(rng, stage, size * float(np.exp(rng.uniform(np.log(0.1), np.log(0.3)))))
     stage.canvas = light(rng, stage.canvas)
-    views = _path(rng, size, world, frames)
+    views = _path(rng, size, world, frames, reach)
     return [_frame(rng, stage, views[index], views[max(0, index - 1)], size) for index in range(frames)]
 
 
-def _path(rng: np.random.Generator, size: int, world: int, frames: int) -> list[Matrix]:
+def _path(rng: np.random.Generator, size: int, world: int, frames: int, reach: float) -> list[Matrix]:
     """Return the homography from the world to each frame: smooth knots of place, distance, turn and tilt, and a shaking hand."""
     knots = 4
     at = np.linspace(0, knots - 1, frames)
@@ -49,8 +54,8 @@ def _path(rng: np.random.Generator, size: int, world: int, frames: int) -> list[
         return np.asarray(np.interp(at, np.arange(knots), rng.uniform(low, high, knots)))
 
     half = 0.5 / WORLD
-    start = rng.uniform(0.5 - REACH / 2, 0.5 + REACH / 2, 2)
-    x, y = (np.clip(place + smooth(-REACH / 2, REACH / 2), half, 1 - half) for place in start)
+    start = rng.uniform(0.5 - reach / 2, 0.5 + reach / 2, 2)
+    x, y = (np.clip(place + smooth(-reach / 2, reach / 2), half, 1 - half) for place in start)
     zoom, turn = np.exp(smooth(np.log(0.6), np.log(1.15))), smooth(-0.2, 0.2)
     tilt = np.stack([smooth(-0.22, 0.22), smooth(-0.22, 0.22)], 1)
     shake = rng.normal(0, 0.004, (frames, 2)) * world
