@@ -162,3 +162,32 @@ def test_the_callers_model_is_not_moved(inputs: tuple[Tensor, Tensor], monkeypat
     quantize(model, [inputs])
     assert moved
     assert not set(map(id, moved)) & set(map(id, model.modules()))
+
+
+def test_many_branches_take_no_longer_than_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty sums of a value with itself: a walk over all paths through them would not end."""
+    from arclight.deploy.quantizing import graphs
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for _ in range(30):
+                x = (x + x.relu()) * 0.5
+            return self.out(F.relu(self.last(x)).mean((2, 3)))
+
+    looked = 0
+    evaluate = graphs.stored_tensor
+
+    def counted(*arguments: object) -> Tensor:
+        nonlocal looked
+        looked += 1
+        return evaluate(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graphs, "stored_tensor", counted)
+    quantize(Doubling(), [torch.rand(2, 4, 3, 3)], recipe=Int8(min_sqnr_db=-50))
+    assert looked < 100

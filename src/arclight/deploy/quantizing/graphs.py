@@ -81,8 +81,9 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs binds them.
     """
     tensors: dict[str, Tensor] = {}
+    sources = _constant_sources(graph)
     for node in list(graph.graph.nodes):
-        if node.target not in QUANTIZE or (source := _constant_source(node)) is None:
+        if node.target not in QUANTIZE or (source := sources.get(node)) is None:
             continue
         name = _free_name(_layer_name(source), tensors)
         with torch.no_grad():
@@ -95,7 +96,7 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
                     tensors[f"{name}_{role}"] = stored_tensor(graph, told)
                     reader.update_arg(place, _read(graph, reader, f"{name}_{role}", like=told))
     for node in reversed(graph.graph.nodes):
-        if not node.users and _constant_source(node) is not None:
+        if not node.users and (node in sources or node.op == "get_attr"):
             graph.graph.erase_node(node)
     for node in graph.graph.nodes:
         if node.op == "get_attr" and node.target not in tensors:
@@ -110,14 +111,16 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     return tensors
 
 
-def _constant_source(node: Node) -> Node | None:
-    """Return the tensor that ``node`` is computed from, if it depends on stored tensors alone."""
-    if node.op == "get_attr":
-        return node
-    if node.op != "call_function" or not node.all_input_nodes:
-        return None
-    sources = [_constant_source(source) for source in node.all_input_nodes]
-    return None if None in sources else sources[0]
+def _constant_sources(graph: GraphModule) -> dict[Node, Node]:
+    """Map each node that depends on stored tensors alone to the first of them."""
+    sources: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            sources[node] = node
+        elif node.op == "call_function" and inputs and all(source in sources for source in inputs):
+            sources[node] = sources[inputs[0]]
+    return sources
 
 
 def stored_tensor(graph: GraphModule, node: Node) -> Tensor:
