@@ -4,7 +4,8 @@
 slices. (b) IDF1 and MOTA of the trackers on moving scenes with occlusion: over boxes as a detector gives them that misses few and knows
 the extent of what is half hidden, and over this detector's boxes of drawn cards that hide each other and pass behind a pillar.
 (c) CPU milliseconds of `Detector.detect` and of non-maximum suppression at its worst, on one thread. The detector of (a) and (b) is
-trained on drawn scenes as `arclight demo` does it, or taken with --detector.
+trained on drawn scenes as `arclight demo` does it, or taken with --detector. (d) Both families of detectors after equal CPU time of
+training from scratch on drawn scenes, three seeds; see `equal_minutes`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from arclight.vision.tasks.settings import DetectionTask
 from arclight.vision.tracking.assignment import overlaps
 from arclight.vision.tracking.mot_metrics import TrackingScores, score_tracks
 from arclight.vision.tracking.tracks import TRACKERS, confidence_wanted, make_tracker
+from benchmarks.equal_minutes import equal_minutes, rows_of
 from benchmarks.moving_boxes import Scene, score
 from benchmarks.moving_codes import MovingFrame, frames
-from benchmarks.qr_photos import train_on_scenes
+from benchmarks.qr_photos import draw_scenes, train_on_scenes
 from benchmarks.results import Ratio, median, parser, publish, totals, versions
 
 Figures = dict[str, float | Ratio]
@@ -52,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = options.detector or train_on_scenes(Path(scratch), quick=options.quick)
         detector = Detector.load(checkpoint).eval()
-    parts: list[Callable[[Detector, bool], tuple[Rows, Figures]]] = [small_codes, moving_codes, speed]
+    parts: list[Callable[[Detector, bool], tuple[Rows, Figures]]] = [small_codes, moving_codes, speed, from_scratch]
     rows, figures = [], {}
     for part in parts:
         found_rows, found_figures = part(detector, options.quick)
@@ -209,6 +211,21 @@ def speed(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
     ]
     worst = max((of for name, of in spread.items() if name != "detect"), key=lambda of: of.value)
     return rows, {"detect_ms_640": spread["detect"], "nms_worst_ms": worst}
+
+
+def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
+    """Average precision of both families after equal CPU time of training from scratch on drawn scenes."""
+    minutes, seeds = (0.05, 1) if quick else (4.2, 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = equal_minutes(draw_scenes(Path(scratch), quick=quick), minutes, range(seeds))
+    finally:
+        torch.set_num_threads(threads)
+    means = {name: float(np.mean([results.map50 for results, _ in runs])) for name, runs in found.items()}
+    rows: Rows = list(rows_of(found, minutes))
+    return rows, {"map50_equal_minutes": means["yolov5n"], "map50_equal_minutes_arc_n": means["arc-n"]}
 
 
 def hard_boxes() -> dict[str, torch.Tensor]:
