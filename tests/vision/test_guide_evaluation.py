@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -45,3 +46,20 @@ def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for words in found:
         assert main(words[1:]) == 0
     assert (tmp_path / "beside.html").is_file()
+
+
+def test_what_to_label_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = detector_run(tmp_path / "runs" / "detect-qris" / "1")
+    # a model of one step is sure of nothing: every box is above these thresholds
+    thresholds = {name: {"confidence": 0.0} for name in ("code", "text")}
+    (run / "validate.json").write_text(json.dumps({"classes": thresholds}))
+    shutil.copytree(run.parent / "set" / "images" / "val", tmp_path / "new-photos")
+    monkeypatch.chdir(tmp_path)
+    found = commands("What to label next")
+    assert len(found) == 2
+    for words in found:
+        assert main(words[1:]) == 0
+    assert capsys.readouterr().out.count("label next: new-photos") == 6
+    assert len(list((tmp_path / "new-labels").iterdir())) == 6

@@ -46,10 +46,15 @@ def predict(arguments: list[str]) -> int:
         )
     options = _parser().parse_args(arguments)
     following = Following.asked(options)
-    detect, sources, confidence = finder(options)
+    options.doubt, thresholds = doubt_of(options)
+    detect, sources, confidence, names = finder(options)
+    if thresholds is not None and thresholds.keys() - set(names):
+        strange = ", ".join(sorted(thresholds.keys() - set(names)))
+        raise UsageError(f"--thresholds: {strange} is no class of this detector: it finds {', '.join(names)}")
 
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.inputs.memory_images import SourceError
+    from arclight.vision.results.labelling import MostUncertain, SureLabels
 
     source = ImageSource(
         sources if len(sources) > 1 else sources[0], vid_stride=options.vid_stride, max_frames=options.max_frames,
@@ -58,10 +63,15 @@ def predict(arguments: list[str]) -> int:
     if source.live and options.max_frames is None:
         print("until ctrl-C:", ", ".join(one.name for one in source.live))
     counts, lost = Counter[str](), None
+    uncertain = MostUncertain(options.uncertain or 0)
+    listed = [*writers_of(options), *([uncertain] if options.uncertain is not None else [])]
+    if thresholds is not None:
+        listed.append(SureLabels(options.save_labels, thresholds))
+    surely = confidence if options.doubt is not None else 0.0
     with stopping(source.stop) as interrupts, ExitStack() as stack:
-        writers = [stack.enter_context(writer) for writer in writers_of(options)]
+        writers = [stack.enter_context(writer) for writer in listed]
         try:
-            for prediction in predictions(source, detect, options.batch, following.start(confidence)):
+            for prediction in predictions(source, detect, options.batch, following.start(confidence), surely):
                 for writer in writers:
                     writer.write(prediction)
                 print(f"{prediction.name}: {prediction.found.summary()}")
@@ -70,6 +80,8 @@ def predict(arguments: list[str]) -> int:
             lost = error  # what was found before is kept
     for line in following.said():
         print(line)
+    for score, name in uncertain.ranking:
+        print(f"label next: {name} (uncertainty {score:.2f})")
     print(f"{counts['images']} images, {counts['objects']} objects, {len(source.skipped)} files skipped")
     if lost is not None:
         raise lost
@@ -78,8 +90,13 @@ def predict(arguments: list[str]) -> int:
     return int(not counts["images"])  # all were skipped
 
 
-def predictions(source: ImageSource, detect: Detect, batch: int, follow: Follow) -> Iterator[Prediction]:
-    """Detect in the images of a source, ``batch`` at a time, name and follow what was found; holds one batch in memory."""
+def predictions(
+    source: ImageSource, detect: Detect, batch: int, follow: Follow, surely: float = 0.0
+) -> Iterator[Prediction]:
+    """Detect in the images of a source, ``batch`` at a time, name and follow what was found; holds one batch in memory.
+
+    What is less confident than ``surely`` is a candidate only.
+    """
     from arclight.vision.results.writers import Names, Prediction
 
     names = Names()
@@ -88,8 +105,9 @@ def predictions(source: ImageSource, detect: Detect, batch: int, follow: Follow)
             for frame, found in zip(frames, detect([frame.image for frame in frames]), strict=True):
                 name, stem = names.of(frame.path, frame.index)
                 fps = None if frame.fps is None else frame.fps / source.vid_stride
-                found, counts = follow(frame, found)
-                yield Prediction(name, stem, frame.path, frame.index, fps, frame.image, found, counts)
+                candidates = found if surely else None
+                found, counts = follow(frame, found[found.boxes.conf >= surely] if surely else found)
+                yield Prediction(name, stem, frame.path, frame.index, fps, frame.image, found, counts, candidates)
 
 
 class Following:
@@ -216,9 +234,23 @@ def _parser() -> Parser:
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep objects of these classes only")
     parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
     parser.add_argument("--max-det", type=_count, metavar="N", help="most objects of one image (default: 300)")
+    _add_label_options(parser)
     _add_input_options(parser)
     _add_inference_options(parser)
     return parser
+
+
+def _add_label_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--uncertain", type=_count, metavar="N", help="name the N images that are most worth labelling next"
+    )
+    parser.add_argument(
+        "--save-labels", type=Path, metavar="DIR",
+        help="write labels in YOLO format to this folder, of what is above the best threshold of its class (as arclight validate found it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--thresholds", type=Path, metavar="FILE", help="the validate.json of these thresholds (default: that of the run)"
+    )  # fmt: skip
 
 
 def _add_inference_options(parser: Parser) -> None:
@@ -295,8 +327,39 @@ def _share(text: str) -> float:
     return value
 
 
-def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
-    """Make what finds objects in images, of programs and runs, and say which words name images, and the confidence of tracks."""
+def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float] | None]:
+    """Return how doubtful boxes are wanted, if they are, and the threshold of each class above which they are labels.
+
+    Raises UsageError where there are no thresholds, or doubtful boxes would become tracks.
+    """
+    if options.uncertain is None and options.save_labels is None:
+        if options.thresholds is not None:
+            raise UsageError("--thresholds are those of --save-labels: give it a folder, too")
+        return None, None
+    if options.track is not None:
+        raise UsageError("--track follows doubtful boxes itself: run --uncertain and --save-labels without it")
+    from arclight.vision.results.labelling import DOUBT_FLOOR, read_thresholds
+
+    if options.save_labels is None:
+        return DOUBT_FLOOR, None
+    place = options.thresholds
+    if place is None:
+        run = run_folder(Path(options.source[0])) if options.program is None else None
+        if run is None or not (run / "validate.json").is_file():
+            whose = f"arclight validate {run}" if run is not None else "arclight validate RUN"
+            raise UsageError(
+                f"--save-labels needs each class's threshold: {whose} writes them, or give --thresholds FILE"
+            )
+        place = run / "validate.json"
+    try:
+        thresholds = read_thresholds(place)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return min(DOUBT_FLOOR, *thresholds.values()), thresholds
+
+
+def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[str]]:
+    """Make what finds objects in images, of programs and runs; say which words name images, the confidence of tracks, and classes."""
     from arclight.vision.boxes import MAX_DET, TOP_K
 
     given = {
@@ -327,7 +390,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float]:
             answers = [found.of(*options.classes) for found in answers]
         return [found[:kept] for found in answers]
 
-    return chosen, sources, confidence
+    return chosen, sources, confidence, names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,10 +434,12 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
 
 
 def _wanted(options: argparse.Namespace, processing: Any, changed: dict[str, Any]) -> Any:
-    """Return the processing with what was asked for, and the doubtful boxes that a tracker wants."""
+    """Return the processing with what was asked for, and the doubtful boxes that a tracker or a labeller wants."""
     from arclight.vision.tasks.processing import with_fields
 
     used = with_fields(processing, changed)
+    if options.doubt is not None:
+        return with_fields(used, {"conf_threshold": min(used.conf_threshold, options.doubt)})
     if options.track is None:
         return used
     from arclight.vision.tracking.tracks import confidence_wanted

@@ -46,6 +46,13 @@ class Prediction:
     found: Detections | Classification
     counts: tuple[Count, ...] = ()
     """Lines and zones, with what was counted in this source until this image."""
+    candidates: Detections | None = None
+    """The objects, and doubtful ones beside them, where they were asked for."""
+
+    @property
+    def doubtful(self) -> Detections:
+        """All that was found, doubtful objects among them if they were asked for."""
+        return self.found if self.candidates is None else self.candidates
 
     def marked(self) -> Image:
         """Draw what was found, and lines and zones with their counts, on the image."""

@@ -1,0 +1,97 @@
+"""Find the images worth labelling next, and label images with what a detector is sure of."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from arclight.vision.results.detections import Detections
+from arclight.vision.results.writers import Labels, Prediction
+
+DOUBT_FLOOR = 0.05
+"""Less confident boxes are noise: they say nothing of what a detector has yet to learn."""
+
+
+def uncertainty(found: Detections) -> float:
+    """Sum the binary entropy, in bits, of the confidences of at least 0.05: how much labels of the image would tell.
+
+    A box of confidence 0.5 counts 1, one of 0.99 or 0.05 little; an image with many doubtful boxes comes before one with few.
+    Entropy sampling (Settles 2009, "Active Learning Literature Survey", section 3.1), summed over the boxes of an image
+    (Brust et al. 2019, "Active Learning for Deep Object Detection", section 4). Objects that leave no doubtful box are not seen.
+    """
+    p = found.boxes.conf.astype(np.float64)
+    p = p[p >= DOUBT_FLOOR].clip(1e-9, 1 - 1e-9)
+    return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).sum())
+
+
+class MostUncertain:
+    """Keep the ``count`` images of the highest `uncertainty`: ``ranking``, the highest first, equal ones in their order."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._kept: list[tuple[float, int, str]] = []
+        self._seen = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def write(self, prediction: Prediction) -> None:
+        self._seen += 1
+        item = (uncertainty(prediction.doubtful), -self._seen, prediction.name)
+        if len(self._kept) < self.count:
+            heapq.heappush(self._kept, item)
+        else:
+            heapq.heappushpop(self._kept, item)
+
+    @property
+    def ranking(self) -> list[tuple[float, str]]:
+        return [(score, name) for score, _, name in sorted(self._kept, reverse=True)]
+
+
+class SureLabels(Labels):
+    """A label file of YOLO's format for each image, of boxes at least as confident as the threshold of their class.
+
+    An image in which nothing is sure gets none: an empty file would call it background. Boxes of a class without a threshold are
+    left out.
+    """
+
+    def __init__(self, folder: Path, thresholds: Mapping[str, float]) -> None:
+        super().__init__(folder)
+        self.thresholds = thresholds
+
+    def write(self, prediction: Prediction) -> None:
+        found = prediction.doubtful
+        sure = [
+            confidence >= self.thresholds.get(label, math.inf)
+            for label, confidence in zip(found.labels, found.boxes.conf.tolist(), strict=True)
+        ]
+        if any(sure):
+            super().write(dataclasses.replace(prediction, found=found[np.array(sure)]))
+
+
+def read_thresholds(path: Path) -> dict[str, float]:
+    """Read the best threshold of each class from the numbers that ``arclight validate`` writes (validate.json).
+
+    Classes that it found no threshold for are left out. Raises ValueError for a file that is none such.
+    """
+    try:
+        classes = json.loads(path.read_text(encoding="utf-8"))["classes"]
+        found = {str(name): float(one["confidence"]) for name, one in classes.items() if "confidence" in one}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no thresholds: give the validate.json of arclight validate") from error
+    if not found:
+        raise ValueError(f"{path} has no threshold of any class: the detector found nothing when it was written")
+    return found

@@ -1,0 +1,82 @@
+"""predict --uncertain and --save-labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from arclight.vision import Detections, Detector
+
+Typed = Callable[[str], tuple[int, str, str]]
+
+
+def bright(self: Detector, images: list[Any], processing: Any = None) -> list[Detections]:
+    """Find grey rectangles, as confident as they are bright: what a trained detector would, without the training."""
+    results = []
+    for image in images:
+        count, _, stats, _ = cv2.connectedComponentsWithStats((image[..., 0] > 5).astype(np.uint8))
+        boxes = [(x, y, x + w, y + h) for x, y, w, h, area in stats[1:count] if area > 20]
+        scores = [float(image[y + 3, x + 3, 0]) / 255 for x, y, _, _ in boxes]
+        kept = [i for i, score in enumerate(scores) if score > processing.conf_threshold]
+        rows = np.array(boxes, np.float32).reshape(-1, 4)[kept]
+        results.append(
+            Detections.from_arrays(rows, [scores[i] for i in kept], [0] * len(kept), names=self.names, image=image)
+        )
+    return results
+
+
+@pytest.fixture
+def photos(detector: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's detector that finds what is bright, and photos of rectangles: sure ones, torn ones, hardly any."""
+    monkeypatch.setattr(Detector, "predict", bright)
+    for name, levels in (("sure", [250, 250]), ("torn", [128, 100]), ("faint", [40]), ("none", [])):
+        image = np.zeros((64, 128, 3), np.uint8)
+        for i, level in enumerate(levels):
+            image[10:40, 10 + 50 * i : 40 + 50 * i] = level
+        Path("photos").mkdir(exist_ok=True)
+        cv2.imwrite(f"photos/{name}.png", image)
+    return detector
+
+
+def test_what_to_label_next(photos: Path, typed: Typed) -> None:
+    status, out, err = typed(f"predict {photos} photos --uncertain 2 --json found.json")
+    assert (status, err) == (0, "")
+    named = [line for line in out.splitlines() if line.startswith("label next")]
+    assert named == [
+        "label next: photos/torn.png (uncertainty 1.97)",
+        "label next: photos/faint.png (uncertainty 0.63)",
+    ]
+    found = {Path(name).stem: len(boxes) for name, boxes in json.loads(Path("found.json").read_text()).items()}
+    assert found == {"sure": 2, "torn": 2, "faint": 0, "none": 0}, "other outputs keep the confidence of predictions"
+
+
+def test_labels_of_what_is_sure(photos: Path, typed: Typed) -> None:
+    Path("validate.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
+    status, _, err = typed(f"predict {photos} photos --save-labels new --thresholds validate.json")
+    assert (status, err) == (0, "")
+    assert sorted(path.name for path in Path("new").iterdir()) == ["sure.txt", "torn.txt"]
+    assert len(Path("new/torn.txt").read_text().splitlines()) == 1, "the box of 0.39 is not sure"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--save-labels new", "needs each class's threshold: arclight validate"),
+        ("--thresholds validate.json", "--thresholds are those of --save-labels"),
+        ("--uncertain 1 --track bytetrack", "run --uncertain and --save-labels without it"),
+        ("--save-labels new --thresholds other.json", "bird is no class of this detector"),
+        ("--save-labels new --thresholds photos/none.png", "holds no thresholds"),
+        ("--uncertain 0", "0 is not 1 or more"),
+    ],
+)
+def test_what_cannot_be_done_is_said(photos: Path, typed: Typed, words: str, message: str) -> None:
+    Path("other.json").write_text(json.dumps({"classes": {"bird": {"confidence": 0.4}}}))
+    status, _, err = typed(f"predict {photos} photos {words}")
+    assert status == 2
+    assert message in err
