@@ -381,7 +381,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
         )
     detect = _widened(options, [member.detect for member in members])
     if members[0].head == "classify":
-        return detect, sources, confidence
+        return detect, sources, confidence, names
     kept = options.max_det or MAX_DET  # of all slices and copies together
 
     def chosen(images: Sequence[Any]) -> list[Detections]:
@@ -407,7 +407,8 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
     """Raise UsageError for what was asked for and a classifier, or a segmenter, cannot do."""
     again = {"--slice": options.slice is not None, "--augment": options.augment, "several runs": len(members) > 1}
     boxes = {
-        "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None
+        "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None,
+        "--uncertain": options.uncertain is not None, "--save-labels": options.save_labels is not None,
     }  # fmt: skip
     heads = {member.head for member in members}
     if "classify" in heads and (asked := [flag for flag, given in (boxes | again).items() if given]):
