@@ -52,7 +52,9 @@ class Prediction:
     @property
     def doubtful(self) -> Detections:
         """All that was found, doubtful objects among them if they were asked for."""
-        return self.found if self.candidates is None else self.candidates
+        found = self.found if self.candidates is None else self.candidates
+        assert isinstance(found, Detections)
+        return found
 
     def marked(self) -> Image:
         """Draw what was found, and lines and zones with their counts, on the image."""
