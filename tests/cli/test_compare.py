@@ -16,7 +16,7 @@ from arclight.cli.commands import compare as command
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.results.metrics import DetectionResults
 from arclight.vision.results.records import RecordingMetrics
-from arclight.vision.tasks.deployment import export_detector
+from arclight.vision.tasks.deployment import export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
 
 
@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run ``1`` and a program of it, and their data set."""
     folder = tmp_path_factory.mktemp("runs")
     detector = Detector.load(detector_run(folder / "1") / "checkpoints" / "last.ckpt")
-    export_detector(detector, folder / "1.onnx", DetectionData(detector.settings).calibration_dataset())
+    export_module(detector, folder / "1.onnx", DetectionData(detector.settings).calibration_dataset())
     return folder
 
 

@@ -13,7 +13,7 @@ from tests.test_readme import ROOT
 from tests.vision.conftest import detector_run
 
 from arclight.cli.command import main
-from arclight.vision.tasks.deployment import export_detector
+from arclight.vision.tasks.deployment import export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
 
 
@@ -39,7 +39,7 @@ def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copytree(first, first.with_name("2"))
     shutil.copytree(first.parent / "set", tmp_path / "my")
     detector = Detector.load(first / "checkpoints" / "last.ckpt")
-    export_detector(detector, tmp_path / "detector.onnx", DetectionData(detector.settings).calibration_dataset())
+    export_module(detector, tmp_path / "detector.onnx", DetectionData(detector.settings).calibration_dataset())
     monkeypatch.chdir(tmp_path)
     found = commands("Is the new one better?")
     assert len(found) == 2
