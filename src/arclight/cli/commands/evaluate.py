@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from arclight._intervals import kind_of
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, make_trainer
 from arclight.cli.runs import checkpoint_of, described, newest_checkpoint, run_folder
@@ -76,10 +77,11 @@ def report_place(stage: str, asked: Path | None, checkpoint: Path, recipe: Recip
 
     Raises UsageError for a page of something that is no detector.
     """
-    if recipe.task.recipe_kind != "detection":
+    kind = kind_of(type(recipe.task))
+    if kind != "detection":
         if asked is not None:
             raise UsageError(
-                f"--report: a page is written for detectors, and this is a task of kind {recipe.task.recipe_kind}"
+                f"--report: a page is written for detectors, and this is a task of kind {kind}"
             )
         return None
     if asked is not None:
