@@ -80,9 +80,7 @@ def report_place(stage: str, asked: Path | None, checkpoint: Path, recipe: Recip
     kind = kind_of(type(recipe.task))
     if kind != "detection":
         if asked is not None:
-            raise UsageError(
-                f"--report: a page is written for detectors, and this is a task of kind {kind}"
-            )
+            raise UsageError(f"--report: a page is written for detectors, and this is a task of kind {kind}")
         return None
     if asked is not None:
         check_writable(asked, "--report")
