@@ -29,7 +29,7 @@ class _HubDetector(torch.nn.Module):
     def __init__(self, detector: Any) -> None:
         super().__init__()
         self.detector = detector.eval()
-        self.conf, self.iou = detector.settings.conf_threshold, detector.settings.iou_threshold
+        self.conf, self.iou = detector.processing.conf_threshold, detector.processing.iou_threshold
 
     @property
     def names(self) -> list[str]:

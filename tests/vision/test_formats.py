@@ -166,6 +166,13 @@ def test_an_annotation_that_cannot_be_read_is_named_and_the_others_kept(
     assert reason in problem.reason
 
 
+@pytest.mark.parametrize("outline", [[[]], [], [[1, 2, 3, 4]], None])
+def test_a_box_is_read_whatever_its_outline_is(tmp_path: Path, outline: Any) -> None:
+    found = read_coco(coco_set(tmp_path, [{"bbox": [1, 2, 3, 4], "segmentation": outline}]))
+    assert [one.box_xyxy_px for one in found.splits["val"][0].annotations] == [(1, 2, 4, 6)]
+    assert not found.skipped
+
+
 def test_a_mask_of_a_huge_image_is_refused_before_it_is_allocated() -> None:
     side = 100_000
     with pytest.raises(ValueError, match=r"100000 x 100000 pixels is too large: at most 50 million are read"):
@@ -365,6 +372,9 @@ EXTERNAL = "<?xml version='1.0'?>\n<!DOCTYPE a SYSTEM 'file:///etc/passwd'><anno
         ("<annotation>\n<a></annotation>", "line 2: not XML: mismatched tag"),
         ("", "line 1: not XML"),
         ("<a>" * 100, "elements lie more than 32 deep"),
+        ('<?xml version="1.0" encoding="none-such"?><annotation/>', "unknown encoding"),
+        (voc_xml("bad.jpg", voc_object(("\N{SUPERSCRIPT TWO}", 1, 9, 9))), "not a number"),
+        (voc_xml("bad.jpg", voc_object((50, 1, 20, 9)), f"<width>{'9' * 5000}</width><height>1</height>"), "no area"),
         ("<html/>", "<html> is not an <annotation>"),
         (voc_xml("bad.jpg", "\n" + voc_object((1, 1, "wide", 9))), "xmax is 'wide', not a number"),
         (voc_xml("bad.jpg", voc_object((1, 1, "nan", 9))), "NaN or infinite"),

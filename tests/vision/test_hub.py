@@ -71,6 +71,12 @@ def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -
     assert len(served(photo)[0].boxes.conf) == 0
 
 
+def test_a_network_that_names_objects_once_is_served_without_suppression() -> None:
+    served = runpy.run_path(str(ROOT / "hubconf.py"))["_HubDetector"]
+    detector = Detector(DetectionTask(data=Path("none"), model="arc-n", image_size=64), names=["a"])
+    assert served(detector).iou is detector.processing.iou_threshold is None
+
+
 def test_a_checkout_that_is_not_installed_serves_its_models(tmp_path: Path) -> None:
     program = (
         "import importlib.util as u, sys\n"

@@ -6,6 +6,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 from arclight.vision.data.data_yaml import read_data_yaml, write_data_yaml
+from arclight.vision.data.formats.annotations import read_yolo, write_yolo
 from arclight.vision.data.image_headers import read_header
 from arclight.vision.data.images import decode_image
-from arclight.vision.data.labels import DatasetError, label_path
+from arclight.vision.data.labels import DatasetError, check_labels, label_path
 from arclight.vision.data.lint.checks import LintReport, best_possible_recall, lint
 from arclight.vision.data.lint.fingerprints import (
     MAX_DISTANCE,
@@ -402,6 +404,59 @@ def test_two_images_of_one_label_file_get_one_each(both: Path, tmp_path: Path) -
     assert {"000.jpg", "000_png.png"} <= names
     assert (tmp_path / "new/labels/train/000_png.txt").exists()
     assert any("shared-label" in sentence for sentence in mended.left)
+
+
+@pytest.mark.parametrize("places", [("s1", "s2"), ("s1", "../s2")])
+def test_images_of_several_folders_keep_their_labels(tmp_path: Path, write_dataset: Write, places: tuple[str, str]) -> None:
+    root = tmp_path / "set"
+    for number, place in enumerate(places):
+        write_dataset(root / place, 2)
+        for file in [*(root / place).rglob("*.jpg"), *(root / place / "labels").rglob("*.txt")]:
+            file = file.rename(file.with_stem(f"{number}{file.stem}"))
+            if number and file.suffix == ".jpg":
+                assert cv2.imwrite(str(file), 255 - cv2.imread(str(file)))
+    lines = (f"{place}/images/train/{number}00{n}.jpg\n" for number, place in enumerate(places) for n in range(2))
+    (root / "list.txt").write_text("".join(lines))
+    (root / "data.yaml").write_text("train: list.txt\nnames: [code, text]\n")
+    spec = read_data_yaml(root / "data.yaml")
+    yaml = mend(lint(spec, hashes="none", cache=False), tmp_path / "mended").file
+    copied = write_yolo(read_yolo(spec), tmp_path / "written")
+    before = check_labels(spec.images("train"), 2, cache=False)
+    expected = {image.name: rows for image, rows in zip(before.images, before.labels)}
+    for written in (yaml, copied):
+        after = check_labels(read_data_yaml(written).images("train"), 2, cache=False)
+        assert {image.name for image in after.images} == expected.keys()
+        assert after.report.missing_labels == 0
+        for image, rows in zip(after.images, after.labels):
+            np.testing.assert_allclose(rows, expected[image.name], atol=1e-5)
+    assert {path.name for path in tmp_path.iterdir()} <= {"set", "s2", "mended", "written"}
+
+
+def test_outlines_that_share_a_box_are_no_copies(tmp_path: Path, write_dataset: Write) -> None:
+    yaml = write_dataset(tmp_path / "set", 1)
+    falling, rising = "0 .1 .1 .9 .9 .9 .85 .15 .1\n", "0 .9 .1 .1 .9 .1 .85 .85 .1\n"
+    nearly = "0 .9 .1 .1 .9 .1 .85 .85 .102\n"
+    label = tmp_path / "set/labels/train/000.txt"
+    label.write_text(falling + rising + falling + nearly)
+    spec = replace(read_data_yaml(yaml), val=())
+    mended = mend(lint(spec, cache=False), tmp_path / "new")
+    assert (tmp_path / "new/labels/train/000.txt").read_text() == falling + rising + nearly
+    assert mended.left[0].startswith("2 x outlines")
+    (image,) = read_yolo(spec).splits["train"]
+    assert len(image.annotations) == 3
+
+
+def test_a_list_of_images_that_are_gone_is_a_finding(both: Path) -> None:
+    shutil.rmtree(both.parent / "images/train")
+    (both.parent / "list.txt").write_text("images/train/000.jpg\n")
+    both.write_text("train: list.txt\nval: images/val\nnames: [code, text]\n")
+    (problem,) = found_in(both, "split")
+    assert "none of 1 images can be read" in problem
+
+
+def test_a_list_of_classes_among_labels_is_no_orphan(both: Path) -> None:
+    write_label(both.parent, "code\ntext\n", "train/classes")
+    assert not found_in(both, "orphan-label")
 
 
 def test_names_of_any_kind_survive_a_data_yaml(tmp_path: Path) -> None:

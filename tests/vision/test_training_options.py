@@ -13,6 +13,7 @@ import torch
 
 from arclight.trainer import Trainer
 from arclight.vision import Detector
+from arclight.vision.data.mix import MixedData
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.tasks.detection import DetectionData
 from arclight.vision.tasks.settings import DetectionTask
@@ -146,3 +147,13 @@ def test_all_options_train_together(tmp_path: Path, write_dataset: Callable[...,
     assert {batches.__getitems__([0, 1]).images.shape[-1] for _ in range(20)} == {32, 64, 96}
     assert {int(row) for labels in batches.labels for row in labels[:, 0]} == {0}
     assert not (tmp_path / "set/train.cache.npz").exists()
+
+
+def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    yaml = write_dataset(tmp_path, 6)
+    task = DetectionTask(
+        data=yaml, image_size=64, workers=0, cache_labels=False, cache=True, single_class=True, mix=(MixedData(data=yaml),)
+    )
+    samples = DetectionData(task).open_for_training().__getitems__(range(12))
+    assert sum(len(sample.targets) for sample in samples) > 6
+    assert {int(row[0]) for sample in samples for row in sample.targets} == {0}

@@ -256,7 +256,9 @@ def import_(options: Namespace) -> int:
     from arclight.vision.data.formats.coco import is_coco, read_coco
     from arclight.vision.data.formats.voc import is_voc, read_voc
 
-    source, names = options.source, options.names.split(",") if options.names else []
+    source, names = options.source, [name.strip() for name in options.names.split(",")] if options.names else []
+    if not all(names):
+        raise UsageError(f"--names {options.names}: a class has no name")
     if not source.exists():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
     if is_coco(source):

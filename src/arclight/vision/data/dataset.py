@@ -202,13 +202,14 @@ class DetectionDataset(Dataset[Sample]):
         selection: SiteSplit | None = None,
         mix: Sequence[MixedData] = (),
         geometry: Geometry = "boxes",
+        single_class: bool = False,
         **settings: Any,
     ) -> DetectionDataset:
         """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
-        come into each epoch. Raises DatasetError where nothing usable is found.
+        come into each epoch; ``single_class`` takes all classes for class 0. Raises DatasetError where nothing usable is found.
         """
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=geometry)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
@@ -227,6 +228,9 @@ class DetectionDataset(Dataset[Sample]):
             if outlines is not None:
                 outlines += added.outlines or []
             sizes.append(len(added.images))
+        if single_class:
+            for rows in labels:
+                rows[:, 0] = 0
         mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
         return cls(images, labels, outlines=outlines, mix=mixed, **settings)
 
@@ -362,6 +366,8 @@ class DetectionDataset(Dataset[Sample]):
         kept = self._files / f"{key[:32]}.npy"
         try:
             image: Image = np.load(kept, allow_pickle=False)
+        except PermissionError as error:  # of the cache, and no fault of the image
+            raise DatasetError(f"{kept} cannot be read ({error.strerror}): delete it, or set cache to false") from error
         except (FileNotFoundError, ValueError, EOFError):  # not there yet, or cut off by a full disk
             image = decode_at(path, self.image_size)
             part = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")  # several workers may write it at once

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -167,6 +167,13 @@ def label_path(image: Path) -> Path:
             parts[index] = "labels"
             break
     return Path(*parts, image.stem + ".txt")
+
+
+def names_below(images: Sequence[Path]) -> list[PurePosixPath]:
+    """Name ``images`` as seen from the folder that holds them all, however they are spelled: no name has a ``..``."""
+    places = [Path(os.path.abspath(image)) for image in images]
+    top = os.path.commonpath([place.parent for place in places])
+    return [PurePosixPath(place.relative_to(top).as_posix()) for place in places]
 
 
 def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "boxes") -> LabelRows:

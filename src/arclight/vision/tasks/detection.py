@@ -284,6 +284,7 @@ class DetectionData(VisionData):
             selection=selection,
             mix=mix,
             geometry=self.geometry,
+            single_class=s.single_class,
             **options,
         )
         if (report := dataset.report) is not None:
@@ -291,9 +292,6 @@ class DetectionData(VisionData):
                 _LOG.warning("%s", report)
             if not report.boxes:
                 _LOG.warning("%s: all %d images are background, there is no box in them", split, report.images)
-        if s.single_class:
-            for rows in dataset.labels:
-                rows[:, 0] = 0
         return dataset
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from arclight.vision.data.data_yaml import DataSpec, write_data_yaml
 from arclight.vision.data.image_headers import ImageError, file_header
 from arclight.vision.data.images import MAX_PIXELS, SUFFIXES
-from arclight.vision.data.labels import DatasetError, FileProblem, check_labels, label_path
+from arclight.vision.data.labels import DatasetError, FileProblem, check_labels, label_path, names_below, parse_labels
 
 Polygon = NDArray[np.float64]
 """(n, 2): x and y of each corner, pixels."""
@@ -142,8 +141,9 @@ def write_yolo(
                         f"{split}: {taken[label]} and {image.name} would share the label file {label}: rename one"
                     )
                 taken[label] = image.name
-                _write_image(image, folder / "images" / split / image.name, symlink)
-                _write_labels(image, folder / "labels" / split / label, polygons)
+                target = folder / "images" / split / image.name
+                _write_image(image, target, symlink)
+                _write_labels(image, label_path(target), polygons)
                 done += 1
                 if progress is not None and (done % 64 == 0 or done == total):
                     progress(done, total)
@@ -191,19 +191,24 @@ def read_yolo(spec: DataSpec) -> AnnotatedSet:
             continue
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=False)
         result.skipped += [*found.report.corrupt, *found.report.malformed]
-        top = Path(os.path.commonpath([image.parent for image in found.images]))
+        repeated = {problem.path for problem in found.report.repeated}
         images = []
-        for image, rows, (height, width), lines in zip(found.images, found.labels, found.shapes, found.lines):
+        for image, name, rows, (height, width), lines in zip(
+            found.images, names_below(found.images), found.labels, found.shapes, found.lines
+        ):
             size = np.array([width, height], np.float64)
-            texts = label_path(image).read_text("utf-8-sig").splitlines() if len(rows) else []
-            annotations = []
-            for row, line in zip(rows.astype(np.float64), lines):
+            text = label_path(image).read_text("utf-8-sig") if len(rows) else ""
+            texts, annotations = text.splitlines(), []
+            read = dict(zip(lines.tolist(), rows))
+            if str(label_path(image)) in repeated:  # of boxes: outlines may differ
+                outlined = parse_labels(text, "", len(spec.names), "polygons")
+                read |= dict(zip(outlined.lines, outlined.rows))
+            for line, row in sorted((line, row.astype(np.float64)) for line, row in read.items()):
                 low, high = (row[1:3] - row[3:5] / 2) * size, (row[1:3] + row[3:5] / 2) * size
                 values = texts[line - 1].split()[1:]
                 outline = np.clip(np.array(values, np.float64).reshape(-1, 2), 0, 1) * size
                 box = (float(low[0]), float(low[1]), float(high[0]), float(high[1]))
                 annotations.append(Annotation(int(row[0]), box, (outline,) if len(values) > 4 else ()))
-            name = PurePosixPath(image.relative_to(top).as_posix())
             images.append(AnnotatedImage(image, name, int(width), int(height), tuple(annotations)))
         result.splits[split] = images
     return result

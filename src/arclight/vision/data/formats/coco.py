@@ -206,7 +206,11 @@ class _Reader:
             raise ValueError(f"bbox is {str(box)[:60]}, not four numbers: left, top, width, height")
         polygons: tuple[Polygon, ...] = ()
         if isinstance(outline, list) and outline:
-            polygons = tuple(_polygon(part) for part in outline)
+            try:
+                polygons = tuple(_polygon(part) for part in outline if part != [])  # [[]] is some tools' word for none
+            except ValueError:
+                if without_box or self.masks:
+                    raise
         elif isinstance(outline, dict) and (self.masks or without_box):
             polygons = mask_polygons(decode_mask(outline, width, height))
         elif outline and not isinstance(outline, list | dict):

@@ -74,6 +74,8 @@ def _parse(file: Path) -> _Element:
     parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, refuse
     try:
         parser.Parse(file.read_bytes(), True)
+    except LookupError as error:
+        raise ValueError(f"line 1: {error}") from error
     except expat.ExpatError as error:
         raise ValueError(f"line {error.lineno}: not XML: {expat.ErrorString(error.code)}") from error
     return root.children[0]
@@ -152,7 +154,7 @@ def _counts_from_one(documents: dict[Path, _Element]) -> bool:
         for child in document.children:
             box = child.find("bndbox") if child.tag == "object" else None
             values = [box.value(edge) for edge in _EDGES] if box is not None else []
-            if any(not text.isdigit() or int(text) == 0 for text in values if text):
+            if not all(_whole_number(text) for text in values if text):
                 return False
     return True
 
@@ -179,7 +181,8 @@ class _Reader:
             return None
         size = document.find("size")
         said = (size.value("width"), size.value("height")) if size is not None else ("", "")
-        known = (int(said[0]), int(said[1])) if all(text.isdigit() and int(text) for text in said) else None
+        width, height = map(_whole_number, said)
+        known = (width, height) if width and height else None
         actual = checked_size(
             file, known, f"{self.file.name}:{size.line if size is not None else 0}", self.result.skipped
         )
@@ -211,6 +214,11 @@ class _Reader:
 
     def _skip(self, line: int, reason: str) -> None:
         self.result.skipped.append(FileProblem(str(self.file), line, reason))
+
+
+def _whole_number(text: str) -> int:
+    """Return a number of pixels; 0 for a text that is none."""
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def _number(box: _Element, edge: str) -> float:

@@ -301,7 +301,8 @@ def _orphans(listed: dict[str, list[Path]]) -> Iterator[Finding]:
     for folder, (split, images_folder) in folders.items():
         if folder == images_folder or not folder.is_dir():
             continue  # beside the images lie other texts: lists, licences
-        unlisted = {file.stem for file in images_folder.iterdir() if file.suffix.lower() in SUFFIXES}
+        there = images_folder.iterdir() if images_folder.is_dir() else ()
+        unlisted = {"classes", *(file.stem for file in there if file.suffix.lower() in SUFFIXES)}  # labelImg's classes.txt
         for file in sorted(folder.iterdir()):
             if file.suffix == ".txt" and file not in labels and file.stem not in unlisted:
                 message = f"there is no image {file.stem}.* in {images_folder}"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from arclight.fabric.extras import require
 from arclight.vision.data.data_yaml import write_data_yaml
 from arclight.vision.data.images import ImageError, decode_image
-from arclight.vision.data.labels import DatasetError, label_path
-from arclight.vision.data.lint.checks import LintReport
+from arclight.vision.data.labels import DatasetError, label_path, names_below
+from arclight.vision.data.lint.checks import Finding, LintReport
 
 cv2 = require("cv2", extra="vision")
 
@@ -36,7 +35,7 @@ class Mended:
 def mend(report: LintReport, to: Path) -> Mended:
     """Copy the data set of ``report`` into the new folder ``to`` without the faults that have one answer.
 
-    Left out: images that cannot be read, rows that cannot be read or repeat another one, images of train that are in val or
+    Left out: images that cannot be read, rows that cannot be read or repeat another one (outlines: all of their corners), images of train that are in val or
     test too, second copies of equal files with equal boxes, label files without an image. Written anew as 8-bit RGB: images
     that EXIF turns, of 16 bits, CMYK, with transparency or several pictures. Everything else is copied byte for byte; the
     original is never touched. Raises DatasetError where ``to`` holds something, lies in the data set, or nothing would be left.
@@ -65,7 +64,8 @@ def mend(report: LintReport, to: Path) -> Mended:
         if to.exists():
             to.rmdir()
         folder.replace(to)
-    return Mended(to / "data.yaml", plan.changes, _undecided(report))
+    left = [f"{plan.outlines:,} x outlines of their own whose boxes repeat another's"] * (plan.outlines > 0)
+    return Mended(to / "data.yaml", plan.changes, left + _undecided(report))
 
 
 @dataclass
@@ -76,6 +76,8 @@ class _Plan:
     redrawn: dict[Path, list[str]] = field(default_factory=lambda: defaultdict(list))
     dropped_lines: dict[Path, set[int]] = field(default_factory=lambda: defaultdict(set))
     changes: list[str] = field(default_factory=list)
+    outlines: int = 0
+    """Rows that stay though their boxes repeat another's: their outlines do not."""
 
     @classmethod
     def of(cls, report: LintReport) -> _Plan:
@@ -91,6 +93,9 @@ class _Plan:
                 plan.changes.append(f"left out {finding}")
         for check in DROPPED_ROWS:
             for finding in grouped.get(check, []):
+                if check != "malformed-row" and _has_own_outline(finding):
+                    plan.outlines += 1
+                    continue
                 plan.dropped_lines[Path(finding.path)].add(finding.line)
                 plan.changes.append(f"dropped row {finding}")
         for check in REDRAWN:
@@ -107,6 +112,12 @@ class _Plan:
                 if split != kept_split and image not in self.left_out[split]:
                     self.left_out[split].add(image)
                     self.changes.append(f"left out {image} of {split}: {kept_split} has {kept}, which looks the same")
+
+
+def _has_own_outline(finding: Finding) -> bool:
+    """Return True for a polygon whose corners no earlier row of its file has, though its box may be another's, too."""
+    rows = [line.split() for line in Path(finding.path).read_text("utf-8-sig").splitlines()[: finding.line]]
+    return len(rows[-1]) > 5 and rows[-1] not in rows[:-1]
 
 
 def _undecided(report: LintReport) -> list[str]:
@@ -126,13 +137,11 @@ def _undecided(report: LintReport) -> list[str]:
 
 
 def _copy_split(split: str, images: Sequence[Path], folder: Path, plan: _Plan) -> None:
-    top = Path(os.path.commonpath([image.parent for image in images]))
-    taken: set[Path] = set()
-    for image in images:
-        name = image.relative_to(top)
+    taken: set[PurePosixPath] = set()
+    for image, name in zip(images, names_below(images)):
         if image in plan.redrawn and image.suffix.lower() not in (".jpg", ".jpeg", ".png"):
             name = name.with_suffix(".png")
-        if name.with_suffix("") in taken:  # two images shared a label file: each gets its own
+        while name.with_suffix("") in taken:  # two images shared a label file: each gets its own
             name = name.with_name(f"{name.stem}_{image.suffix[1:]}{name.suffix}")
         taken.add(name.with_suffix(""))
         target = folder / "images" / split / name
@@ -142,7 +151,7 @@ def _copy_split(split: str, images: Sequence[Path], folder: Path, plan: _Plan) -
             plan.changes.append(f"wrote {image} anew as 8-bit RGB: {'; '.join(plan.redrawn[image])}")
         else:
             shutil.copyfile(image, target)
-        _copy_labels(label_path(image), folder / "labels" / split / name.with_suffix(".txt"), plan)
+        _copy_labels(label_path(image), label_path(target), plan)
 
 
 def _redraw(image: Path, target: Path) -> None:
