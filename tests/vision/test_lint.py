@@ -407,7 +407,9 @@ def test_two_images_of_one_label_file_get_one_each(both: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("places", [("s1", "s2"), ("s1", "../s2")])
-def test_images_of_several_folders_keep_their_labels(tmp_path: Path, write_dataset: Write, places: tuple[str, str]) -> None:
+def test_images_of_several_folders_keep_their_labels(
+    tmp_path: Path, write_dataset: Write, places: tuple[str, str]
+) -> None:
     root = tmp_path / "set"
     for number, place in enumerate(places):
         write_dataset(root / place, 2)

@@ -152,7 +152,13 @@ def test_all_options_train_together(tmp_path: Path, write_dataset: Callable[...,
 def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
     yaml = write_dataset(tmp_path, 6)
     task = DetectionTask(
-        data=yaml, image_size=64, workers=0, cache_labels=False, cache=True, single_class=True, mix=(MixedData(data=yaml),)
+        data=yaml,
+        image_size=64,
+        workers=0,
+        cache_labels=False,
+        cache=True,
+        single_class=True,
+        mix=(MixedData(data=yaml),),
     )
     samples = DetectionData(task).open_for_training().__getitems__(range(12))
     assert sum(len(sample.targets) for sample in samples) > 6

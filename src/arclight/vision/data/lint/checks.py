@@ -302,7 +302,10 @@ def _orphans(listed: dict[str, list[Path]]) -> Iterator[Finding]:
         if folder == images_folder or not folder.is_dir():
             continue  # beside the images lie other texts: lists, licences
         there = images_folder.iterdir() if images_folder.is_dir() else ()
-        unlisted = {"classes", *(file.stem for file in there if file.suffix.lower() in SUFFIXES)}  # labelImg's classes.txt
+        unlisted = {
+            "classes",
+            *(file.stem for file in there if file.suffix.lower() in SUFFIXES),
+        }  # labelImg's classes.txt
         for file in sorted(folder.iterdir()):
             if file.suffix == ".txt" and file not in labels and file.stem not in unlisted:
                 message = f"there is no image {file.stem}.* in {images_folder}"
