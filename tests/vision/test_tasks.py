@@ -117,6 +117,8 @@ def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: P
         opened = cls.load(tmp_path / "end.ckpt")
         assert type(opened) is type(module)
         assert equal(opened.state_dict(), module.state_dict())
+    own = type("Own", (type(module),), {})
+    assert type(own.load(tmp_path / "end.ckpt")) is own, "a class of one's own opens what its parent wrote"
     photos = [decode_image(path) for path in data.val.images]
     found, again = module.predict(photos), opened.predict(photos)
     assert [one.to_json() for one in found] == [one.to_json() for one in again]

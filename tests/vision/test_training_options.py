@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from arclight.trainer import Trainer
 from arclight.vision import Detector
 from arclight.vision.data.mix import MixedData
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
+from arclight.vision.models.loss import update_balance
+from arclight.vision.tasks import module as vision_module
 from arclight.vision.tasks.detection import DetectionData
 from arclight.vision.tasks.settings import DetectionTask
 
@@ -65,6 +68,22 @@ def test_the_learned_balance_moves_in_training_alone_and_is_saved(tmp_path: Path
     again = detector(autobalance=True)
     again.load_state_dict(made.state_dict())
     assert torch.equal(again.level_weights, made.level_weights)
+
+
+def test_all_ranks_train_in_the_memory_format_that_the_first_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = detector()
+    monkeypatch.setattr(vision_module, "fastest_memory_format", lambda *arguments: torch.contiguous_format)
+    strategy = SimpleNamespace(in_stages=False, broadcast=lambda own: torch.channels_last)
+    trainer = SimpleNamespace(strategy=strategy, precision_plugin=SimpleNamespace(forward_context=None))
+    monkeypatch.setattr(Detector, "trainer", trainer)
+    made.on_fit_start()
+    assert made.memory_format is torch.channels_last
+
+
+def test_a_batch_without_a_finite_loss_leaves_the_learned_balance() -> None:
+    balance = torch.tensor([4.0, 1.0, 0.4])
+    update_balance(balance, [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(1.0)])
+    assert balance.tolist() == pytest.approx([4.0, 1.0, 0.4])
 
 
 # ------------------------------------------------------------------------------------------------------------- anchors

@@ -86,10 +86,13 @@ def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 
 def update_balance(balance: Tensor, level_losses: Sequence[Tensor]) -> None:
     """Move the weights of levels, in place, to where each level's objectness loss counts alike (YOLOv5's autobalance).
 
-    They stay relative to the second level's, which is 1. Nothing waits for the device.
+    They stay relative to the second level's, which is 1. A batch whose losses are NaN moves nothing: its step may be skipped, and
+    weights that are NaN once would stay so. Nothing waits for the device.
     """
-    balance.mul_(1 - AUTOBALANCE_RATE).add_(AUTOBALANCE_RATE / torch.stack(list(level_losses)).detach().clamp(min=1e-9))
-    balance.div_(balance[min(1, len(balance) - 1)].clone())
+    losses = torch.stack(list(level_losses)).detach().clamp(min=1e-9)
+    moved = balance * (1 - AUTOBALANCE_RATE) + AUTOBALANCE_RATE / losses
+    moved /= moved[min(1, len(moved) - 1)].clone()
+    balance.copy_(torch.where(moved.isfinite().all(), moved, balance))
 
 
 def yolo_loss(

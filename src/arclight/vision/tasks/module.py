@@ -147,10 +147,14 @@ class VisionModule(Module, abc.ABC):
         if not hasattr(settings, "module_class"):
             raise CheckpointError(f"{path} holds no model of a vision task")
         found: type[VisionModule] = settings.module_class()
-        if not issubclass(found, cls) or (cls not in (found, VisionModule)):
-            raise CheckpointError(
-                f"{path} holds a {found.__name__}, no {cls.__name__}: open it with {found.__name__}.load"
-            )
+        if cls is not VisionModule:
+            # a class of one's own stands for the one it is derived from, but a detector is no segmenter
+            if not (issubclass(cls, found) or issubclass(found, cls)) or getattr(cls, "head", found.head) != found.head:
+                raise CheckpointError(
+                    f"{path} holds a {found.__name__}, no {cls.__name__}: open it with {found.__name__}.load"
+                )
+            if issubclass(cls, found):
+                found = cls
         loaded: Self = found.load_from_checkpoint(path)
         return loaded
 
@@ -220,9 +224,11 @@ class VisionModule(Module, abc.ABC):
         if self.memory_format is None and self.trainer.strategy.in_stages:
             self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
-            self.memory_format = fastest_memory_format(
+            found = fastest_memory_format(
                 self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context
             )
+            # each rank has timed its own, and all of them must have the same strides
+            self.memory_format = self.trainer.strategy.broadcast(found)
         self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
