@@ -46,6 +46,16 @@ def test_the_page_goes_where_it_is_asked_for(run: Path, tmp_path: Path, capsys: 
     assert page.with_suffix(".json").is_file()
 
 
+@pytest.mark.parametrize(
+    "words", ["--report {}/p.json", "--report {}/p.html --json {}/p.json", "--json {run}/validate.json"]
+)
+def test_the_numbers_of_the_page_replace_no_other_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert main(["validate", str(run), *words.format(*[tmp_path] * 2, run=run).split()]) == 2
+    assert "the numbers of the page are written there" in capsys.readouterr().err
+
+
 def test_a_page_of_no_detector_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["validate", "lm-debug", "--checkpoint", str(tmp_path), "--report", str(tmp_path / "p.html")]
     assert main(words) == 2

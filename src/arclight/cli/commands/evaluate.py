@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
 
 if TYPE_CHECKING:
+    from arclight.trainer import Module
     from arclight.vision.tasks.detection import Detector
 
 KINDS = {"validate": "Validation", "test": "Test"}
@@ -60,7 +62,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
-    page = report_place(stage, options.report, checkpoint, recipe)
+    page = report_place(stage, options, checkpoint, recipe, module)
     if page is not None:
         cast("Detector", module).keep_records()
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
@@ -72,21 +74,33 @@ def evaluate(stage: str, arguments: list[str]) -> None:
     return None
 
 
-def report_place(stage: str, asked: Path | None, checkpoint: Path, recipe: Recipe) -> Path | None:
+def report_place(
+    stage: str, options: argparse.Namespace, checkpoint: Path, recipe: Recipe, module: Module
+) -> Path | None:
     """Return where the page of a detector goes: where it was asked for, else into the checkpoint's run; None for no page.
 
-    Raises UsageError for a page of something that is no detector.
+    Raises UsageError for a page of something that is no detector, and for one whose numbers would take the place of another file.
     """
-    kind = kind_of(type(recipe.task))
-    if kind != "detection":
+    asked: Path | None = options.report
+    kind, run = kind_of(type(recipe.task)), run_folder(checkpoint)
+    if kind != "detection" or not _is_detector(module):
         if asked is not None:
             raise UsageError(f"--report: a page is written for detectors, and this is a task of kind {kind}")
         return None
     if asked is not None:
         check_writable(asked, "--report")
-        return asked
-    run = run_folder(checkpoint)
-    return None if run is None else run / f"{stage}.html"
+    page = asked if asked is not None or run is None else run / f"{stage}.html"
+    for place, flag in ((asked, "--report"), (options.json, "--json")):
+        if page is not None and place is not None and place.absolute() == page.with_suffix(".json").absolute():
+            raise UsageError(f"{flag} {place}: the numbers of the page are written there; name another place")
+    return page
+
+
+def _is_detector(module: Module) -> bool:
+    """Return False for what a user's own task of detection builds, if it is no `Detector`."""
+    from arclight.vision.tasks.detection import Detector
+
+    return isinstance(module, Detector)
 
 
 def write_page(page: Path, module: Detector, stage: str, checkpoint: Path) -> None:

@@ -332,9 +332,9 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
 
     Raises UsageError where there are no thresholds, or doubtful boxes would become tracks.
     """
+    if options.save_labels is None and options.thresholds is not None:
+        raise UsageError("--thresholds are those of --save-labels: give it a folder, too")
     if options.uncertain is None and options.save_labels is None:
-        if options.thresholds is not None:
-            raise UsageError("--thresholds are those of --save-labels: give it a folder, too")
         return None, None
     if options.track is not None:
         raise UsageError("--track follows doubtful boxes itself: run --uncertain and --save-labels without it")
