@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import struct
 import zlib
@@ -454,6 +456,43 @@ def test_a_list_of_images_that_are_gone_is_a_finding(both: Path) -> None:
     both.write_text("train: list.txt\nval: images/val\nnames: [code, text]\n")
     (problem,) = found_in(both, "split")
     assert "none of 1 images can be read" in problem
+
+
+def test_a_data_set_of_which_nothing_can_be_used_is_a_finding(both: Path, tmp_path: Path) -> None:
+    both.write_text("train: image/train\nnames: [code, text]\n")
+    report = lint(read_data_yaml(both), cache=False)
+    assert checks_of(report) == {"split"}
+    with pytest.raises(DatasetError, match="no split can be used"):
+        mend(report, tmp_path / "new")
+
+
+def test_a_split_that_no_copy_has_is_left_to_decide_and_findings_are_json(both: Path, tmp_path: Path) -> None:
+    both.write_text("train: images/train\nval: nowhere\nnames: [code, code]\n")
+    report = lint(read_data_yaml(both), cache=False)
+    json.dumps(report.as_dict(), allow_nan=False)
+    assert "called 'code'" in report.by_check()["class"][0].message
+    assert "1 x split" in mend(report, tmp_path / "new").left
+
+
+def test_a_list_names_files_by_their_bytes(both: Path) -> None:
+    image = both.parent / "images/train/000.jpg"
+    other = Path(os.fsdecode(os.fsencode(image.parent) + b"/caf\xe9.jpg"))
+    try:
+        image.rename(other)
+    except OSError:
+        pytest.skip("this file system names files in UTF-8")
+    (both.parent / "labels/train/000.txt").rename(label_path(other))
+    (both.parent / "list.txt").write_bytes(b"images/train/caf\xe9.jpg\n")
+    both.write_text("train: list.txt\nnames: [code, text]\n")
+    assert lint(read_data_yaml(both), cache=False).splits["train"].report.boxes > 0
+
+
+def test_boxes_with_keypoints_are_not_taken_for_polygons(both: Path) -> None:
+    write_label(both.parent, "0 .5 .5 .2 .4 .1 .9 .2 .9\n")
+    both.write_text(both.read_text() + "kpt_shape: [2, 2]\n")
+    assert all("boxes with keypoints" in problem for problem in found_in(both, "split"))
+    with pytest.raises(DatasetError, match="boxes with keypoints"):
+        DetectionTask(data=both).check_data()
 
 
 def test_a_list_of_classes_among_labels_is_no_orphan(both: Path) -> None:

@@ -22,6 +22,8 @@ class DataSpec:
     train: tuple[Path, ...] = ()
     val: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
+    has_keypoints: bool = False
+    """True where it has ``kpt_shape``: rows are boxes with keypoints behind them, which no task here reads."""
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
@@ -62,7 +64,7 @@ def read_data_yaml(path: str | Path) -> DataSpec:
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise DatasetError(f"{file}: {split} must be a folder, a .txt list, or several of those, not {entries!r}")
         splits[split] = tuple(root / entry for entry in entries)
-    return DataSpec(file=file, names=names, **splits)
+    return DataSpec(file=file, names=names, has_keypoints="kpt_shape" in content, **splits)
 
 
 def write_data_yaml(folder: Path, names: Sequence[str], splits: Mapping[str, str | list[str]]) -> Path:
@@ -93,7 +95,8 @@ def _images_of(entry: Path) -> list[Path]:
     if entry.is_dir():
         return sorted(path for path in entry.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if entry.suffix == ".txt" and entry.is_file():
-        lines = entry.read_text("utf-8-sig").splitlines()
+        # Names of files are bytes, whatever the encoding of the list is.
+        lines = entry.read_text("utf-8-sig", errors="surrogateescape").splitlines()
         return [entry.parent / line.strip() for line in lines if line.strip()]
     if entry.is_file():
         return [entry]

@@ -223,6 +223,8 @@ class DetectionDataset(Dataset[Sample]):
             added = check_labels(
                 other.images("train"), len(other.names), name="train", cache=cache_labels, geometry=geometry
             )
+            if added.report.corrupt or added.report.malformed or added.report.shared_labels:
+                log.warning("mix: %s: %s", source.data, added.report)
             images += added.images
             labels += [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
             if outlines is not None:

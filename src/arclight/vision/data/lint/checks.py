@@ -211,6 +211,11 @@ def lint(
         if not getattr(spec, split):
             continue
         try:
+            if spec.has_keypoints:
+                raise DatasetError(
+                    f"{spec.file} has kpt_shape: its rows are boxes with keypoints, which would be taken for polygons; write rows "
+                    "class cx cy w h and leave kpt_shape out"
+                )
             listed[split] = spec.images(split)
             splits[split] = check_labels(listed[split], len(spec.names), name=split, cache=cache)
         except DatasetError as error:  # the other splits are looked at as well
@@ -408,7 +413,7 @@ def _of_classes(spec: DataSpec, splits: dict[str, LabelledImages]) -> Iterator[F
     for name, times in Counter(spec.names).items():
         if times > 1:
             message = f"{times} classes are called {name!r}: results cannot tell them apart"
-            yield Finding(check="class", path=str(spec.file), message=message, badness=np.inf)
+            yield Finding(check="class", path=str(spec.file), message=message, badness=1.0)
     if "train" not in splits:
         return
     counts = {split: _class_counts(found, len(spec.names)) for split, found in splits.items()}

@@ -220,14 +220,14 @@ def _verified(
 
 
 def _normalised(thumbs: NDArray[np.uint8]) -> NDArray[np.float32]:
-    flat = thumbs.reshape(len(thumbs), -1).astype(np.float32)
+    flat = thumbs.reshape(len(thumbs), _THUMB * _THUMB).astype(np.float32)
     flat -= flat.mean(1, keepdims=True)
     normalised: NDArray[np.float32] = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6)
     return normalised
 
 
 def _contrast(thumbs: NDArray[np.uint8]) -> NDArray[np.float32]:
-    contrast: NDArray[np.float32] = thumbs.reshape(len(thumbs), -1).astype(np.float32).std(1)
+    contrast: NDArray[np.float32] = thumbs.reshape(len(thumbs), _THUMB * _THUMB).astype(np.float32).std(1)
     return contrast
 
 

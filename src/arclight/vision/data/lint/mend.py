@@ -47,6 +47,8 @@ def mend(report: LintReport, to: Path) -> Mended:
     for folder in inside:
         if to.resolve() == folder or folder in to.resolve().parents:
             raise DatasetError(f"{to} lies in {folder}, which is a part of the data set: name a folder outside of it")
+    if not report.splits:
+        raise DatasetError(f"{report.file}: no split can be used, so that there is nothing to copy: see what the lint names")
     plan = _Plan.of(report)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as unfinished:
@@ -123,6 +125,7 @@ def _has_own_outline(finding: Finding) -> bool:
 def _undecided(report: LintReport) -> list[str]:
     """Return the checks whose findings stay, with how many there are."""
     stay = (
+        "split",
         "shared-label",
         "contradiction",
         "disputed-box",
