@@ -48,7 +48,9 @@ def mend(report: LintReport, to: Path) -> Mended:
         if to.resolve() == folder or folder in to.resolve().parents:
             raise DatasetError(f"{to} lies in {folder}, which is a part of the data set: name a folder outside of it")
     if not report.splits:
-        raise DatasetError(f"{report.file}: no split can be used, so that there is nothing to copy: see what the lint names")
+        raise DatasetError(
+            f"{report.file}: no split can be used, so that there is nothing to copy: see what the lint names"
+        )
     plan = _Plan.of(report)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as unfinished:
