@@ -119,6 +119,35 @@ def test_odd_frames_and_equal_names(run: Path, typed: Typed) -> None:
     assert [name for name in json.loads(Path("all.json").read_text()) if "(2)" in name][0] == "a/clip.avi (2)#0"
 
 
+def test_videos_of_files_are_closed_when_the_next_begins(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from arclight.vision.results import writers
+
+    held: list[int] = []
+    write = writers.Videos.write
+
+    def counted(self: writers.Videos, prediction: writers.Prediction) -> None:
+        write(self, prediction)
+        held.append(len(self._open))
+
+    monkeypatch.setattr(writers.Videos, "write", counted)
+    for number in range(4):
+        write_video(f"{number}.avi", 2)
+    assert typed(f"predict {run} 0.avi 1.avi 2.avi 3.avi --save-video marked")[0] == 0
+    assert held == [1] * 8
+    assert [len(read_video(f"marked/{number}.mp4")) for number in range(4)] == [2] * 4
+
+
+def test_two_channels_of_a_recorder_are_two_videos(run: Path, typed: Typed) -> None:
+    with Camera() as camera:
+        status, out, _ = typed(
+            f"predict {run} {camera.address}?channel=1 {camera.address}?channel=2 --every-frame --max-frames 12 --save-video marked"
+        )
+    assert status == 0
+    videos = sorted(Path("marked").iterdir())
+    assert len(videos) <= 2
+    assert sum(len(read_video(str(path))) for path in videos) == 12
+
+
 def test_names_are_unlike_each_other_whatever_the_sources_are_called() -> None:
     names = Names()
     order = [("a/v.mp4", 0), ("a/v.mp4", 2), ("v-2.jpg", None), ("v.jpg", None), ("x/v.jpg", None), ("w-3.jpg", None),
@@ -257,6 +286,13 @@ def test_tracked_objects_are_numbered_counted_and_drawn(run: Path, typed: Typed)
     lines = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert [line["counts"][0]["to_right"] for line in (lines[2], lines[-1])] == [{}, {"cat": 1}]
     assert len(read_video("marked/clip.mp4")) == 20
+
+
+def test_a_video_that_is_named_twice_is_counted_twice(run: Path, typed: Typed) -> None:
+    write_video("clip.avi", 20, size=(160, 64))
+    _, out, _ = typed(f"predict {run} clip.avi clip.avi --track bytetrack --count-line 50,64,50,0")
+    one = "clip.avi{}, line 1: 1 cat to the right, 0 to the left\n"
+    assert one.format("") + one.format(" (2)") in out
 
 
 def test_trackers_get_the_doubtful_boxes_they_want(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,8 +186,14 @@ def test_a_file_of_sources(tmp_path: Path) -> None:
     source = ImageSource(cameras)
     assert [one.name for one in source.live] == ["rtsp://10.0.0.7/door", "camera 0"]
     assert tmp_path / "a.png" in source.inputs
-    for text, message in (("\n", "names no source"), (f"{cameras}\n", "name standard input and lists themselves")):
-        (tmp_path / "bad.streams").write_text(text)
+    cameras.write_bytes(b"\xef\xbb\xbfrtsp://10.0.0.7/door\r\n")  # as Notepad writes it
+    assert [one.name for one in ImageSource(cameras).live] == ["rtsp://10.0.0.7/door"]
+    for text, message in (
+        (b"\n", "names no source"),
+        (f"{cameras}\n".encode(), "name standard input and lists themselves"),
+        (b"\xff\xfe0\0", "bad.streams is no UTF-8 text"),
+    ):
+        (tmp_path / "bad.streams").write_bytes(text)
         with pytest.raises(SourceError, match=message):
             ImageSource(tmp_path / "bad.streams")
 
@@ -310,6 +316,25 @@ def test_reading_ahead_is_bounded_and_ends_with_the_consumer() -> None:
     assert len(read) == 9
 
 
+def test_standard_input_that_says_nothing_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cv2.imwrite(str(tmp_path / "a.png"), solid(3, 3, 3))
+    ended = threading.Event()
+
+    def silent():
+        yield f"{tmp_path}/a.png\n"
+        source.stop()  # while the second line is waited for
+        ended.wait(30)
+
+    source = ImageSource("-", prefetch=2)
+    monkeypatch.setattr(sys, "stdin", silent())
+    try:
+        assert [len(batch) for batch in source.batches(2)] == [1]
+        assert not ended.is_set()
+        assert any(thread.name == "arclight-prefetch" for thread in threading.enumerate()), "it still waits for a line"
+    finally:
+        ended.set()
+
+
 def test_errors_of_the_reading_thread_are_raised_behind_the_items_before_them() -> None:
     def numbers():
         yield 1
@@ -428,6 +453,19 @@ def test_several_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert frame.index == seen.get(frame.path, -1) + 1
                 seen[frame.path] = frame.index
     assert min(seen[camera.address] for camera in (one, other)) >= 15
+
+
+def test_streams_whose_shown_addresses_are_equal_are_told_apart() -> None:
+    """Recorders name their channels in the query, which is not shown."""
+    with Camera(period_s=0.002) as camera:
+        addresses = [f"{camera.address}?channel={number}" for number in (1, 2)]
+        seen: dict[str, int] = {}
+        for frame in ImageSource(addresses, every_frame=True, max_frames=20):
+            assert frame.index == seen.get(frame.path, -1) + 1
+            seen[frame.path] = frame.index
+    assert set(seen) <= {camera.address, f"{camera.address} (2)"}
+    names = [one.name for one in ImageSource([*addresses, "0", "http://127.0.0.1:9/x", addresses[0]]).live]
+    assert names == [camera.address, f"{camera.address} (2)", "camera 0", "http://127.0.0.1:9/x", f"{camera.address} (3)"]
 
 
 def test_streams_stop_when_asked() -> None:

@@ -106,7 +106,8 @@ def predictions(
                 name, stem = names.of(frame.path, frame.index)
                 fps = None if frame.fps is None else frame.fps / source.vid_stride
                 candidates = found if surely else None
-                found, counts = follow(frame, found[found.boxes.conf >= surely] if surely else found)
+                own = dataclasses.replace(frame, path=name.removesuffix(f"#{frame.index}"))  # counted, if read again
+                found, counts = follow(own, found[found.boxes.conf >= surely] if surely else found)
                 yield Prediction(name, stem, frame.path, frame.index, fps, frame.image, found, counts, candidates)
 
 

@@ -8,9 +8,10 @@ import logging
 import queue
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -50,7 +51,7 @@ _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot")
 _TEXT_FORMATS = (b"#ext", b"<mpd", b"ffconcat", b"c=in ip", b"[playlist]", b"<asx")
 """How the text files begin, or what they hold, that name other files and addresses to FFmpeg (lower case)."""
 _POLL_S = 0.1
-"""How long the reading thread waits for room before it looks whether anybody still wants items."""
+"""How long the reading thread waits for room, and its consumer for an item, before they look whether the other has ended."""
 
 One: TypeAlias = "str | Path | int | Image | bytes | torch.Tensor | PILImage"
 Source: TypeAlias = "One | Sequence[One]"
@@ -112,7 +113,7 @@ class ImageSource:
         self.skipped: list[FileProblem] = []
         self._stopped = False
         parts = source if isinstance(source, list | tuple) else [source]
-        self.inputs = [found for part in parts for found in _expand(part)]
+        self.inputs = _distinct([found for part in parts for found in _expand(part)])
         """Files, images in memory and live inputs, in order."""
         if not self.inputs:
             raise SourceError("the list of sources is empty")
@@ -147,10 +148,10 @@ class ImageSource:
                     return
 
     def _batches(self, size: int) -> Generator[list[Frame], None, None]:
-        with closing(prefetch(self._still(), self.prefetch)) as frames:
+        with closing(prefetch(self._still(), self.prefetch, lambda: self._stopped)) as frames:
             while batch := list(itertools.islice(frames, size)):
                 yield batch
-        if not self.live:
+        if self._stopped or not self.live:
             return
         streams = LiveStreams(
             self.live, problem=self._problem, max_pixels=self.max_pixels, vid_stride=self.vid_stride,
@@ -212,6 +213,17 @@ def _known(fps: float) -> float | None:
     return fps if 0 < fps <= MAX_FPS else None
 
 
+def _distinct(inputs: list[Any]) -> list[Any]:
+    """Number live inputs of one shown name: addresses that differ in what is not shown, such as ``?channel=2``."""
+    turns = Counter[str]()
+    for place, item in enumerate(inputs):
+        if isinstance(item, LiveInput):
+            turns[item.name] += 1
+            if (turn := turns[item.name]) > 1:
+                inputs[place] = replace(item, name=f"{item.name} ({turn})")
+    return inputs
+
+
 def _expand(source: Any) -> list[Any]:
     """Return the inputs that one source stands for, at least one. Raises SourceError."""
     if isinstance(source, np.ndarray):
@@ -235,7 +247,10 @@ def _expand(source: Any) -> list[Any]:
         if (live := live_input(source)) is not None:
             return [live]
     if Path(source).suffix == ".streams" and Path(source).is_file():
-        lines = [line.strip() for line in Path(source).read_text(encoding="utf-8").splitlines()]
+        try:
+            lines = [line.strip() for line in Path(source).read_text(encoding="utf-8-sig").splitlines()]
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{source} is no UTF-8 text: write one source a line, such as rtsp://camera/stream") from error
         named = [line for line in lines if line and not line.startswith("#")]
         if not named:
             raise SourceError(f"{source} names no source: write one a line, such as rtsp://camera/stream")
@@ -339,10 +354,13 @@ def read_video(
 # -- reading ahead -------------------------------------------------------------------------------------------------
 
 
-def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+def prefetch(
+    items: Iterable[T], depth: int, stopped: Callable[[], bool] = lambda: False
+) -> Generator[T, None, None]:
     """Iterate ``items`` in a thread of its own, at most ``depth`` ahead of the consumer, in order.
 
     What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
+    Where the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``.
     """
     if depth < 1:
         yield from items
@@ -371,7 +389,12 @@ def prefetch(items: Iterable[T], depth: int) -> Generator[T, None, None]:
     threading.Thread(target=read, name="arclight-prefetch", daemon=True).start()
     try:
         while True:
-            more, entry = ready.get()
+            try:
+                more, entry = ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                if stopped():
+                    return
+                continue
             if more:
                 yield entry  # type: ignore[misc]
             elif isinstance(entry, BaseException):

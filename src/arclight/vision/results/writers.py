@@ -1,7 +1,7 @@
 """Write the results of many images as they come: videos, labels, crops, tables and JSON, none of which grows in memory.
 
 Each writer is a context: a file takes its name when the context ends, also by an interrupt, with what was written until then;
-an error that ends it early leaves a former file of that name as it was.
+an error that ends it early leaves a former file of that name as it was. Videos of files take theirs when the next video begins.
 """
 
 from __future__ import annotations
@@ -256,6 +256,7 @@ class Videos(_FolderWriter):
         super().__init__(folder)
         self.written: list[Path] = []
         self._open: dict[str, _Video] = {}
+        self._of_files: set[str] = set()
 
     def write(self, prediction: Prediction) -> None:
         if prediction.index is None:
@@ -266,14 +267,25 @@ class Videos(_FolderWriter):
         if video is None or video.shape != frame.shape:
             if video is not None:
                 video.close()
+            else:
+                self._close_files()
             stem = prediction.stem.rpartition("-")[0]
             path = self.folder / f"{stem}.mp4"
             number = 2
             while path in self.written:
                 path, number = self.folder / f"{stem}-part{number}.mp4", number + 1
             self.written.append(path)
-            video = self._open[source] = _Video(path, frame.shape, prediction.fps or DEFAULT_FPS)
+            video = _Video(path, frame.shape, prediction.fps or DEFAULT_FPS)
+            self._open[source] = video
+            if Path(prediction.source).is_file():
+                self._of_files.add(source)
         video.add(frame)
+
+    def _close_files(self) -> None:
+        """Close the videos of files: those come one after another, only streams take turns; each holds memory and descriptors."""
+        for source in self._of_files:
+            self._open.pop(source).close()
+        self._of_files.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
