@@ -119,7 +119,9 @@ def test_odd_frames_and_equal_names(run: Path, typed: Typed) -> None:
     assert [name for name in json.loads(Path("all.json").read_text()) if "(2)" in name][0] == "a/clip.avi (2)#0"
 
 
-def test_videos_of_files_are_closed_when_the_next_begins(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_videos_of_files_are_closed_when_the_next_begins(
+    run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from arclight.vision.results import writers
 
     held: list[int] = []

@@ -465,7 +465,13 @@ def test_streams_whose_shown_addresses_are_equal_are_told_apart() -> None:
             seen[frame.path] = frame.index
     assert set(seen) <= {camera.address, f"{camera.address} (2)"}
     names = [one.name for one in ImageSource([*addresses, "0", "http://127.0.0.1:9/x", addresses[0]]).live]
-    assert names == [camera.address, f"{camera.address} (2)", "camera 0", "http://127.0.0.1:9/x", f"{camera.address} (3)"]
+    assert names == [
+        camera.address,
+        f"{camera.address} (2)",
+        "camera 0",
+        "http://127.0.0.1:9/x",
+        f"{camera.address} (3)",
+    ]
 
 
 def test_streams_stop_when_asked() -> None:

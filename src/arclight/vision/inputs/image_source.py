@@ -250,7 +250,9 @@ def _expand(source: Any) -> list[Any]:
         try:
             lines = [line.strip() for line in Path(source).read_text(encoding="utf-8-sig").splitlines()]
         except UnicodeDecodeError as error:
-            raise SourceError(f"{source} is no UTF-8 text: write one source a line, such as rtsp://camera/stream") from error
+            raise SourceError(
+                f"{source} is no UTF-8 text: write one source a line, such as rtsp://camera/stream"
+            ) from error
         named = [line for line in lines if line and not line.startswith("#")]
         if not named:
             raise SourceError(f"{source} names no source: write one a line, such as rtsp://camera/stream")
@@ -354,9 +356,7 @@ def read_video(
 # -- reading ahead -------------------------------------------------------------------------------------------------
 
 
-def prefetch(
-    items: Iterable[T], depth: int, stopped: Callable[[], bool] = lambda: False
-) -> Generator[T, None, None]:
+def prefetch(items: Iterable[T], depth: int, stopped: Callable[[], bool] = lambda: False) -> Generator[T, None, None]:
     """Iterate ``items`` in a thread of its own, at most ``depth`` ahead of the consumer, in order.
 
     What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
