@@ -141,7 +141,7 @@ def test_videos_of_files_are_closed_when_the_next_begins(
 
 def test_two_channels_of_a_recorder_are_two_videos(run: Path, typed: Typed) -> None:
     with Camera() as camera:
-        status, out, _ = typed(
+        status, _, _ = typed(
             f"predict {run} {camera.address}?channel=1 {camera.address}?channel=2 --every-frame --max-frames 12 --save-video marked"
         )
     assert status == 0
