@@ -32,6 +32,7 @@ from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.batch_norm import literals
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callbacks import EMAWeightAveraging
 
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
 
@@ -287,8 +288,8 @@ class Task(al.Module):
         return F.cross_entropy(self.model(batch[0]), batch[1])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.scored.append(type(self.model).__name__)
         self.log("loss", F.cross_entropy(self.model(batch[0]), batch[1]))
+        self.scored.append(type(getattr(self.model, "_int8", self.model)).__name__)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-3)
@@ -304,11 +305,14 @@ def loader() -> DataLoader[Any]:
     return DataLoader(list(zip(*samples())), batch_size=8)
 
 
-def fit(task: Task, folder: Path, steps: int, **options: Any) -> al.Trainer:
-    callback = QuantizationAwareTraining(Int8(min_sqnr_db=-50), freeze_observers_at=5, freeze_batch_norm_at=6)
+def fit(
+    task: Task, folder: Path, steps: int, *, before: tuple[al.Callback, ...] = (), after: tuple[al.Callback, ...] = (),
+    precision: Any = None, **options: Any,
+) -> al.Trainer:  # fmt: skip
+    callback = QuantizationAwareTraining(Int8(min_sqnr_db=200), freeze_observers_at=5, freeze_batch_norm_at=6)
     trainer = al.Trainer(
         max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu",
-        default_root_dir=folder, callbacks=[callback], num_sanity_val_steps=0, enable_model_summary=False,
+        default_root_dir=folder, callbacks=[*before, callback, *after], precision=precision, num_sanity_val_steps=0, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, loader(), loader(), **options)
     return trainer
@@ -320,6 +324,9 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
     trainer = fit(whole, tmp_path, 8)
     assert set(whole.scored) == {"QuantizedModel"}
     assert type(whole.model).__name__ == "PreparedModel"
+    with pytest.raises(QuantizeError, match="the recipe asks for 200"):  # of what is deployed, not of what still trains
+        convert(whole.model)
+    whole.model.__dict__["recipe"] = Int8(min_sqnr_db=-50)
     converted = convert(whole.model)
     x, y = samples()
     with torch.no_grad():
@@ -336,6 +343,122 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
         assert torch.equal(value, state[name]), name
 
 
+class Saving(Task):
+    """Saves where ModelCheckpoint does not: while the int8 model is scored."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "within.ckpt")
+
+
+def test_a_checkpoint_of_validation_holds_what_is_trained(tmp_path: Path) -> None:
+    al.seed_everything(6)
+    fit(Saving(), tmp_path, 4)
+    resumed = Task()
+    fit(resumed, tmp_path, 5, ckpt_path=tmp_path / "within.ckpt")
+    assert set(resumed.state_dict()) >= set(Task().state_dict())
+
+
+def test_validation_scores_the_average_in_either_order(tmp_path: Path) -> None:
+    losses = []
+    for place in ("before", "after"):
+        al.seed_everything(6)
+        trainer = fit(Task(), tmp_path, 8, **{place: (EMAWeightAveraging(decay=0.5),)})
+        losses.append(float(trainer.callback_metrics["loss"]))
+    assert losses[0] == losses[1]
+    al.seed_everything(6)
+    assert losses[0] != float(fit(Task(), tmp_path, 8).callback_metrics["loss"])
+
+
+def test_evaluation_takes_a_converted_model_and_fit_refuses_it(tmp_path: Path) -> None:
+    task = Task()
+    callback = QuantizationAwareTraining(Int8(min_sqnr_db=-50))
+    trainer = al.Trainer(
+        logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu", callbacks=[callback],
+        default_root_dir=tmp_path, max_steps=1,
+    )  # fmt: skip
+    (first,) = trainer.validate(task, loader(), verbose=False)
+    (again,) = trainer.validate(task, loader(), verbose=False)
+    task.model = convert(task.model)
+    (converted,) = trainer.validate(task, loader(), verbose=False)
+    assert first == again
+    assert converted["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    with pytest.raises(MisconfigurationError, match="is a QuantizedModel, which has no gradients"):
+        trainer.fit(task, loader())
+
+
+class ByMethod(Normed):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self(x), y)
+
+
+def test_a_model_that_is_not_called_itself_is_reported(tmp_path: Path) -> None:
+    class Methodical(Task):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.model.loss(*batch)  # type: ignore[no-any-return]
+
+    task = Methodical()
+    task.model = ByMethod()
+    with pytest.warns(UserWarning, match=r"Methodical\.model was not called in training_step, so nothing is rounded"):
+        fit(task, tmp_path, 1)
+
+
+def test_precisions(tmp_path: Path) -> None:
+    """Under autocast the int8 model computes as its program does; weights of 16 bits have nothing to round."""
+    task = Task()
+    fit(task, tmp_path, 2, precision="bf16-mixed")
+    assert {one.low.dtype for one in task.model.ranges()} == {torch.float32}
+    task.model.__dict__["recipe"] = Int8(min_sqnr_db=-50)
+    converted, (x, _) = convert(task.model), samples()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = converted(x.bfloat16().float())
+    assert torch.equal(inside, converted(x.bfloat16()))
+    assert inside.dtype == torch.float32
+    with pytest.raises(QuantizeError, match=r"must be float32, these are torch\.bfloat16"):
+        fit(Task(), tmp_path, 1, precision="bf16-true")
+
+
+class Constant(nn.Module):
+    """Layers after a value that depends on the batch size: as a number, or by a branch."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.branch = nn.Linear(4, 8), nn.Linear(8, 2), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        if self.branch:
+            return self.b(x if x.shape[0] > 3 else x + 1)
+        return self.b(x - x.sum(0) / int(x.shape[0]))
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_constant_batch_size_is_refused(branch: bool) -> None:
+    with pytest.raises(ExportError, match=r"for training, the model takes the batch size of x \(4\) for a constant"):
+        prepare_qat(Constant(branch), torch.rand(4, 4))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x) + torch.arange(8, device=x.device) + self.shift))
+
+
+def test_graphs_move_with_their_tensors() -> None:
+    quantized = quantize(Positions(), [torch.rand(4, 4)]).to("meta")
+    assert quantized.graph(torch.rand(3, 4, device="meta")).shape == (3, 2)
+    prepared = prepare_qat(Positions(), torch.rand(4, 4)).to("meta")
+    for graph in prepared.graphs.values():
+        devices = {
+            value for node in graph.graph.nodes for value in node.kwargs.values() if isinstance(value, torch.device)
+        }
+        assert devices == {torch.device("meta")}
+    assert prepared.model.shift is prepared.shift  # a buffer of the model itself
+
+
 def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
     nameless = Task()
     nameless.example_input_array = None
@@ -343,6 +466,11 @@ def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
         fit(nameless, tmp_path, 1)
     empty = Task()
     empty.model = None
+    synced = al.Trainer(
+        devices=2, strategy="ddp", accelerator="cpu", sync_batchnorm=True, logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(MisconfigurationError, match="does not work with sync_batchnorm=True"):
+        QuantizationAwareTraining().setup(synced, Task(), "fit")
     with pytest.raises(MisconfigurationError, match="has no submodule 'model' when setup is called"):
         fit(empty, tmp_path, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -74,7 +75,7 @@ def export(
         check_name(described["processing"])
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
-    module = quantized.graph if quantized else frozen_copy(model)
+    module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     exported = capture(module, inputs, dynamic_batch=dynamic_batch)
     onnx_model = onnx_graph.convert(exported, input_names=input_names, output_names=output_names)
 

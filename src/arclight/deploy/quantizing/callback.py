@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check
-from arclight.deploy.parity import Parts
-from arclight.deploy.quantizing.qat import PreparedModel, convert, inputs_on
+from arclight.deploy.quantizing.ptq import QuantizedModel
+from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
 from arclight.deploy.settings import Int8
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callback import Callback
 
@@ -43,15 +44,14 @@ class QuantizationAwareTraining(Callback):
         example_inputs: Tensor | Sequence[Tensor] | None = None,
         freeze_observers_at: int | None = None,
         freeze_batch_norm_at: int | None = None,
-        parts: Parts | None = None,
     ) -> None:
         check("freeze_observers_at", freeze_observers_at, NonNegativeInt | None)
         check("freeze_batch_norm_at", freeze_batch_norm_at, NonNegativeInt | None)
         self.recipe = recipe or Int8()
-        self.attribute, self.example_inputs, self.parts = attribute, example_inputs, parts
+        self.attribute, self.example_inputs = attribute, example_inputs
         self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
         self._frozen: tuple[bool, bool] | None = None
-        self._training: PreparedModel | None = None
+        self._warned = False
 
     def prepared(self, pl_module: Module) -> PreparedModel:
         """Return the model that is trained; MisconfigurationError where no run has prepared it."""
@@ -69,9 +69,21 @@ class QuantizationAwareTraining(Callback):
                 f"QuantizationAwareTraining does not work with {type(trainer.strategy).__name__}: its graph reads the weights "
                 "of all layers, of which each rank holds a part; train with strategy='ddp' or on one device"
             )
+        if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy.layer_sync is not None:
+            raise MisconfigurationError(
+                "QuantizationAwareTraining does not work with sync_batchnorm=True: batch norms are operators of its graph, which "
+                "exchange nothing between ranks; train with sync_batchnorm=False"
+            )
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel):
             return  # of the stage before
+        if isinstance(model, QuantizedModel):
+            if stage != "fit":
+                return  # already what is deployed
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__}.{self.attribute} is a QuantizedModel, which has no gradients: put the model that "
+                "was trained back in its place"
+            )
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(
                 f"{type(pl_module).__name__} has no submodule {self.attribute!r} when setup is called, so there is nothing to "
@@ -86,7 +98,7 @@ class QuantizationAwareTraining(Callback):
         setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._frozen = None
+        self._frozen, self._warned = None, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         frozen = (
@@ -100,6 +112,12 @@ class QuantizationAwareTraining(Callback):
             prepared.freeze_batch_norm(frozen[1])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.prepared(pl_module).called and not self._warned:
+            self._warned = True
+            trainer.warn(
+                f"{type(pl_module).__name__}.{self.attribute} was not called in training_step, so nothing is rounded: its methods and "
+                f"submodules compute in float32; call self.{self.attribute}(...) itself"
+            )
         if trainer.world_size == 1 or self._frozen is None or self._frozen[0]:
             return
         ranges = self.prepared(pl_module).ranges()
@@ -111,39 +129,31 @@ class QuantizationAwareTraining(Callback):
 
     # -- metrics of the converted model ------------------------------------------------------------------------------
 
-    def _convert(self, pl_module: Module) -> None:
-        prepared = self.prepared(pl_module)
-        device = prepared.example[0].device
-        with torch.inference_mode(False):
-            converted = convert(prepared, parts=self.parts)
-        self._training = prepared
-        setattr(pl_module, self.attribute, converted.to(device))
-
-    def _restore(self, pl_module: Module) -> None:
-        if self._training is not None:
-            setattr(pl_module, self.attribute, self._training)
-            self._training = None
+    def _evaluate_int8(self, pl_module: Module, enabled: bool) -> None:
+        model = getattr(pl_module, self.attribute, None)
+        if isinstance(model, PreparedModel):  # not where a converted one is scored, or setup has failed
+            model.evaluate_int8(enabled)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._convert(pl_module)
+        self._evaluate_int8(pl_module, True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._restore(pl_module)
+        self._evaluate_int8(pl_module, False)
 
     def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._convert(pl_module)
+        self._evaluate_int8(pl_module, True)
 
     def on_test_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._restore(pl_module)
+        self._evaluate_int8(pl_module, False)
 
     def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._convert(pl_module)
+        self._evaluate_int8(pl_module, True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._restore(pl_module)
+        self._evaluate_int8(pl_module, False)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        self._restore(pl_module)
+        self._evaluate_int8(pl_module, False)
 
 
 def _reached(step: int, limit: int | None) -> bool:

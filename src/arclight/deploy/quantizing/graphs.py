@@ -62,7 +62,22 @@ class NamedGraphs(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NamedGraphs:
         super()._apply(fn, recurse)
         self.bind()
+        self._move_operators()
         return self
+
+    def _move_operators(self) -> None:
+        """Let operators that make tensors, say aten.arange, make them where the registered ones are now."""
+        registered = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
+        for graph in self.graphs.values() if registered is not None else ():
+            changed = False
+            for node in graph.graph.nodes:
+                given = [v for v in (*node.args, *node.kwargs.values()) if isinstance(v, torch.device)]
+                if any(device != registered for device in given):
+                    node.args = tuple(registered if isinstance(v, torch.device) else v for v in node.args)
+                    node.kwargs = {k: registered if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
+                    changed = True
+            if changed:
+                graph.recompile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NamedGraphs:
         copied = type(self).__new__(type(self))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 
 Reader = Literal["any", "silu"]
@@ -170,6 +171,10 @@ class PerChannelWeightRange(pt2e.ObserverBase):
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
     def forward(self, weight: Tensor) -> Tensor:
+        if weight.dtype in (torch.bfloat16, torch.float16):
+            raise QuantizeError(
+                f"weights to be rounded must be float32, these are {weight.dtype}: train with bf16-mixed"
+            )
         with torch.no_grad():
             others = [d for d in range(weight.dim()) if d != self.ch_axis]
             self.scale = (weight.abs().amax(others) / self.quant_max).clamp(min=self.eps)

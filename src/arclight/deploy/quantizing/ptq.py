@@ -80,8 +80,9 @@ class QuantizedModel(NamedGraphs):
         return self.graphs["inference"]
 
     def forward(self, *inputs: Tensor) -> Any:
-        with torch.no_grad():
-            return self.graph(*inputs)
+        # what a caller computes in fewer bits, say under autocast, is no part of the program
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            return self.graph(*(value.float() if value.is_floating_point() else value for value in inputs))
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in evaluation mode: integers have no gradients, and batch norms and dropout are gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from arclight.deploy.settings import Int8
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
+LARGEST_BATCH = 2**20
 RANGES = "fake_quantize"
 """Name under which a prepared model holds its ranges."""
 
@@ -54,6 +55,7 @@ class PreparedModel(NamedGraphs):
         self._adopt_constants()
         self.bind()
         self.training = model.training
+        self.called = False
         self._set_first_ranges()
 
     model: nn.Module
@@ -61,8 +63,26 @@ class PreparedModel(NamedGraphs):
     recipe: Int8
     example: Inputs
     """The inputs it was captured on."""
+    called: bool
+    """Whether it has computed anything; methods and submodules of the model compute without rounding."""
+    evaluates_int8 = False
+    """Whether evaluation mode runs the converted model, made of the weights at its first batch; see `evaluate_int8`."""
+    _int8: QuantizedModel | None = None
+
+    def evaluate_int8(self, enabled: bool) -> None:
+        """Let evaluation mode run the model that ``convert`` makes of the weights at the next batch, or round in the graph.
+
+        It is not registered here: the state dict is that of training, whenever it is saved.
+        """
+        self.__dict__.update(evaluates_int8=enabled, _int8=None)
 
     def forward(self, *inputs: Tensor) -> Any:
+        self.called = True
+        if self.evaluates_int8 and not self.training:
+            if self._int8 is None:
+                with torch.inference_mode(False), torch.autocast(inputs[0].device.type, enabled=False):
+                    self.__dict__["_int8"] = _converted(self).to(inputs[0].device)
+            return self._int8(*inputs)  # type: ignore[misc]
         return self.graphs["training" if self.training else "inference"](*inputs)
 
     def __getattr__(self, name: str) -> Any:
@@ -72,6 +92,13 @@ class PreparedModel(NamedGraphs):
             if "model" not in self.__dict__:
                 raise
             return getattr(self.__dict__["model"], name)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PreparedModel:
+        super()._apply(fn, recurse)
+        for kind in ("_parameters", "_buffers"):  # torch may have put new tensors in the place of the model's own
+            own, registered = getattr(self.model, kind), getattr(self, kind)
+            own.update({name: registered[name] for name in own})
+        return self
 
     def ranges(self) -> list[MovingRange]:
         """List the ranges of activations, each once."""
@@ -147,6 +174,17 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
     if not isinstance(prepared, PreparedModel):
         raise TypeError(f"convert needs what prepare_qat has returned, got {type(prepared).__name__}")
     start = time.perf_counter()
+    quantized = _converted(prepared)
+    example, reference = quantized.example, quantized.reference
+    with torch.no_grad():
+        found = compare(as_outputs(reference(*example)), as_outputs(quantized(*example)), parts)
+    quantized.sqnr_db = accept(found, prepared.recipe.min_sqnr_db)
+    quantized.seconds = time.perf_counter() - start
+    return quantized
+
+
+def _converted(prepared: PreparedModel) -> QuantizedModel:
+    """Convert without a look at how much was lost: a model that still trains is scored, however noisy it is."""
     with quiet():  # torch warns of itself
         graph = copy.deepcopy(prepared.graphs["inference"]).cpu()
     example = tuple(value.cpu() for value in prepared.example)
@@ -157,7 +195,7 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
         _round_biases(graph)
         with quiet():
             converted = pt2e.convert(graph)
-    quantized = QuantizedModel(
+    return QuantizedModel(
         converted,
         reference=reference,
         recipe=prepared.recipe,
@@ -166,11 +204,6 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
         float_layers=prepared.float_layers,
         batches=max((int(r.batches) for r in prepared.ranges()), default=0),
     )
-    with torch.no_grad():
-        found = compare(as_outputs(reference(*example)), as_outputs(quantized(*example)), parts)
-    quantized.sqnr_db = accept(found, prepared.recipe.min_sqnr_db)
-    quantized.seconds = time.perf_counter() - start
-    return quantized
 
 
 def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
@@ -199,16 +232,32 @@ def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, 
 
 
 def _capture(model: nn.Module, example: Inputs, kind: str) -> GraphModule:
-    inputs = resized(example, max(2, len(example[0])))
+    size = max(2, next((len(value) for value in example if value.dim()), 1))
+    inputs = resized(example, size)
     shapes = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
     try:
         with quiet():
-            graph = torch.export.export(model, inputs, dynamic_shapes=shapes).module(check_guards=False)
+            exported = torch.export.export(model, inputs, dynamic_shapes=shapes)
+            graph = exported.module(check_guards=False)
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         raise ExportError(f"torch.export cannot capture the model for {kind}: {error}") from error
     assert isinstance(graph, GraphModule)
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs):
+        if value.dim() and len(value) == size and not _is_free(node.meta["val"].shape[0], exported.range_constraints):
+            raise ExportError(
+                f"for {kind}, the model takes the batch size of {node.name} ({size}) for a constant, so batches of other "
+                "sizes would be computed wrongly: use x.shape[0] as it is, without int() and without branches on it"
+            )
     _write_out_of_place(graph, kind)
     return graph
+
+
+def _is_free(size: Any, ranges: Mapping[Any, Any]) -> bool:
+    """Return True if a captured dimension may have any size from 2 on."""
+    if isinstance(size, int) or size.node.maybe_as_int() is not None:
+        return False
+    bounds = ranges.get(size.node.expr)
+    return bounds is None or bool(bounds.lower <= 2 and bounds.upper > LARGEST_BATCH)
 
 
 def _write_out_of_place(graph: GraphModule, kind: str) -> None:
