@@ -81,6 +81,10 @@ def test_the_three_forms_say_the_same(write: Write) -> None:
         ([GOOD, GOOD | {"city": "MEDAN", "terminal": "A02"}], r"row 2: city 'MEDAN' contradicts 'BANDUNG'"),
         ([OTHER, GOOD | {"pan": OTHER["pan"]}], r"row 2: PAN 936000091000000001 is that of ID1020099999999 as well"),
         ([GOOD, GOOD], r"row 2: repeats .*row 1"),
+        ([GOOD | {"pan": 0}], r"row 1: pan: expected 8 to 19 digits, found 0"),
+        ([GOOD | {"guids": False}], r"row 1: guids: expected a list .* found False"),
+        ([GOOD | {"poster": "x" * 5000}], r"row 1: poster: there is no picture at .{200}\.\.\.$"),
+        ([GOOD | {"name": "A" * 5000}], r"row 1: name: expected .{0,300}\.\.\.$"),
     ],
 )
 def test_faults_are_named_by_row(write: Write, rows: Any, said: str) -> None:
@@ -97,6 +101,9 @@ def test_faults_are_named_by_row(write: Write, rows: Any, said: str) -> None:
         ("a.toml", "[[place]\n", r"a\.toml: .*line 1"),
         ("a.toml", 'title = "mine"\n', r"need \[\[place\]\] tables and nothing else; found title"),
         ("a.json", "[{", r"a\.json: Expecting property name"),
+        ("a.csv", "name,nmid,pan, pan\nKOPI,ID1020012345678,936000091000000001,\n", r"field 'pan' is given more than once"),
+        ("a.json", '[{"name": "A", "nmid": "ID1020012345678", "pan": "12345678", "pan": ""}]', r"field 'pan' is given more than once"),
+        ("a.toml", '[[place]]\nname = "A"\nnmid = 0x' + "f" * 9000, r"nmid: .* found a int too large to show"),
         ("a.json", "[" * 100_000, r"a\.json: "),
         ("a.xlsx", "", r"a registry is a \.csv, \.json or \.toml file"),
     ],

@@ -17,7 +17,7 @@ pytest.importorskip("zxingcpp")
 from arclight.vision.qris import Account, build, to_dynamic, verify  # noqa: E402
 from arclight.vision.qris.payload.codec import close  # noqa: E402
 from arclight.vision.qris.scenes.fraud import Pair, draw_pair  # noqa: E402
-from arclight.vision.qris.verification.registry import Registry, RegistryError  # noqa: E402
+from arclight.vision.qris.verification.registry import Place, Registry, RegistryError  # noqa: E402
 from arclight.vision.qris.verification.report import MAX_PICTURES, VerificationReport  # noqa: E402
 from arclight.vision.qris.verification.tampering import calibrated, fit, measure  # noqa: E402
 from arclight.vision.qris.verification.verifier import (  # noqa: E402
@@ -27,6 +27,7 @@ from arclight.vision.qris.verification.verifier import (  # noqa: E402
     has_check_digit,
     passes_luhn,
 )  # fmt: skip
+from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
 PAN = "936000091000000001"
 PLACE = {"name": "KOPI SENJA", "nmid": "ID1020012345678", "guids": ["COM.CONTOHPAY.WWW"], "pan": PAN, "city": "BANDUNG"}
@@ -134,6 +135,82 @@ def test_two_accounts_in_one_photo_speak_against_the_stranger(registry: Path) ->
     twice = verify(photo_of(text_of(), text_of()), registry)
     assert twice.verdict == "match"
     assert all("codes" not in checks(one) for one in twice.checked), "one account, printed twice"
+
+
+OTHER_PAN = "936000091000000666"
+USUAL = {"merchant_name": "KOPI SENJA", "city": "BANDUNG", "mcc": "5814", "nmid": "ID1020012345678"}
+
+
+def account(tag: str, fields: dict[str, str], guid: str = "COM.CONTOHPAY.WWW") -> Account:
+    return Account(tag, guid=guid, fields=fields)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        account("26", {"01": OTHER_PAN}),
+        account("26", {"02": "123456789"}),
+        account("26", {"01": OTHER_PAN}, "ID.CO.EXAMPLEBANK.WWW"),
+        Account("02", value="4111111111111111"),
+    ],
+)
+def test_an_account_beside_the_registered_one_is_a_mismatch(extra: Account) -> None:
+    text = build(accounts=[extra, account("27", {"01": PAN})], **USUAL)
+    for guids in (("COM.CONTOHPAY.WWW",), ()):
+        place = Place(name="KOPI SENJA", nmid="ID1020012345678", guids=guids, pan=PAN)
+        found = verify(photo_of(text), Registry((place,)))
+        assert found.verdict == "mismatch"
+        assert max(checks(found.checked[0])["PAN"]) >= 6
+
+
+def test_a_print_of_several_registered_accounts_is_a_match() -> None:
+    guids = ("COM.CONTOHPAY.WWW", "ID.CO.EXAMPLEBANK.WWW")
+    rows = tuple(Place(name="KOPI SENJA", nmid="ID1020012345678", guids=guids, pan=pan) for pan in (PAN, OTHER_PAN))
+    text = build(accounts=[account("26", {"01": PAN}), account("27", {"01": OTHER_PAN}, guids[1])], **USUAL)
+    assert verify(photo_of(text), Registry(rows)).verdict == "match"
+
+
+def test_a_row_without_a_number_does_not_excuse_another_number() -> None:
+    rows = (
+        Place(name="KOPI SENJA", nmid="ID1020012345678", pan=PAN),
+        Place(name="KOPI SENJA", nmid="ID1020012345678", terminal="A02"),
+    )
+    assert verify(photo_of(text_of(pan=OTHER_PAN)), Registry(rows)).verdict == "mismatch"
+    assert verify(photo_of(text_of()), Registry(rows)).verdict == "match"
+    (one,) = verify(photo_of(text_of()), Registry(rows[1:])).checked
+    assert any("none to compare" in evidence.message for evidence in one.evidence)
+
+
+@pytest.mark.parametrize("before", ["\ufeff", "\u00a0", "PAY "])
+def test_a_payload_behind_other_characters_is_damaged(registry: Path, before: str) -> None:
+    found = verify(photo_of(text_of(), before + text_of(pan=OTHER_PAN)), registry)
+    assert (found.verdict, len(found.checked)) == ("mismatch", 2)
+
+
+def test_a_photo_with_a_code_that_was_not_read_is_no_match(registry: Path) -> None:
+    photo = photo_of(text_of(), text_of(pan=OTHER_PAN))
+    photo[100:460, 660:1020] = cv2.GaussianBlur(photo[100:460, 660:1020], (0, 0), 25)
+    boxes = Boxes(np.array([[600.0, 60, 1100, 500]]), np.array([0.9]), np.zeros(1))
+    found = verify(photo, registry, detector=lambda image: Detections(boxes, names=["qr_code"]))
+    assert (found.verdict, [one.verdict for one in found.checked], len(found.others)) == ("unknown", ["match"], 1)
+
+
+def test_photos_of_one_channel_are_verified(registry: Path) -> None:
+    photo = photo_of(text_of())
+    assert verify(photo[..., :1], registry).verdict == verify(photo[..., 0], registry).verdict == "match"
+
+
+def test_a_registered_picture_that_cannot_be_read_is_evidence(tmp_path: Path) -> None:
+    (tmp_path / "poster.png").write_bytes(b"no picture")
+    place = Place(name="KOPI SENJA", nmid="ID1020012345678", pan=PAN, poster=tmp_path / "poster.png")
+    (one,) = verify(photo_of(text_of()), Registry((place,))).checked
+    assert any("poster.png cannot be read: not an image" in evidence.message for evidence in one.evidence)
+
+
+def test_names_of_files_that_are_no_text_are_reported(tmp_path: Path) -> None:
+    report = VerificationReport("places.csv")
+    report.add("a\udcff.jpg", np.zeros((8, 8, 3), np.uint8), Verification("unknown"))
+    assert "a\\udcff.jpg" in report.write(tmp_path / "page.html").read_text()
 
 
 def test_a_damaged_payload_is_evidence(registry: Path) -> None:

@@ -258,4 +258,5 @@ def check_program_name(path: Path) -> None:
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
     """Write ``values`` where ``--json`` says, if it does. escaped: letters beyond ASCII as numbers."""
     if place is not None:
-        place.write_text(json.dumps(values, indent=2, ensure_ascii=escaped) + "\n", encoding="utf-8")
+        text = json.dumps(values, indent=2, ensure_ascii=escaped) + "\n"
+        place.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names of files that are no text

@@ -25,6 +25,7 @@ def scan(arguments: list[str]) -> int:
     if options.registry is None and (options.report or options.place):
         raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
 
+    from arclight.cli.interruption import stopping
     from arclight.vision import qris
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.tasks.processing import load_detector_program
@@ -39,15 +40,16 @@ def scan(arguments: list[str]) -> int:
     frames = ImageSource(options.source, vid_stride=options.stride)
     found: dict[str, Any] = {}
     every: list[dict[str, Any]] = []
-    for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
-        name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
-        if verifier is not None:
-            found[name] = verifier(name, frame.image, detector)
-            every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
-        else:
-            found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
-            console.print(listing(name, found[name]))
-            every += found[name]
+    with stopping(frames.stop):
+        for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
+            name = frame.name
+            if verifier is not None:
+                found[name] = verifier(name, frame.image, detector)
+                every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
+            else:
+                found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
+                console.print(listing(name, found[name]))
+                every += found[name]
     read = [code for code in every if code["text"] is not None]
     payments = [code for code in every if code["kind"] == "qris"]
     summary = (
@@ -104,6 +106,7 @@ def follow(options: Namespace, console: Console) -> int:
     from rich.text import Text
     from rich.tree import Tree
 
+    from arclight.cli.interruption import stopping
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.qris.reading.video import VideoScanner
     from arclight.vision.tasks.processing import load_detector_program
@@ -111,10 +114,13 @@ def follow(options: Namespace, console: Console) -> int:
     detector = load_detector_program(options.program).predict_one if options.program is not None else None
     frames = ImageSource(options.source, vid_stride=options.stride)
     scanners: dict[str, VideoScanner] = {}
-    for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
-        scanners.setdefault(frame.path, VideoScanner(detector)).add(frame.image)
+    with stopping(frames.stop):  # cameras have no end: what was read until ctrl-C is written
+        for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
+            scanner = scanners.setdefault(frame.path, VideoScanner(detector))
+            if min(frame.image.shape[:2]) >= 8:
+                scanner.add(frame.image)
     for path, scanner in scanners.items():
-        tree = Tree(Text(path, style="bold"))
+        tree = Tree(Text(printable(path), style="bold"))
         for track in scanner.tracks:
             said = "not readable" if track.text is None else printable(track.text)
             tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", said))
@@ -168,7 +174,7 @@ def verdicts(name: str, verification: Verification) -> RenderableType:
     from rich.text import Text
     from rich.tree import Tree
 
-    tree = Tree(Text(name, style="bold"))
+    tree = Tree(Text(printable(name), style="bold"))
     for one in verification.checked:
         payee = one.code.payload.merchant_name if one.code.payload else "damaged payment code"
         style = _STYLES[one.verdict]
@@ -186,7 +192,7 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
     from rich.text import Text
     from rich.tree import Tree
 
-    tree = Tree(Text(name, style="bold"))
+    tree = Tree(Text(printable(name), style="bold"))
     if not codes:
         tree.add(Text("no code", style="dim"))
     for code in codes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from arclight.vision.data.images import Image
 from arclight.vision.qris.payload.codec import Kind, Payload, read_printed
+from arclight.vision.qris.payload.rules import QRIS_GUID
 from arclight.vision.qris.payload.tlv import QrisError
 from arclight.vision.qris.reading.decode import (
     MAX_UPSCALED_SIDE,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 NOT_READ = "a code was detected here but could not be read"
 NOT_TRIED = "a code was detected here but not every reader was tried: the photo's other codes used up its share of work"
 BLANKS_AROUND = "blanks stand around the payload"
+HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
 MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
 MAX_VIEW_PIXELS = 60_000_000
@@ -146,7 +149,8 @@ def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
     """
     bare = text.strip(" \t\r\n")
     if not bare.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
-        return "other", None, ()
+        hidden = re.match(r"[\W_]*000201", bare) or QRIS_GUID in bare.upper()
+        return "other", None, (HIDDEN,) if hidden else ()
     blanks = (BLANKS_AROUND,) if bare != text else ()
     try:
         payload, problems = read_printed(bare)

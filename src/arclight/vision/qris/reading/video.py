@@ -146,6 +146,8 @@ class VideoScanner:
         if matrix is None:
             return
         for track in self.tracks:
+            if self.frame - track.frames[-1] > MAX_GAP:
+                continue  # no longer looked for at its place
             x0, y0, x1, y1 = track.box
             corners = np.array([[[x0, y0], [x1, y0], [x1, y1], [x0, y1]]], np.float32) * min(scale, 1.0)
             moved = cv2.transform(corners, matrix)[0] / min(scale, 1.0)

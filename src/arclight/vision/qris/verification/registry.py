@@ -10,7 +10,7 @@ import io
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ cv2 = require("cv2", extra="vision")
 MAX_ROWS = 200_000
 MAX_BYTES = 64_000_000
 _LISTED = 20  # problems that an error spells out
+_SHOWN = 200  # characters of a faulty value that an error repeats
 
 
 class RegistryError(ValueError):
@@ -172,6 +173,7 @@ def _rows(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _csv_rows(file: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, restkey="", restval=None)
+    _unique([str(name).strip() for name in reader.fieldnames or ()])
     for row in reader:
         where = f"{file} line {reader.line_num}"
         if "" in row or None in row.values():
@@ -184,11 +186,34 @@ def _csv_rows(file: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _json_rows(file: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    rows = json.loads(text)
+    rows = json.loads(text, object_pairs_hook=_object)
     if not isinstance(rows, list):
         raise RegistryError([f"{file}: need a list of objects, one for each place"])
     for number, row in enumerate(rows, 1):
         yield f"{file} row {number}", row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _unique([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _unique(names: Sequence[str]) -> None:
+    """Raise ValueError for a field given twice: the last value, perhaps an empty one, would stand for both."""
+    seen: set[str] = set()
+    for name in names:
+        if name and name in seen:
+            raise ValueError(f"field {_shown(name)} is given more than once")
+        seen.add(name)
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it, cut where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # of numbers with thousands of digits, and of nested lists
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _toml_rows(file: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -204,24 +229,31 @@ def _place(row: Any, folder: Path) -> tuple[list[str], Place | None]:
     """Return a row's faults, and its place if there are none."""
     if not isinstance(row, Mapping):
         return [f"need an object with name and nmid, found {type(row).__name__}"], None
-    faults = [f"unknown field {key!r}; there are {', '.join(_COLUMNS)}" for key in row if key not in _COLUMNS]
+    faults = [f"unknown field {_shown(key)}; there are {', '.join(_COLUMNS)}" for key in row if key not in _COLUMNS]
     faults += [f"{key} is missing" for key in ("name", "nmid") if not row.get(key)]
     for key, (pattern, expects) in _PATTERNS.items():
         value = row.get(key)
-        if value and not (isinstance(value, str) and re.fullmatch(pattern, value, re.DOTALL)):
-            faults.append(f"{key}: expected {expects}, found {value!r}")
-    guids = row.get("guids") or []
+        if value not in (None, "") and not (isinstance(value, str) and re.fullmatch(pattern, value, re.DOTALL)):
+            faults.append(f"{key}: expected {expects}, found {_shown(value)}")
+    guids = [] if row.get("guids") in (None, "") else row["guids"]
     if not isinstance(guids, list) or not all(isinstance(g, str) and re.fullmatch(r"[ -~]{1,32}", g) for g in guids):
-        faults.append(f"guids: expected a list of names of 1 to 32 printable characters, found {guids!r}")
+        faults.append(f"guids: expected a list of names of 1 to 32 printable characters, found {_shown(guids)}")
     poster = row.get("poster")
     if poster is not None and not isinstance(poster, str):
-        faults.append(f"poster: expected the path of a picture, found {poster!r}")
-    elif poster and not (folder / poster).is_file():
-        faults.append(f"poster: there is no picture at {folder / poster}")
+        faults.append(f"poster: expected the path of a picture, found {_shown(poster)}")
+    elif poster and not _is_file(folder / poster):
+        faults.append(f"poster: there is no picture at {_shown(str(folder / poster))}")
     if faults:
         return faults, None
     known = {key: row[key] for key in _PATTERNS if row.get(key)}
     return [], Place(**known, guids=tuple(guids), poster=folder / poster if poster else None)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, a folder that may not be looked into
+        return False
 
 
 def _contradictions(places: list[tuple[str, Place]]) -> Iterator[str]:

@@ -26,7 +26,7 @@ MAX_PICTURES = 400
 
 _WORDS: dict[Verdict, tuple[str, str]] = {
     "mismatch": ("Mismatch", "pays somebody else, or was pasted over"),
-    "unknown": ("Unknown", "no registered place"),
+    "unknown": ("Unknown", "no registered place, or not every code was read"),
     "match": ("Match", "pays the registered place"),
 }
 
@@ -50,6 +50,7 @@ class VerificationReport:
 
     def add(self, name: str, photo: Image, verification: Verification) -> None:
         height, width = photo.shape[:2]
+        name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may hold bytes that are no text
         shown = sum(entry.jpeg is not None for entry in self._entries) < MAX_PICTURES
         self._entries.append(_Entry(name, verification, (width, height), _jpeg(photo) if shown else None))
 

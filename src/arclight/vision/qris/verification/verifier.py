@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from arclight.vision.data.images import Image, decode_image
+from arclight.vision.data.images import Image, ImageError, decode_image
 from arclight.vision.qris.payload.codec import Payload
 from arclight.vision.qris.payload.rules import QRIS_TAG
 from arclight.vision.qris.reading.scanner import Code, DetectFn, scan
@@ -102,18 +102,23 @@ def verify(
     """Verify the payment codes in ``photo`` (H, W, 3) RGB uint8 against a registry of places, or the file of one.
 
     ``place`` is the NMID or name of the place the photo was taken at, where that is known: any other account is then a
-    mismatch. A photo without a payment code is ``unknown``. Raises ValueError for an array that is no image and RegistryError for
+    mismatch. A photo without a payment code is ``unknown``, and one that matches but for a code that was not read.
+    Raises ValueError for an array that is no image and RegistryError for
     a registry, or a place, that is none.
     """
     table = registry if isinstance(registry, Registry) else Registry.read(registry)
     expected = table.named(place) if place is not None else ()
     codes = scan(photo, detector)
+    if photo.ndim == 3 and photo.shape[2] == 1:
+        photo = photo[..., 0]
     payments = [code for code in codes if code.payload is not None or looks_damaged(code)]
     accounts = {account_of(code.payload) for code in payments if code.payload is not None}
     checked = tuple(_checked(photo, code, table, expected, len(accounts)) for code in payments)
     verdicts = {one.verdict for one in checked}
-    worst: Verdict = "mismatch" if "mismatch" in verdicts else "match" if verdicts == {"match"} else "unknown"
-    return Verification(worst, checked, tuple(code for code in codes if code not in payments))
+    others = tuple(code for code in codes if code not in payments)
+    certain = verdicts == {"match"} and all(code.text is not None for code in others)
+    worst: Verdict = "mismatch" if "mismatch" in verdicts else "match" if certain else "unknown"
+    return Verification(worst, checked, others)
 
 
 def looks_damaged(code: Code) -> bool:
@@ -184,7 +189,7 @@ def _compared(payload: Payload, rows: Sequence[Place], table: Registry) -> tuple
     """Compare a payload with the row that fits it best, else with the place it poses as."""
     if not rows:
         return _namesake(payload, table)
-    every = [(row, _of_row(payload, row)) for row in rows]
+    every = [(row, _of_row(payload, row, _pans_for(row, rows))) for row in rows]
     return min(every, key=lambda pair: sum(one.weight for one in pair[1]))
 
 
@@ -211,7 +216,10 @@ def _of_print(photo: Image, code: Code, place: Place | None, *, match: bool, con
 
 def _of_poster(photo: Image, code: Code, poster: Path, *, match: bool) -> list[Evidence]:
     """Compare a photo with the picture of the registered print."""
-    registered = registered_print(poster)
+    try:
+        registered = registered_print(poster)
+    except (ImageError, OSError) as error:
+        return [Evidence("print", f"the registered picture {poster.name} cannot be read: {error}", 0.0)]
     if registered is None:
         return [Evidence("print", f"no code can be read in the registered picture {poster.name}", 0.0)]
     seen = compare_prints(photo, code.corners_px, registered)
@@ -256,8 +264,17 @@ def _of_rules(code: Code) -> list[Evidence]:
     return found
 
 
-def _of_row(payload: Payload, place: Place) -> list[Evidence]:
-    """Compare a payload with one row of the registry, field by field."""
+def _pans_for(place: Place, rows: Sequence[Place]) -> set[str]:
+    """Return the PANs of a row and of those of the same account that may share a print with it: no acquirers tell them apart."""
+    own = set(map(str.upper, place.guids))
+    shared = (row for row in rows if row.nmid == place.nmid)
+    return {
+        row.pan for row in shared if row.pan and not (own and row.guids and own.isdisjoint(map(str.upper, row.guids)))
+    }
+
+
+def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Evidence]:
+    """Compare a payload with one row of the registry, field by field; every number that it can pay must be ``registered``."""
     found: list[Evidence] = []
 
     def note(check: str, agrees: bool, given: object, registered: object, against: float) -> None:
@@ -265,9 +282,13 @@ def _of_row(payload: Payload, place: Place) -> list[Evidence]:
         found.append(Evidence(check, said, against if not agrees else -2.0 if check == "NMID" else -0.5))
 
     note("NMID", payload.nmid == place.nmid, payload.nmid, place.nmid, DECISIVE)
-    if place.pan:
-        pans = pans_of(payload)
-        note("PAN", place.pan in pans, ", ".join(pans) or "none", place.pan, DECISIVE)
+    pans = [one.value or one.fields.get("01", "") for one in payload.accounts if one.tag != QRIS_TAG]
+    said = ", ".join(pan or "none" for pan in pans) or "none"
+    if registered:
+        agrees = bool(pans) and registered.issuperset(pans) and (place.pan is None or place.pan in pans)
+        note("PAN", agrees, said, ", ".join(sorted(registered)), DECISIVE)
+    else:
+        found.append(Evidence("PAN", f"PAN {said}; the registry has none to compare with", 0.0))
     if place.guids:
         given = guids_of(payload)
         agrees = bool(given) and set(map(str.upper, given)) <= set(map(str.upper, place.guids))
