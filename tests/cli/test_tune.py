@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,10 @@ def test_the_recipe_s_own_values_come_first_where_they_are_in_the_space() -> Non
         ("task.optimizer.lr", "-1:1", r"--search\.task\.optimizer\.lr: need number"),
         ("trainer.max_steps", "1:5:0.5", "takes whole numbers"),
         ("trainer.precision", "32-true,bf17", r"--search\.trainer\.precision: need auto"),
+        ("trainer.max_steps", "1:99999999999999999999", "too large a number"),
+        ("trainer.max_steps", "1:" + "9" * 400, "too large a number"),
+        ("trainer.devices", "1,2", "a search sets trainer.devices itself"),
+        ("search.task.optimizer.lr", "1:2", "a search sets search itself"),
         ("task.optimizer.kind", "adamw,adamw", "two different choices or more"),
     ],
 )  # fmt: skip
@@ -330,6 +335,39 @@ def test_a_search_of_another_space_does_not_join_a_study(typed: Typed, tiny: Pat
     assert status == 2
     assert "--study tiny: the search of this name in the database has another space" in err
     assert not Path("runs/tiny/tune-2").exists()
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:a?mode=memory&uri=true"])
+def test_databases_in_memory_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="is forgotten when it is closed"):
+        studies.open_study(url, "one", "min")
+
+
+def test_databases_and_studies_of_others_are_refused(typed: Typed, tiny: Path) -> None:
+    with sqlite3.connect("other.db") as database:
+        database.execute("create table studies(a int)")
+    with pytest.raises(UsageError, match="other.db cannot be opened"):
+        studies.open_study("sqlite:///other.db", "one", "min")
+    made = studies.optuna.create_study
+    made(storage="sqlite:///a.db", study_name="both", directions=["minimize", "maximize"])
+    made(storage="sqlite:///a.db", study_name="up", direction="maximize")
+    made(storage="sqlite:///a.db", study_name="own").optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    for name, told in (
+        ("both", "has to minimize and maximize"),
+        ("up", "has to maximize"),
+        ("own", "no search of arclight"),
+    ):
+        status, _, err = typed(
+            f"tune tiny.toml --search.task.lr 0.1:0.2 --monitor val/loss --storage sqlite:///a.db --study {name}"
+        )
+        assert (status, told in err) == (2, True), err
+
+
+@pytest.mark.parametrize("settings", ["{}", "[]", "5", "not json"])
+def test_a_folder_whose_settings_are_not_of_a_search_is_refused(typed: Typed, tmp_path: Path, settings: str) -> None:
+    (tmp_path / "search.json").write_text(settings)
+    status, _, err = typed(f"tune --resume {tmp_path}")
+    assert (status, "is no search" in err) == (2, True)
 
 
 def test_processes_train_side_by_side_and_one_that_is_killed_costs_its_trial_only(typed: Typed, fated: Path) -> None:

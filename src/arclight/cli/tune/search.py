@@ -137,6 +137,7 @@ def begin(run: Any, subject: Subject, options: argparse.Namespace) -> tuple[Sear
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
+    studies.fail_stale_trials(search.open())
     kept = {name: getattr(search, name) for name in ("study", "monitor", "mode", "sampler", "pruner", "jobs")}
     limits = {"trials": options.trials or TRIALS, "timeout": options.timeout}
     settings = {
@@ -185,6 +186,10 @@ def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
     study = search.open()
     said = {"monitor": search.monitor, "mode": search.mode, "space": [_said(one) for one in search.parameters]}
     before = study.user_attrs.get("search")
+    if before is None and study.get_trials(deepcopy=False):
+        raise UsageError(
+            f"--study {search.study}: the database has a study of this name that is no search of arclight; give another name"
+        )
     if before is None:
         study.set_user_attr("search", said)
         if own is not None:
@@ -218,7 +223,10 @@ def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]
         raise UsageError(f"--resume: the search has its recipe and ranges in its folder; leave out {given}")
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        missing = {"target", "storage", "study", "trials", "timeout"} - settings.keys()
+        if missing:
+            raise ValueError(f"{SETTINGS} lacks {', '.join(sorted(missing))}")
+    except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"--resume {folder} is no search: name a folder as runs/<name>/tune-<n>") from error
     target = settings["target"]
     path = folder / (OF_USER_MODULE if target else RECIPE)
@@ -265,7 +273,8 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     )
     print(f"The report is {search.folder / 'report.html'}")
     if len(studies.finished(study)) < limits["trials"]:
-        print(f"The time was over after {len(studies.finished(study))} of {limits['trials']} trials; {again}")
+        why = "The time was over" if time.monotonic() >= deadline else "Others still run their trials,"
+        print(f"{why} after {len(studies.finished(study))} of {limits['trials']} trials; {again}")
 
 
 def run_trials(search: Search, study: Any, budget: int, deadline: float, look: Callable[[], None]) -> None:

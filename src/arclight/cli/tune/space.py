@@ -17,6 +17,10 @@ from arclight.fabric.extras import require
 from arclight.recipe import Imported, RecipeError, arguments_of, imported, read
 
 FORMS = "low:high, low:high:log, low:high:STEP, or choices a,b,c"
+OF_THE_RUN = ("name", "root", "search", "trainer.devices", "trainer.num_nodes")
+"""Fields that a search sets itself: each trial is a run in the folder of the search, in one process."""
+MOST_WHOLE = 2**53
+"""Beyond it a float does not tell whole numbers apart."""
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -125,6 +129,13 @@ def parameters(subject: Subject, table: Mapping[str, Any] | None) -> list[Parame
             "or a table [search] in the recipe"
         )
     problems: list[str] = []
+    problems += [
+        f"--search.{field}: a search sets {of_run} itself; leave it out"
+        for field, _ in _leaves(table)
+        for of_run in OF_THE_RUN
+        if f"{field}.".startswith(f"{of_run}.")
+    ]
+    _raise(problems)
     given = {field: _parts(field, value, problems) for field, value in _leaves(table)}
     try:
         check_short_flags([f"--{field}" for field in given], subject.schema)
@@ -200,6 +211,8 @@ def _parameter(field: str, given: _Given, hint: Any, problems: list[str]) -> Par
     step = float(rest[0]) if rest and NUMBER.fullmatch(rest[0]) else None
     if rest and not log and step is None:
         problems.append(f"--search.{field}: need {FORMS}, got {':'.join(parts)!r}")
+    elif not (math.isfinite(low) and math.isfinite(high)) or (integer and max(-low, high) > MOST_WHOLE):
+        problems.append(f"--search.{field}: too large a number, got {parts[0]} and {parts[1]}")
     elif not low < high:
         problems.append(f"--search.{field}: low must be less than high, got {parts[0]} and {parts[1]}")
     elif log and low <= 0:

@@ -7,6 +7,7 @@ never stopped would have.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,21 +38,29 @@ FAILED, RUNNING = optuna.trial.TrialState.FAIL, optuna.trial.TrialState.RUNNING
 def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
     """Open the study ``name`` in the database at ``url``, or make it. Raises UsageError where there is no such database."""
     wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
+    direction = "maximize" if mode == "max" else "minimize"
+    if re.fullmatch(r"sqlite(\+\w+)?:/*|sqlite.*(:memory:|mode=memory).*", url):
+        raise UsageError(
+            f"--storage {url} is forgotten when it is closed: name a file, as sqlite:////home/me/search.db"
+        )
+    sql_error = require("sqlalchemy", extra="tune").exc.SQLAlchemyError
     try:
         with _experiments_allowed():
             storage = optuna.storages.RDBStorage(
                 url, engine_kwargs=wait, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S
             )
-        return optuna.create_study(
-            storage=storage,
-            study_name=name,
-            direction="maximize" if mode == "max" else "minimize",
-            pruner=_pruner(pruner),
-            load_if_exists=True,
+        study = optuna.create_study(
+            storage=storage, study_name=name, direction=direction, pruner=_pruner(pruner), load_if_exists=True
         )
-    except (ImportError, ValueError, require("sqlalchemy", extra="tune").exc.SQLAlchemyError) as error:
-        first = str(error).strip().partition("\n")[0]
+    except (ImportError, ValueError, RuntimeError, sql_error, optuna.exceptions.OptunaError) as error:
+        first = str(error.__cause__ or error).strip().partition("\n")[0]
         raise UsageError(f"--storage {without_password(url)} cannot be opened: {first}") from error
+    if [one.name.lower() for one in study.directions] != [direction]:
+        kept = " and ".join(one.name.lower() for one in study.directions)
+        raise UsageError(
+            f"--study {name}: the search of this name in the database has to {kept}; give this one a name of its own"
+        )
+    return study
 
 
 @contextmanager
@@ -205,7 +214,7 @@ def is_alive(process: Sequence[str | int]) -> bool:
 
 
 def fail_stale_trials(study: Any) -> int:
-    """Mark trials as failed whose process has ended without a word; returns how many."""
+    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many of the former."""
     stale = [
         one
         for one in study.get_trials(deepcopy=False, states=(RUNNING,))
@@ -213,6 +222,8 @@ def fail_stale_trials(study: Any) -> int:
     ]
     for one in stale:
         study.tell(one.number, state=FAILED)
+    with _experiments_allowed():
+        optuna.storages.fail_stale_trials(study)
     return len(stale)
 
 
