@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.vision.drawn import draw_objects, polygon_row
 from torch.utils.data import DataLoader
 
 from arclight import checkpoint, recipe, seed_everything
@@ -19,7 +20,8 @@ from arclight.trainer import Callback, Trainer
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.mix import EpochMix, MixedData
-from arclight.vision.tasks.settings import DetectionTask
+from arclight.vision.tasks.detection import SegmentationData
+from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
 
 Write = Callable[..., Path]
 
@@ -120,6 +122,33 @@ def test_batches_do_not_depend_on_workers(two: tuple[Path, Path]) -> None:
     own = str(two[0].parent)
     assert {count for path, count in seen.items() if path.startswith(own)} == {3}  # each epoch
     assert sorted(count for path, count in seen.items() if not path.startswith(own)) == [1] * 4 + [2] * 7  # 18 of 11
+
+
+def test_outlines_of_a_mixed_set_are_learnt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its classes are numbered anew, each mask is the one of its image, and rows that cannot be used are told of."""
+    own, other = draw_objects(tmp_path / "own", polygon_row), draw_objects(tmp_path / "other", polygon_row, train=5)
+    other.write_text(other.read_text().replace("disc, square", "square, disc"))
+    task = SegmentationTask(
+        data=own, mix=(MixedData(data=other, weight=5 / 6),), model="yolov5n-seg", image_size=64, workers=0,
+        cache_labels=False, augment=Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0, fliplr=0),
+    )  # fmt: skip
+    opened = SegmentationData(task).open_for_training()
+    assert [rows[:, 0].tolist() for rows in opened.labels] == [[0], [1], [0], [1], [0], [1], [1], [0], [1], [0], [1]]
+    assert opened.outlines is not None
+    assert [len(points) for points, in opened.outlines] == [24, 4, 24, 4, 24, 4, 24, 4, 24, 4, 24]
+    batch = collate(opened.__getitems__(range(11)))
+    for image, mask in zip(batch["images"], batch["masks"], strict=True):
+        sampled = image[:, 2::4, 2::4].int()
+        assert ((mask > 0) == ((sampled.amax(0) - sampled.amin(0)) > 60)).float().mean() > 0.95
+    assert "malformed" not in caplog.text
+    labels = other.parent / "labels" / "train"
+    (labels / "1.txt").write_text("0 0.5 0.5 0.2 0.2\n")
+    SegmentationData(task).open_for_training()
+    assert f"{labels / '1.txt'}:1: a box, and this task learns outlines" in caplog.text
+    for label in labels.iterdir():
+        label.write_text("0 0.5 0.5 0.2 0.2\n")
+    with pytest.raises(DatasetError, match="a box, and this task learns outlines"):
+        SegmentationData(task).open_for_training()
 
 
 class SaveAtStep(Callback):

@@ -14,6 +14,7 @@ from torch import nn
 
 from arclight import seed_everything
 from arclight.deploy import Program
+from arclight.deploy.parity import compare
 from arclight.deploy.settings import Int8
 from arclight.optim.settings import AdamW
 from arclight.trainer import Trainer
@@ -464,6 +465,19 @@ def test_programs_agree_with_the_model(trained: Path, tmp_path: Path) -> None:
     scores = [evaluate_program(program, data.calibration_dataset()).map50 for program in (plain, eight)]
     assert scores[0] > 0.5
     assert scores[1] == pytest.approx(scores[0], abs=0.1)
+
+
+@pytest.mark.parametrize(("model", "shown"), [("arc-n", 3), ("yolov5n", 4)])
+def test_programs_are_judged_by_scores_without_the_ones_beside_them(model: str, shown: int) -> None:
+    """Wrong scores of rare objects are seen: objectness that is always 1 would drown them."""
+    detector = Detector(DetectionTask(data=Path("x"), model=model), names=["a", "b", "c"])
+    rows = torch.cat((torch.full((1, 50, 4), 30.0), torch.ones(1, 50, 1), torch.full((1, 50, 3), 1e-3)), dim=-1)
+    wrong = rows.clone()
+    wrong[..., 5:] = 0
+    found = compare([rows], [wrong], detector.output_parts)
+    assert detector.output_parts(rows)["scores"].shape[-1] == shown
+    assert (found["scores"].sqnr_db < 10) == (model == "arc-n")
+    assert found["boxes"].sqnr_db == math.inf
 
 
 @pytest.mark.parametrize(

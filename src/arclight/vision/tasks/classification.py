@@ -58,8 +58,7 @@ class Classifier(VisionModule):
     def scores(self, results: ClassificationResults) -> dict[str, float]:
         return results.summary()
 
-    @staticmethod
-    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+    def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         (probabilities,) = outputs
         return {"probabilities": probabilities}
 

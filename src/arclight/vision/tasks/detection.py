@@ -189,11 +189,11 @@ class Detector(VisionModule):
 
         return write_charts(self.results, self.names, folder)
 
-    @staticmethod
-    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+    def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
         (predictions,) = outputs
-        return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
+        first = 5 if self.one_to_one else 4  # where objectness is always 1, it would hide them as well
+        return {"boxes": predictions[..., :4], "scores": predictions[..., first:]}
 
     def setup(self, stage: str) -> None:
         """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
@@ -338,14 +338,13 @@ class Segmenter(Detector):
         summary = results.summary()
         return {name: summary[name] for name in names}
 
-    @staticmethod
-    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+    def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Boxes, scores, coefficients and prototypes are of different sizes: each is judged by itself."""
         predictions, prototypes = outputs
         rows, coefficients = predictions.split(
             (predictions.shape[-1] - prototypes.shape[1], prototypes.shape[1]), dim=-1
         )
-        return {**Detector.output_parts(rows), "coefficients": coefficients, "prototypes": prototypes}
+        return {**super().output_parts(rows), "coefficients": coefficients, "prototypes": prototypes}
 
     def write_charts(self, folder: Path) -> dict[str, str]:
         from arclight.vision.results.plots import write_charts

@@ -129,9 +129,8 @@ class VisionModule(Module, abc.ABC):
     output_names: ClassVar[list[str]]
     """What the outputs of its programs are called."""
 
-    @staticmethod
     @abc.abstractmethod
-    def output_parts(*outputs: Tensor) -> dict[str, Tensor]:
+    def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Name the tensors in the decoded output that a program is judged by, each by itself."""
 
     # -- weights -----------------------------------------------------------------------------------------------------
