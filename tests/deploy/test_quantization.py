@@ -268,6 +268,7 @@ def test_quantizing_and_exporting_say_nothing(tmp_path: Path) -> None:
     code = (
         "import torch\n"
         "from arclight.deploy import export, quantize\n"
+        "torch.manual_seed(0)\n"
         "model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True)), torch.rand(2, 4)\n"
         "export(quantize(model, [x]), 'q.onnx', example_inputs=x)\n"
     )

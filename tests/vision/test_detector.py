@@ -227,6 +227,7 @@ def test_damaged_images_are_neither_shown_nor_measured(scenes: Path, tmp_path: P
 
     class Nothing:
         metadata: ClassVar = {"names": ["qr_code"]}
+        processing = None
 
         def __call__(self, images: torch.Tensor) -> torch.Tensor:
             assert len(images)

@@ -135,7 +135,7 @@ def test_outlines_of_a_mixed_set_are_learnt(tmp_path: Path, caplog: pytest.LogCa
     opened = SegmentationData(task).open_for_training()
     assert [rows[:, 0].tolist() for rows in opened.labels] == [[0], [1], [0], [1], [0], [1], [1], [0], [1], [0], [1]]
     assert opened.outlines is not None
-    assert [len(points) for points, in opened.outlines] == [24, 4, 24, 4, 24, 4, 24, 4, 24, 4, 24]
+    assert [len(points) for (points,) in opened.outlines] == [24, 4, 24, 4, 24, 4, 24, 4, 24, 4, 24]
     batch = collate(opened.__getitems__(range(11)))
     for image, mask in zip(batch["images"], batch["masks"], strict=True):
         sampled = image[:, 2::4, 2::4].int()
