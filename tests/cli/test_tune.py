@@ -346,7 +346,7 @@ def test_databases_in_memory_are_refused(url: str) -> None:
 def test_databases_and_studies_of_others_are_refused(typed: Typed, tiny: Path) -> None:
     with sqlite3.connect("other.db") as database:
         database.execute("create table studies(a int)")
-    with pytest.raises(UsageError, match="other.db cannot be opened"):
+    with pytest.raises(UsageError, match=r"other\.db cannot be opened"):
         studies.open_study("sqlite:///other.db", "one", "min")
     made = studies.optuna.create_study
     made(storage="sqlite:///a.db", study_name="both", directions=["minimize", "maximize"])
