@@ -149,7 +149,7 @@ def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
     """
     bare = text.strip(" \t\r\n")
     if not bare.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
-        hidden = re.match(r"[\W_]*000201", bare) or QRIS_GUID in bare.upper()
+        hidden = re.match(r"[\W_]*000201", bare) or ("000201" in bare and QRIS_GUID in bare.upper())
         return "other", None, (HIDDEN,) if hidden else ()
     blanks = (BLANKS_AROUND,) if bare != text else ()
     try:
