@@ -15,6 +15,7 @@ from tests.vision.drawn import draw_folders
 
 from arclight.deploy import Program
 from arclight.vision import Classifier, build_model
+from arclight.vision.data import image_folder
 from arclight.vision.data.augment_settings import CropAugment
 from arclight.vision.data.image_folder import ImageFolder, class_names, collate, random_view
 from arclight.vision.data.labels import DatasetError
@@ -68,6 +69,17 @@ def test_an_image_damaged_since_is_replaced_in_training_and_left_out_of_metrics(
             assert collate(data.__getitems__([0]))["images"].shape[0] == 0
             with pytest.raises(DatasetError, match="cannot be decoded"):
                 data[0]
+
+
+def test_training_decodes_each_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = ImageFolder.open(
+        draw_folders(tmp_path), "train", class_names(tmp_path), image_size=32, augment=CropAugment()
+    )
+    read: list[Path] = []
+    decode = image_folder.decode_reduced
+    monkeypatch.setattr(image_folder, "decode_reduced", lambda path, size: read.append(path) or decode(path, size))
+    data.__getitems__([0, 2, 1])
+    assert read == [data.images[0], data.images[2], data.images[1]]
 
 
 def test_views_are_drawn_from_the_seed_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +187,16 @@ class ImageFolder(Dataset[ClassifiedImage]):
         rng = np.random.default_rng(random.getrandbits(128))
         samples = []
         for index in map(int, indices):
-            sound = next((i for i in (*range(index, len(self)), *range(index)) if self._decoded(i) is not None), None)
-            if sound is None:
-                raise DatasetError(
-                    f"none of the {len(self)} images can be read any more; the first is {self.images[0]}"
-                )
-            image = self._decoded(sound)
-            assert image is not None
+            image, sound = self._first_sound(index)
             samples.append(self._sample(sound, random_view(image, self.image_size, rng, self.augment)))
         return samples
+
+    def _first_sound(self, index: int) -> tuple[Image, int]:
+        """Return the image at ``index``, or the first sound one after it, and its index."""
+        for candidate in chain(range(index, len(self)), range(index)):
+            if (image := self._decoded(candidate)) is not None:
+                return image, candidate
+        raise DatasetError(f"none of the {len(self)} images can be read any more; the first is {self.images[0]}")
 
     def _sample(self, index: int, square: Image) -> ClassifiedImage:
         planes = torch.from_numpy(np.ascontiguousarray(square.transpose(2, 0, 1)))
