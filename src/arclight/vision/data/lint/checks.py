@@ -184,6 +184,7 @@ class LintReport:
 
 
 Anchors = Sequence[tuple[float, float]]
+Hashes = Literal["all", "cached", "none"]
 Progress = Callable[[int, int], None]
 
 
@@ -192,7 +193,7 @@ def lint(
     *,
     image_size: int = 640,
     anchors: Anchors = (),
-    hashes: Literal["all", "cached", "none"] = "all",
+    hashes: Hashes = "all",
     cache: bool = True,
     progress: Progress | None = None,
 ) -> LintReport:
@@ -203,6 +204,12 @@ def lint(
     those that an earlier call has hashed ("cached"), or only files of equal bytes ("none"). cache: keep labels and hashes
     beside the labels, so that only changed files are read again; see ``check_labels``.
     """
+    report = _lint_labels(spec, image_size, anchors, cache)
+    return _with_look_alikes(report, hashes, cache, progress)
+
+
+def _lint_labels(spec: DataSpec, image_size: int, anchors: Anchors, cache: bool) -> LintReport:
+    """Check what headers, labels and lists say, which decodes no image."""
     started = time.perf_counter()
     splits: dict[str, LabelledImages] = {}
     findings: list[Finding] = []
@@ -231,10 +238,15 @@ def lint(
         findings += _of_anchors(spec, recall, image_size)
     findings += _in_two_splits(spec, splits)
     seconds = {"headers and labels": time.perf_counter() - started}
+    return LintReport(spec.file, spec.names, splits, tuple(findings), [], image_size, recall, seconds)
+
+
+def _with_look_alikes(report: LintReport, hashes: Hashes, cache: bool, progress: Progress | None = None) -> LintReport:
+    """Compare the images of a report."""
     started = time.perf_counter()
-    more, groups = _look_alikes(splits, hashes, cache, progress)
-    seconds["duplicates"] = time.perf_counter() - started
-    return LintReport(spec.file, spec.names, splits, (*findings, *more), groups, image_size, recall, seconds)
+    more, groups = _look_alikes(report.splits, hashes, cache, progress)
+    seconds = {**report.seconds, "duplicates": time.perf_counter() - started}
+    return replace(report, findings=(*report.findings, *more), look_alikes=groups, seconds=seconds)
 
 
 MOST_COMPARED_AT_FIT = 20_000
@@ -248,13 +260,13 @@ def log_before_fit(spec: DataSpec, image_size: int, anchors: Anchors, *, cache: 
     Raises DatasetError for a split that cannot be used, before any image is decoded.
     """
     spec = replace(spec, test=())
-    report = lint(spec, image_size=image_size, anchors=anchors, hashes="none", cache=cache)
+    report = _lint_labels(spec, image_size, anchors, cache)
     if unusable := [finding for finding in report.findings if finding.check == "split"]:
         raise DatasetError(unusable[0].message)
     images = sum(found.report.images for found in report.splits.values())
-    if cache:
-        hashes: Literal["all", "cached"] = "all" if images <= MOST_COMPARED_AT_FIT else "cached"
-        report = lint(spec, image_size=image_size, anchors=anchors, hashes=hashes, cache=cache)
+    report = _with_look_alikes(
+        report, "none" if not cache else "all" if images <= MOST_COMPARED_AT_FIT else "cached", cache
+    )
     for name, found in report.by_check().items():
         if CHECKS[name].severity != "note" and name not in _SAID_AT_FIT:  # those are said when the data set is opened
             _LOG.warning("%d x %s: %s, for example %s", len(found), name, CHECKS[name].title, found[0])
@@ -469,7 +481,7 @@ class _Image:
 
 
 def _look_alikes(
-    splits: dict[str, LabelledImages], hashes: str, cache: bool, progress: Progress | None
+    splits: dict[str, LabelledImages], hashes: Hashes, cache: bool, progress: Progress | None
 ) -> tuple[list[Finding], list[list[tuple[str, Path]]]]:
     """Find equal files and, by their hashes, images that look the same: findings, and the groups of such images."""
     images = [
