@@ -385,6 +385,17 @@ def test_number_of_threads_does_not_change_results(int8_program: Program, images
         Program.load(int8_program.path, threads=0)
 
 
+def test_other_processing_reads_nothing_again(int8_program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = types.SimpleNamespace(
+        preprocess=lambda images: (np.stack(images), None), postprocess=lambda outputs, _: ["other"] * len(outputs)
+    )
+    monkeypatch.setattr("arclight.deploy.programs.program._session", lambda *_: pytest.fail("it was loaded again"))
+    changed = int8_program.with_processing(other)
+    assert changed.processing is other
+    assert int8_program._given_processing is None
+    assert changed.predict(np.zeros((2, 3, 64, 64), np.float32)) == ["other", "other"]
+
+
 def test_a_program_runs_without_torch(int8_program: Program) -> None:
     code = (
         "import sys, numpy as np\n"

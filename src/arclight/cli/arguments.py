@@ -50,6 +50,22 @@ class Parser(argparse.ArgumentParser):
                     raise UsageError(f"{name} is no option of {self.prog}; did you mean {near}?")
 
 
+def share(text: str) -> float:
+    """Read a share, in [0, 1], as the ``type`` of an argument."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
+    return value
+
+
+def count(text: str) -> int:
+    """Read a whole number of 1 or more, as the ``type`` of an argument."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 USUAL_NAMES = {
     "device": "accelerator", "gpus": "devices", "epochs": "max_epochs", "steps": "max_steps", "batch": "batch_size",
     "learning_rate": "lr", "img": "image_size", "imgsz": "image_size", "model_name": "model",

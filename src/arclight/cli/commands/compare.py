@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, check_writable, write_json
+from arclight.cli.arguments import Parser, UsageError, check_writable, count, share, write_json
 from arclight.cli.style import working
 
 if TYPE_CHECKING:
@@ -79,29 +79,15 @@ def _parser() -> Parser:
         "--metric", choices=("map50_95", "map50"), default="map50_95", help="what --max-drop is about (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
-        "--max-drop", type=_drop, metavar="X", help="exit with status 1 if B scores lower than A by more than this"
+        "--max-drop", type=share, metavar="X", help="exit with status 1 if B scores lower than A by more than this"
     )
     parser.add_argument(
-        "--resamples", type=_positive, default=1000, metavar="N", help="bootstrap samples for intervals (default: %(default)s)"
+        "--resamples", type=count, default=1000, metavar="N", help="bootstrap samples for intervals (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default: %(default)s)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of the comparison to this file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     return parser
-
-
-def _drop(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def open_candidate(place: Path) -> Candidate:

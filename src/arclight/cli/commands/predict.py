@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, count, share
 from arclight.cli.commands import language
 from arclight.cli.interruption import stopping
 from arclight.cli.runs import load_vision_module, run_folder
@@ -148,8 +148,8 @@ class Following:
             tracked = trackers.update(frame, found)
             place = frame.path if frame.index is not None else str(Path(frame.path).parent)
             counts = self.counts.setdefault(place, self._new_counts()) if self.lines or self.zones else ()
-            for count in counts:
-                count.update(tracked)
+            for counter in counts:
+                counter.update(tracked)
             return tracked, counts
 
         return follow
@@ -160,7 +160,7 @@ class Following:
             kinds = [f"line {n + 1}" for n in range(len(self.lines))] + [
                 f"zone {n + 1}" for n in range(len(self.zones))
             ]
-            yield from (f"{place}, {kind}: {count}" for kind, count in zip(kinds, counts, strict=True))
+            yield from (f"{place}, {kind}: {counter}" for kind, counter in zip(kinds, counts, strict=True))
 
 
 def writers_of(options: argparse.Namespace) -> list[Writer]:
@@ -197,11 +197,11 @@ def _parser() -> Parser:
     )
     parser.add_argument("--program", type=Path, metavar="FILE", help="exported program (.onnx)")
     parser.add_argument(
-        "--conf", type=_share, metavar="P", help="confidence threshold, in [0, 1] (default: as in training)"
+        "--conf", type=share, metavar="P", help="confidence threshold, in [0, 1] (default: as in training)"
     )
     parser.add_argument(
         "--iou",
-        type=_share,
+        type=share,
         metavar="P",
         help="IoU threshold of non-maximum suppression, in [0, 1] (default: as in training)",
     )
@@ -234,7 +234,7 @@ def _parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the detections to this file, as one object")
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep objects of these classes only")
     parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
-    parser.add_argument("--max-det", type=_count, metavar="N", help="most objects of one image (default: 300)")
+    parser.add_argument("--max-det", type=count, metavar="N", help="most objects of one image (default: 300)")
     _add_label_options(parser)
     _add_input_options(parser)
     _add_inference_options(parser)
@@ -243,7 +243,7 @@ def _parser() -> Parser:
 
 def _add_label_options(parser: Parser) -> None:
     parser.add_argument(
-        "--uncertain", type=_count, metavar="N", help="name the N images that are most worth labelling next"
+        "--uncertain", type=count, metavar="N", help="name the N images that are most worth labelling next"
     )
     parser.add_argument(
         "--save-labels", type=Path, metavar="DIR",
@@ -257,7 +257,7 @@ def _add_label_options(parser: Parser) -> None:
 def _add_inference_options(parser: Parser) -> None:
     parser.add_argument(
         "--slice",
-        type=_count,
+        type=count,
         metavar="PX",
         help="look at overlapping slices of this many pixels, too, for small objects",
     )
@@ -284,29 +284,22 @@ def _add_input_options(parser: Parser) -> None:
     parser.add_argument(
         "--vid-stride",
         "--stride",
-        type=_count,
+        type=count,
         default=1,
         metavar="N",
         help="use every N-th frame of a video or stream",
     )
-    parser.add_argument("--max-frames", type=_count, metavar="N", help="end after this many images and frames")
+    parser.add_argument("--max-frames", type=count, metavar="N", help="end after this many images and frames")
     parser.add_argument(
         "--every-frame",
         action="store_true",
         help="look at each frame of a stream, with a delay where the detector is slower (default: the newest)",
     )
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="images that are looked at together")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+    parser.add_argument("--batch", type=count, default=1, metavar="N", help="images that are looked at together")
 
 
 def _overlap(text: str) -> float:
-    if (value := _share(text)) == 1:
+    if (value := share(text)) == 1:
         raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return value
 
@@ -319,13 +312,6 @@ def _points(text: str) -> Points:
     if len(values) < 2 or len(values) % 2:
         raise argparse.ArgumentTypeError(f"{text} is no list of points: write pixels as x1,y1,x2,y2")
     return list(zip(values[::2], values[1::2], strict=True))
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1]")
-    return value
 
 
 def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float] | None]:
@@ -435,30 +421,29 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
     return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **again)
 
 
-def _wanted(options: argparse.Namespace, processing: Any, changed: dict[str, Any]) -> Any:
-    """Return the processing with what was asked for, and the doubtful boxes that a tracker or a labeller wants."""
-    from arclight.vision.tasks.processing import with_fields
+def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[Any, float]:
+    """Return the processing with the doubtful boxes, too, that a tracker or a labeller wants, and the threshold without them.
 
-    used = with_fields(processing, changed)
-    if options.doubt is not None:
-        return with_fields(used, {"conf_threshold": min(used.conf_threshold, options.doubt)})
-    if options.track is None:
-        return used
-    from arclight.vision.tracking.tracks import confidence_wanted
+    A classifier finds no boxes: its processing stays, without a threshold.
+    """
+    if head == "classify":
+        return processing, 0.0
+    confidence: float = processing.conf_threshold
+    lowest = confidence if options.doubt is None else min(confidence, options.doubt)
+    if options.track is not None:
+        from arclight.vision.tracking.tracks import confidence_wanted
 
-    return dataclasses.replace(used, conf_threshold=confidence_wanted(options.track, used.conf_threshold))
+        lowest = confidence_wanted(options.track, confidence)
+    return dataclasses.replace(processing, conf_threshold=lowest), confidence
 
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
-    from arclight.deploy import Program
     from arclight.vision.tasks.processing import load_vision_program
 
-    program: Any = load_vision_program(options.program, **changed)
-    head = program.metadata["task"]
-    confidence = 0.0 if head == "classify" else program.processing.conf_threshold
-    if head != "classify" and (used := _wanted(options, program.processing, {})) != program.processing:
-        program = Program.load(options.program, processing=used)
-    return [_Member(program.predict, head, program.metadata["names"], confidence)], options.source
+    program = load_vision_program(options.program, **changed)
+    head, names = program.metadata["task"], program.metadata["names"]
+    processing, confidence = _wanted(options, program.processing, head)
+    return [_Member(program.with_processing(processing).predict, head, names, confidence)], options.source
 
 
 def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
@@ -482,14 +467,9 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
     members = []
     for run in runs:
         detector = load_vision_module(Path(run)).to("cuda" if torch.cuda.is_available() else "cpu")
-        head = detector.head
-        used = (
-            _wanted(options, detector.processing, changed)
-            if head != "classify"
-            else with_fields(detector.processing, changed)
-        )
-        confidence = 0.0 if head == "classify" else changed.get("conf_threshold", detector.processing.conf_threshold)
-        members.append(_Member(functools.partial(detector.predict, processing=used), head, detector.names, confidence))
+        processing, confidence = _wanted(options, with_fields(detector.processing, changed), detector.head)
+        predict = functools.partial(detector.predict, processing=processing)
+        members.append(_Member(predict, detector.head, detector.names, confidence))
     return members, sources
 
 

@@ -89,6 +89,10 @@ class Program:
             raise changed(path)
         return cls(path, session, metadata, processing)
 
+    def with_processing(self, processing: Processing) -> Program:
+        """Return the same program with other processing around it; nothing is read again."""
+        return type(self)(self.path, self._session, self.metadata, processing)
+
     @property
     def precision(self) -> str:
         """fp32 or int8; "unknown" for an ONNX file from elsewhere."""

@@ -120,7 +120,7 @@ def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
         )
-    return _reloaded(program, path, thresholds)
+    return _changed(program, thresholds)
 
 
 def load_vision_program(path: Path | str, **changes: Any) -> Program:
@@ -130,14 +130,11 @@ def load_vision_program(path: Path | str, **changes: Any) -> Program:
     program = Program.load(path)
     if (task := program.metadata.get("task")) not in PROGRAM_TASKS:
         raise ProgramError(f"{path} is no program of a vision task (its task is {task!r})")
-    return _reloaded(program, path, changes)
+    return _changed(program, changes)
 
 
-def _reloaded(program: Program, path: Path | str, changes: dict[str, Any]) -> Program:
-    """Load ``program`` again with other values of its processing. Raises ValueError for fields that its processing has not."""
-    from arclight.deploy import Program
-
-    return Program.load(path, processing=with_fields(program.processing, changes)) if changes else program
+def _changed(program: Program, changes: dict[str, Any]) -> Program:
+    return program.with_processing(with_fields(program.processing, changes)) if changes else program
 
 
 def with_fields(processing: Any, changes: dict[str, Any]) -> Any:
