@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ from arclight.cli.style import console_of, progressed
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.qris.verification.verifier import Verification
-
 
 MISMATCH_STATUS = 3
 """Exit status where a code of a photo is not its place's."""
@@ -33,11 +32,11 @@ def scan(arguments: list[str]) -> int:
     if options.follow and options.registry is not None:
         raise UsageError("--follow reads videos and --registry verifies images: give one of them")
     console = console_of()
-    if options.follow:
-        return follow(options, console)
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
     detector = load_detector_program(options.program).predict_one if options.program is not None else None
     frames = ImageSource(options.source, vid_stride=options.stride)
+    if options.follow:
+        return follow(frames, detector, options.json, console)
     found: dict[str, Any] = {}
     every: list[dict[str, Any]] = []
     with stopping(frames.stop):
@@ -101,18 +100,14 @@ def _parser() -> Parser:
     return parser
 
 
-def follow(options: Namespace, console: Console) -> int:
+def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: Console) -> int:
     """Print the codes of each video, one for all frames in which it is seen."""
     from rich.text import Text
     from rich.tree import Tree
 
     from arclight.cli.interruption import stopping
-    from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.qris.reading.video import VideoScanner
-    from arclight.vision.tasks.processing import load_detector_program
 
-    detector = load_detector_program(options.program).predict_one if options.program is not None else None
-    frames = ImageSource(options.source, vid_stride=options.stride)
     scanners: dict[str, VideoScanner] = {}
     with stopping(frames.stop):  # cameras have no end: what was read until ctrl-C is written
         for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
@@ -129,7 +124,7 @@ def follow(options: Namespace, console: Console) -> int:
     every = [track for found in tracks.values() for track in found]
     read = sum(track["text"] is not None for track in every)
     console.print(f"{len(tracks)} videos, {len(every)} codes followed, {read} read", highlight=False)
-    write_json(options.json, tracks, escaped=False)
+    write_json(json_file, tracks, escaped=False)
     return int(not tracks)
 
 
