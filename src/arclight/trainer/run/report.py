@@ -99,10 +99,9 @@ def page(
     :func:`cards`).
     """
     sections = [section for section in sections if section.html]
-    return _PAGE.format(
+    body = _BODY.format(
         title=escape(title),
         kind=escape(kind),
-        css=asset("report.css"),
         js=asset("report.js"),
         facts=facts,
         alert=alert,
@@ -113,9 +112,15 @@ def page(
         ),
         footer=escape(f"Written {now()} by Arclight {version}".strip()),
     )
+    return document(title, asset("report.css"), body)
 
 
-_PAGE = """<!doctype html>
+def document(title: str, css: str, body: str) -> str:
+    """Return an HTML page with its styles in it; ``title`` is a text, ``body`` HTML."""
+    return _DOCUMENT.format(title=escape(title), css=css, body=body)
+
+
+_DOCUMENT = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -127,16 +132,18 @@ _PAGE = """<!doctype html>
 {css}</style>
 </head>
 <body>
-<header><p class="over">{kind}</p><h1>{title}</h1><ul class="facts">{facts}</ul>{alert}</header>
+{body}
+</body>
+</html>
+"""
+
+_BODY = """<header><p class="over">{kind}</p><h1>{title}</h1><ul class="facts">{facts}</ul>{alert}</header>
 <nav><div>{nav}</div></nav>
 <main>{cards}{sections}</main>
 <footer>{footer}</footer>
 <div id="readout"></div>
 <script type="module">
-{js}</script>
-</body>
-</html>
-"""
+{js}</script>"""
 
 
 # -- top of the page -----------------------------------------------------------------------------------------------

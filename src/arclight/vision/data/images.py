@@ -29,6 +29,7 @@ __all__ = [
     "ImageHeader",
     "decode_image",
     "decode_reduced",
+    "encode_jpeg",
     "file_header",
     "read_header",
 ]
@@ -44,6 +45,12 @@ def decode_image(source: bytes | str | Path, *, max_pixels: int = MAX_PIXELS) ->
     """
     data = source if isinstance(source, bytes) else _read(Path(source), max_pixels)
     return _decode(data, read_header(data), max_pixels, reduction=1)
+
+
+def encode_jpeg(image: Image, quality: int) -> bytes:
+    """Encode an RGB or grey image as JPEG, of ``quality`` 0 to 100."""
+    bgr = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR if image.ndim == 2 else cv2.COLOR_RGB2BGR)
+    return bytes(cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes())
 
 
 def decode_reduced(path: Path, at_least: int, *, max_pixels: int = MAX_PIXELS) -> tuple[Image, tuple[int, int]]:

@@ -396,26 +396,33 @@ def _fingerprint(images: list[Path], num_classes: int, listed: int) -> str:
 
 def _write_cache(file: Path, fingerprint: str, images: list[Path], found: LabelledImages) -> None:
     usable = set(found.images)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as stream:
-            np.savez(
-                stream,
-                fingerprint=np.array(fingerprint),
-                report=np.array(json.dumps(found.report.as_dict())),
-                usable=np.array([image in usable for image in images]),
-                counts=np.array([len(rows) for rows in found.labels], np.int64),
-                rows=np.concatenate([np.zeros((0, 5), np.float32), *found.labels]),
-                lines=np.concatenate([np.zeros(0, np.int32), *found.lines]),
-                shapes=found.shapes,
-                **_flat(found.outlines),
-            )
-        os.replace(temporary, file)
+        save_arrays(
+            file,
+            fingerprint=np.array(fingerprint),
+            report=np.array(json.dumps(found.report.as_dict())),
+            usable=np.array([image in usable for image in images]),
+            counts=np.array([len(rows) for rows in found.labels], np.int64),
+            rows=np.concatenate([np.zeros((0, 5), np.float32), *found.labels]),
+            lines=np.concatenate([np.zeros(0, np.int32), *found.lines]),
+            shapes=found.shapes,
+            **_flat(found.outlines),
+        )
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         warnings.warn(
             f"labels are not cached: {file}: {error.strerror or error}; they are read again each time", stacklevel=4
         )
+
+
+def save_arrays(file: Path, **arrays: Any) -> None:
+    """Write arrays to ``file`` (.npz), whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            np.savez(stream, **arrays)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _flat(outlines: list[list[Points]] | None) -> dict[str, Any]:

@@ -8,13 +8,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from arclight.vision.results.detections import Detections
-from arclight.vision.results.writers import Labels, Prediction
+from arclight.vision.results.writers import Labels, PlainWriter, Prediction
 
 DOUBT_FLOOR = 0.05
 """Less confident boxes are noise: they say nothing of what a detector has yet to learn."""
@@ -32,21 +30,13 @@ def uncertainty(found: Detections) -> float:
     return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).sum())
 
 
-class MostUncertain:
+class MostUncertain(PlainWriter):
     """Keep the ``count`` images of the highest `uncertainty`: ``ranking``, the highest first, equal ones in their order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._kept: list[tuple[float, int, str]] = []
         self._seen = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def write(self, prediction: Prediction) -> None:
         self._seen += 1

@@ -30,7 +30,7 @@ from arclight.trainer.run.svg import (
     line_chart,
     stacked_bars,
 )
-from arclight.vision.data.images import Image, ImageError, decode_image
+from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
 from arclight.vision.results.analysis import (
     BACKGROUND_IOU,
     CALIBRATION_BINS,
@@ -341,9 +341,7 @@ def worst_section(records: Sequence[ImageRecord], names: Sequence[str], confiden
 
 def image_element(name: str, picture: Image) -> str:
     """Return an image element that holds the picture itself, as JPEG."""
-    cv2 = require("cv2", extra="vision")
-    _, data = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 82])
-    return f'<img alt="{escape(name)}" src="{image_source(data.tobytes(), ".jpg")}">'
+    return f'<img alt="{escape(name)}" src="{image_source(encode_jpeg(picture, 82), ".jpg")}">'
 
 
 def marked_image(record: ImageRecord, errors: ImageErrors, names: Sequence[str]) -> Image | None:

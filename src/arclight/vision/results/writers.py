@@ -203,9 +203,8 @@ class CsvFile(_FileWriter):
             self._rows.writerow([*row, one["id"]] if self.tracked else row)
 
 
-class _FolderWriter:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+class PlainWriter:
+    """A writer with nothing to open or close."""
 
     def __enter__(self) -> Self:
         return self
@@ -214,6 +213,11 @@ class _FolderWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
+
+
+class _FolderWriter(PlainWriter):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
 
 class MarkedImages(_FolderWriter):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from arclight.vision.boxes import box_iou
 from arclight.vision.results.detections import Detections
+
+T = TypeVar("T")
 
 
 def assign(cost: ArrayLike, limit: float) -> list[tuple[int, int]]:
@@ -34,6 +37,15 @@ def assign(cost: ArrayLike, limit: float) -> list[tuple[int, int]]:
         for column, row in enumerate(owners[:columns].tolist())
         if row >= 0 and costs[row, column] <= limit
     )
+
+
+def match(
+    cost: NDArray[np.float64], limit: float, tracks: Sequence[T], numbers: NDArray[np.intp], matched: dict[int, T]
+) -> NDArray[np.intp]:
+    """Assign boxes to ``tracks``, into ``matched``, by ``cost`` (tracks, boxes); return the numbers of the boxes that are left."""
+    pairs = assign(cost, limit)
+    matched.update({int(numbers[column]): tracks[row] for row, column in pairs})
+    return np.delete(numbers, [column for _, column in pairs])
 
 
 def _shortest_paths(cost: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.vision.results.detections import Detections
-from arclight.vision.tracking.assignment import assign, overlaps, with_ids
+from arclight.vision.tracking.assignment import match, overlaps, with_ids
 from arclight.vision.tracking.kalman import KalmanState, Matrix, Motion, Vector, constant_velocity, without_velocity
 
 
@@ -133,9 +133,7 @@ class ByteTrack:
         likeness = overlaps(np.array([track.box for track in tracks]), boxes.xyxy[numbers])
         cost = 1 - (likeness * boxes.conf[numbers] if fused else likeness)
         cost[np.array([track.label for track in tracks])[:, None] != boxes.cls[numbers]] = np.inf
-        pairs = assign(cost, limit)
-        matched.update({int(numbers[column]): tracks[row] for row, column in pairs})
-        return np.delete(numbers, [column for _, column in pairs])
+        return match(cost, limit, tracks, numbers, matched)
 
     def _begin(self, numbers: NDArray[np.intp], found: Detections, matched: dict[int, _Track]) -> None:
         for number in numbers.tolist():

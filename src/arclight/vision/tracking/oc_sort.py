@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.vision.results.detections import Detections
-from arclight.vision.tracking.assignment import assign, overlaps, with_ids
+from arclight.vision.tracking.assignment import match, overlaps, with_ids
 from arclight.vision.tracking.kalman import KalmanState, Motion, Vector, without_velocity
 
 Box = NDArray[np.float64]
@@ -180,9 +180,7 @@ class OCSort:
             np.array([track.label for track in tracks])[:, None] != found.boxes.cls[numbers]
         )
         cost[impossible] = np.inf
-        pairs = assign(cost, 0.0)
-        matched.update({int(numbers[column]): tracks[row] for row, column in pairs})
-        return np.delete(numbers, [column for _, column in pairs])
+        return match(cost, 0.0, tracks, numbers, matched)
 
     def _agreement(self, tracks: list[_Track], numbers: NDArray[np.intp], found: Detections, boxes: Box) -> Box:
         """Observation-centric momentum: how well the way to each box continues each track's own way, (n, m)."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import ImageError, decode_reduced
+from arclight.vision.data.labels import save_arrays
 
 cv2 = require("cv2", extra="vision")
 
@@ -321,25 +322,20 @@ def _read_cache(file: Path) -> dict[str, _Entry]:
 
 
 def _write_cache(file: Path, keys: list[str], found: Fingerprints) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as stream:
-            np.savez(
-                stream,
-                format=np.array(_CACHE_FORMAT),
-                keys=np.array(keys, dtype=np.str_),
-                hashes=found.hashes,
-                thumbs=found.thumbs,
-                ratios=found.ratios,
-                errors=np.array([found.errors.get(index, "") for index in range(len(keys))], dtype=np.str_),
-            )
-        os.replace(temporary, file)
+        save_arrays(
+            file,
+            format=np.array(_CACHE_FORMAT),
+            keys=np.array(keys, dtype=np.str_),
+            hashes=found.hashes,
+            thumbs=found.thumbs,
+            ratios=found.ratios,
+            errors=np.array([found.errors.get(index, "") for index in range(len(keys))], dtype=np.str_),
+        )
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         warnings.warn(
             f"hashes of images are not cached: {file}: {error.strerror or error}; they are computed each time",
             stacklevel=3,
         )
     except UnicodeEncodeError:  # a name that is no text
-        temporary.unlink(missing_ok=True)
         warnings.warn(f"hashes of images are not cached: a name is not text; {file} is not written", stacklevel=3)

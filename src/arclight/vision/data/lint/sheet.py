@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from arclight.fabric.extras import require
-from arclight.vision.data.images import Image, ImageError, decode_reduced
+from arclight.trainer.run.report import image_source
+from arclight.vision.data.images import Image, ImageError, decode_reduced, encode_jpeg
 from arclight.vision.data.labels import LabelledImages
 from arclight.vision.data.lint.checks import CHECKS, Finding, LintReport
 
@@ -102,7 +102,7 @@ def _figure(finding: Finding, labels: dict[str, np.ndarray[tuple[int, int], np.d
             image = _picture(Path(path), rows[:, 1:5], finding.boxes)
         except (ImageError, OSError):
             continue  # its pixels are damaged, which is a finding of its own
-        pictures.append(f"<img alt='' src='data:image/jpeg;base64,{_jpeg(image)}'>")
+        pictures.append(f"<img alt='' src='{image_source(encode_jpeg(image, 85), '.jpg')}'>")
     return f"<figure>{''.join(pictures)}<figcaption>{_text(finding)}</figcaption></figure>" if pictures else ""
 
 
@@ -122,8 +122,3 @@ def _picture(
             if boxes is meant and max(right - left, bottom - top) < MIN_ZOOM_PX:
                 cv2.circle(image, ((left + right) // 2, (top + bottom) // 2), MIN_ZOOM_PX, colour, thickness)
     return image
-
-
-def _jpeg(image: Image) -> str:
-    encoded = cv2.imencode(".jpg", cv2.cvtColor(image, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 85])[1]
-    return base64.b64encode(encoded.tobytes()).decode()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from arclight.fabric.extras import require
+from arclight.vision.data.images import encode_jpeg
 from arclight.vision.data.site_split import MERCHANT_LIST
 from arclight.vision.qris.scenes.merchants import merchant_of
 
@@ -128,9 +129,8 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
     merchant = None if job.merchants is None else merchant_of(job.seed, index % job.merchants)
     scene = draw_scene(rng, job.size, merchant)
     quality = int(rng.integers(45, 96))
-    encoded = cv2.imencode(".jpg", cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
     split = job.split_of(index)
-    (job.folder / "images" / split / f"{index:06d}.jpg").write_bytes(encoded.tobytes())
+    (job.folder / "images" / split / f"{index:06d}.jpg").write_bytes(encode_jpeg(scene.image, quality))
     rows = []
     for code in scene.codes:
         x0, y0, x1, y1 = (v / job.size for v in code.box)

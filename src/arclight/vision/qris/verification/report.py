@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from arclight.fabric.extras import require
 from arclight.trainer.run.folder import write_atomically
-from arclight.vision.data.images import Image
+from arclight.trainer.run.report import document, image_source
+from arclight.vision.data.images import Image, encode_jpeg
 from arclight.vision.qris.reading.scanner import Code
 from arclight.vision.qris.verification.verifier import CheckedCode, Evidence, Verdict, Verification
 
@@ -72,21 +72,20 @@ class VerificationReport:
         )
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         photos = f"{len(entries)} photo{'s' * (len(entries) != 1)}"
-        page = _PAGE.format(
-            css=STYLE.read_text(encoding="utf-8"), tiles=tiles, sections=sections, footer=f"Written {now} by Arclight",
+        body = _BODY.format(
+            tiles=tiles, sections=sections, footer=f"Written {now} by Arclight",
             facts=f"{photos} held against {escape(self.registry)}",
         )  # fmt: skip
         path = Path(file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, page)
+        write_atomically(path, document("Payment codes", STYLE.read_text(encoding="utf-8"), body))
         return path
 
 
 def _jpeg(photo: Image) -> bytes:
     scale = min(1.0, PICTURE_SIDE / max(photo.shape[:2]))
     small = cv2.resize(photo, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) if scale < 1 else photo
-    colours = cv2.COLOR_RGB2BGR if photo.ndim == 3 else cv2.COLOR_GRAY2BGR
-    return bytes(cv2.imencode(".jpg", cv2.cvtColor(small, colours), [cv2.IMWRITE_JPEG_QUALITY, 82])[1].tobytes())
+    return encode_jpeg(small, 82)
 
 
 def _article(entry: _Entry) -> str:
@@ -113,9 +112,8 @@ def _picture(entry: _Entry) -> str:
         _mark(one.code, width, one.verdict, number) for number, one in enumerate(entry.verification.checked, 1)
     )
     marks = "".join(_mark(code, width, "other") for code in entry.verification.others) + marks
-    data = base64.b64encode(entry.jpeg).decode("ascii")
     return (
-        f'<img alt="" loading="lazy" src="data:image/jpeg;base64,{data}">'
+        f'<img alt="" loading="lazy" src="{image_source(entry.jpeg, ".jpg")}">'
         f'<svg viewBox="0 0 {width} {height}" aria-hidden="true">{marks}</svg>'
     )
 
@@ -162,22 +160,7 @@ def listed(verifications: Sequence[Verification]) -> str:
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORDS)
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Payment codes</title>
-<link rel="icon" href="data:,">
-<style>
-{css}</style>
-</head>
-<body>
-<header><h1>Payment codes</h1><p class="facts">{facts}</p></header>
+_BODY = """<header><h1>Payment codes</h1><p class="facts">{facts}</p></header>
 <div class="tiles">{tiles}</div>
 {sections}
-<footer>{footer}. A match says that a code pays the registered account; only the registry says whose that is.</footer>
-</body>
-</html>
-"""
+<footer>{footer}. A match says that a code pays the registered account; only the registry says whose that is.</footer>"""
