@@ -14,6 +14,7 @@ pytest.importorskip("zxingcpp")
 
 from arclight.cli.arguments import UsageError  # noqa: E402
 from arclight.cli.commands.scan import MISMATCH_STATUS, scan  # noqa: E402
+from arclight.vision import qris  # noqa: E402
 from arclight.vision.qris.scenes.fraud import Pair, draw_pair  # noqa: E402
 from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
 from arclight.vision.qris.verification.registry import RegistryError  # noqa: E402
@@ -32,7 +33,8 @@ def photos(tmp_path: Path, pair: Pair) -> Path:
     for name, scene in (("monday.png", pair.clean), ("tuesday.png", pair.forged)):
         cv2.imwrite(str(folder / name), cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR))
     cv2.imwrite(str(tmp_path / "poster.png"), cv2.cvtColor(pair.poster, cv2.COLOR_RGB2BGR))
-    (tmp_path / "places.csv").write_text(f"name,nmid,poster\n{pair.own.merchant},{pair.own.nmid},poster.png\n")
+    pan = qris.parse(pair.own.text).accounts[0].fields["01"]
+    (tmp_path / "places.csv").write_text(f"name,nmid,pan,poster\n{pair.own.merchant},{pair.own.nmid},{pan},poster.png\n")
     return folder
 
 

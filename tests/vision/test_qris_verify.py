@@ -177,8 +177,17 @@ def test_a_row_without_a_number_does_not_excuse_another_number() -> None:
     )
     assert verify(photo_of(text_of(pan=OTHER_PAN)), Registry(rows)).verdict == "mismatch"
     assert verify(photo_of(text_of()), Registry(rows)).verdict == "match"
-    (one,) = verify(photo_of(text_of()), Registry(rows[1:])).checked
-    assert any("none to compare" in evidence.message for evidence in one.evidence)
+
+
+@pytest.mark.parametrize("place", [None, "KOPI SENJA"])
+@pytest.mark.parametrize("guids", [(), ("COM.CONTOHPAY.WWW",)])
+def test_a_place_without_a_number_vouches_for_no_code(guids: tuple[str, ...], place: str | None) -> None:
+    """Whoever copies the NMID, names and acquirer of a place may name another account of that acquirer."""
+    table = Registry((Place(name="KOPI SENJA", nmid="ID1020012345678", guids=guids, city="BANDUNG"),))
+    for pan in (PAN, OTHER_PAN):
+        found = verify(photo_of(text_of(pan=pan)), table, place=place)
+        assert found.verdict == "unknown"
+        assert any("nothing shows whom it pays" in evidence.message for evidence in found.checked[0].evidence)
 
 
 @pytest.mark.parametrize("before", ["\ufeff", "\u00a0", "PAY "])

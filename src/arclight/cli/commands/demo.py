@@ -206,7 +206,8 @@ class Demo:
             poster = folder / f"poster-{number}.png"
             cv2.imwrite(str(poster), cv2.cvtColor(pair.poster, cv2.COLOR_RGB2BGR))
             payload = qris.parse(pair.own.text)
-            places.append(Place(name=payload.merchant_name, nmid=payload.nmid or "", city=payload.city, poster=poster))
+            pan, name = payload.accounts[0].fields["01"], payload.merchant_name
+            places.append(Place(name=name, nmid=payload.nmid or "", pan=pan, city=payload.city, poster=poster))
         registry = Registry(tuple(places))
         report, found = VerificationReport(f"a registry of {len(places)} places"), []
         for number, (pair, place) in enumerate(zip(pairs, places, strict=True)):

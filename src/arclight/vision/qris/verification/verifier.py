@@ -2,7 +2,7 @@
 
 A verdict is about whom a code pays. What contradicts the registry decides by itself; what only a look at the print says is
 weighed, and becomes a mismatch above the threshold that one honest photo in a hundred exceeds (see `tampering`). A code that pays
-the registered account is a match whatever is pasted around it.
+the registered account, by its PAN, is a match whatever is pasted around it.
 """
 
 from __future__ import annotations
@@ -164,9 +164,12 @@ def _checked(photo: Image, code: Code, table: Registry, expected: Sequence[Place
     evidence = _of_rules(code)
     if code.payload is None:
         return _judged(code, expected[0] if expected else None, evidence, match=False)
-    place, compared = _compared(code.payload, expected or table.of_nmid(code.payload.nmid or ""), table)
+    rows = expected or table.of_nmid(code.payload.nmid or "")
+    place, compared = _compared(code.payload, rows, table)
     evidence += compared
-    match = place is not None and place.nmid == code.payload.nmid and not _contradicts(evidence)
+    # An NMID can be copied: whom a code pays is its PAN, so a place registered without one vouches for no code.
+    registered = place is not None and place.nmid == code.payload.nmid and bool(_pans_for(place, rows))
+    match = registered and not _contradicts(evidence)
     if accounts > 1:
         weight = 0.0 if match else 3.0
         evidence.append(Evidence("codes", f"the photo shows payment codes of {accounts} accounts", weight))
@@ -288,7 +291,7 @@ def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Eviden
         agrees = bool(pans) and registered.issuperset(pans) and (place.pan is None or place.pan in pans)
         note("PAN", agrees, said, ", ".join(sorted(registered)), DECISIVE)
     else:
-        found.append(Evidence("PAN", f"PAN {said}; the registry has none to compare with", 0.0))
+        found.append(Evidence("PAN", f"PAN {said}; the registry has none for this place, so nothing shows whom it pays", 0.0))
     if place.guids:
         given = guids_of(payload)
         agrees = bool(given) and set(map(str.upper, given)) <= set(map(str.upper, place.guids))
