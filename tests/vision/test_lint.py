@@ -17,7 +17,9 @@ import cv2
 import numpy as np
 import pytest
 
+from arclight.cli.command import main
 from arclight.vision.data.data_yaml import read_data_yaml, write_data_yaml
+from arclight.vision.data.dataset import DetectionDataset
 from arclight.vision.data.formats.annotations import read_yolo, write_yolo
 from arclight.vision.data.image_headers import read_header
 from arclight.vision.data.images import decode_image
@@ -487,12 +489,52 @@ def test_a_list_names_files_by_their_bytes(both: Path) -> None:
     assert lint(read_data_yaml(both), cache=False).splits["train"].report.boxes > 0
 
 
-def test_boxes_with_keypoints_are_not_taken_for_polygons(both: Path) -> None:
-    write_label(both.parent, "0 .5 .5 .2 .4 .1 .9 .2 .9\n")
-    both.write_text(both.read_text() + "kpt_shape: [2, 2]\n")
-    assert all("boxes with keypoints" in problem for problem in found_in(both, "split"))
-    with pytest.raises(DatasetError, match="boxes with keypoints"):
-        DetectionTask(data=both).check_data()
+def test_rows_with_keypoints_have_boxes(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = "0 .5 .5 .2 .4 .45 .5 2 .5 .6 1 0 0 0\n"
+    both.write_text(both.read_text() + "kpt_shape: [3, 3]\nflip_idx: [1, 0, 2]\n")
+    spec = read_data_yaml(both)
+    labels = [label_path(image) for split in ("train", "val") for image in spec.images(split)]
+    for label in labels:
+        label.write_text(row)
+    report = lint(spec, hashes="none", cache=False)
+    assert "malformed-row" not in report.by_check()
+    assert main(["data", "check", str(both)]) == 0
+    opened = DetectionDataset.open(spec, "train", image_size=64, cache_labels=False)
+    assert opened.labels[0].tolist() == [pytest.approx([0, 0.5, 0.5, 0.2, 0.4])]
+    assert opened.outlines is None
+    with pytest.raises(DatasetError, match="this task learns outlines"):
+        DetectionDataset.open(spec, "train", cache_labels=False, geometry="polygons")
+    assert read_data_yaml(mend(report, tmp_path / "mended").file).keypoints == spec.keypoints
+    assert main(["data", "export", str(both), "--to", str(tmp_path / "coco")]) == 0
+    document = json.loads((tmp_path / "coco" / "instances_train.json").read_text())
+    image, annotation = document["images"][0], document["annotations"][0]
+    width, height = image["width"], image["height"]
+    wanted = [0.45 * width, 0.5 * height, 2, 0.5 * width, 0.6 * height, 1, 0, 0, 0]
+    assert annotation["keypoints"] == pytest.approx(wanted, abs=1e-3)
+    assert annotation["num_keypoints"] == 2
+    assert document["categories"][0]["keypoints"] == ["0", "1", "2"]
+    assert annotation["bbox"][2:] == pytest.approx([0.2 * width, 0.4 * height], abs=1e-2)
+    labels[0].write_text(
+        row + "0 .5 .5 .2 .4\n0 .5 .5 .2 .4 .45 1.5 2 0 0 0 0 0 0\n0 .5 .5 .2 .4 nan 0 2 0 0 0 0 0 0\n"
+    )
+    assert main(["data", "check", str(both)]) == 1
+    said = capsys.readouterr().out
+    for line, reason in ((2, "5 numbers"), (3, "keypoint 1 has coordinate 1.5"), (4, "nan is not a coordinate")):
+        assert f"{labels[0]}:{line}: {reason}" in said
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ("kpt_shape: [3]", "kpt_shape must be"), ("kpt_shape: [3, 4]", "of 2 numbers"), ("kpt_shape: [0, 2]", "there are 1 to"),
+        ("kpt_shape: [2, 2]\nflip_idx: [0]", "flip_idx must pair"), ("flip_idx: [0]", "there is no kpt_shape"),
+        ("kpt_shape: [3, 2]\nflip_idx: [1, 2, 0]", "flip_idx must pair"),
+    ],
+)  # fmt: skip
+def test_a_kpt_shape_that_cannot_be_is_refused(both: Path, rows: str, reason: str) -> None:
+    both.write_text(both.read_text() + rows + "\n")
+    with pytest.raises(DatasetError, match=reason):
+        read_data_yaml(both)
 
 
 def test_a_list_of_classes_among_labels_is_no_orphan(both: Path) -> None:

@@ -238,7 +238,8 @@ def check(options: Namespace) -> int:
         if not getattr(spec, split):
             continue
         try:
-            report = check_labels(spec.images(split), len(spec.names), name=split, cache=False).report
+            images, rows = spec.images(split), spec.geometry()
+            report = check_labels(images, len(spec.names), name=split, cache=False, geometry=rows).report
         except DatasetError as error:  # the other splits are looked at as well
             print(f"{split}: {error}")
             found[split], wrong = {"error": str(error)}, True

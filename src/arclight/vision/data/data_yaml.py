@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import SUFFIXES
-from arclight.vision.data.labels import DatasetError
+from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,20 @@ class DataSpec:
     train: tuple[Path, ...] = ()
     val: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
-    has_keypoints: bool = False
-    """True where it has ``kpt_shape``: rows are boxes with keypoints behind them, which no task here reads."""
+    keypoints: KeypointShape | None = None
+    """Keypoints that rows have behind their boxes (``kpt_shape``, ``flip_idx``); None for none."""
+
+    def geometry(self, wanted: Literal["boxes", "polygons"] = "boxes") -> Geometry:
+        """Return what rows must be read as for a task of ``wanted``. Raises DatasetError for rows that do not have it.
+
+        Rows with keypoints have boxes, too.
+        """
+        if wanted == "polygons" and self.keypoints is not None:
+            raise DatasetError(
+                f"{self.file} has kpt_shape: its rows are boxes with keypoints, and this task learns outlines; leave it out and write "
+                "rows class x1 y1 x2 y2 x3 y3 ..."
+            )
+        return wanted if self.keypoints is None else self.keypoints
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
@@ -64,13 +76,50 @@ def read_data_yaml(path: str | Path) -> DataSpec:
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise DatasetError(f"{file}: {split} must be a folder, a .txt list, or several of those, not {entries!r}")
         splits[split] = tuple(root / entry for entry in entries)
-    return DataSpec(file=file, names=names, has_keypoints="kpt_shape" in content, **splits)
+    return DataSpec(file=file, names=names, keypoints=_keypoint_shape(file, content), **splits)
 
 
-def write_data_yaml(folder: Path, names: Sequence[str], splits: Mapping[str, str | list[str]]) -> Path:
+MAX_KEYPOINTS = 1000
+
+
+def _keypoint_shape(file: Path, content: dict[str, Any]) -> KeypointShape | None:
+    """Read ``kpt_shape`` and ``flip_idx``. Raises DatasetError."""
+    shape, flip = content.get("kpt_shape"), content.get("flip_idx")
+    if shape is None:
+        if flip:
+            raise DatasetError(f"{file}: flip_idx says how keypoints are mirrored, and there is no kpt_shape")
+        return None
+    if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, str) and n.isdecimal() for n in shape)):
+        raise DatasetError(f"{file}: kpt_shape must be [keypoints, 2 or 3], for example [17, 3]; it is {shape!r}")
+    count, dims = map(int, shape)
+    if dims not in (2, 3) or not 1 <= count <= MAX_KEYPOINTS:
+        raise DatasetError(
+            f"{file}: kpt_shape is [{count}, {dims}]: there are 1 to {MAX_KEYPOINTS} keypoints, of 2 numbers (x y) or 3 (x y v)"
+        )
+    if not flip:
+        return KeypointShape(count, dims)
+    given = flip if isinstance(flip, list) else [flip]
+    numbers = [int(n) if isinstance(n, str) and n.isdecimal() else -1 for n in given]
+    if sorted(numbers) != list(range(count)) or any(numbers[numbers[n]] != n for n in numbers):
+        raise DatasetError(
+            f"{file}: flip_idx must pair the keypoints 0 to {count - 1} that a mirror exchanges, each once; it is {flip!r}"
+        )
+    return KeypointShape(count, dims, tuple(numbers))
+
+
+def write_data_yaml(
+    folder: Path,
+    names: Sequence[str],
+    splits: Mapping[str, str | list[str]],
+    keypoints: KeypointShape | None = None,
+) -> Path:
     """Write ``folder``/data.yaml: class names, and each split's place, or places, as seen from there."""
     yaml = require("yaml", extra="vision")
-    content = {"path": ".", **splits, "names": list(names)}
+    content: dict[str, Any] = {"path": ".", **splits, "names": list(names)}
+    if keypoints is not None:
+        content["kpt_shape"] = [keypoints.count, keypoints.dims]
+        if keypoints.flip is not None:
+            content["flip_idx"] = list(keypoints.flip)
     file = folder / "data.yaml"
     file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120), "utf-8")
     return file

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
-from arclight.vision.data.labels import DatasetError, DatasetReport, Geometry, Points, check_labels
+from arclight.vision.data.labels import DatasetError, DatasetReport, Points, check_labels
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
@@ -201,7 +201,7 @@ class DetectionDataset(Dataset[Sample]):
         cache_labels: bool = True,
         selection: SiteSplit | None = None,
         mix: Sequence[MixedData] = (),
-        geometry: Geometry = "boxes",
+        geometry: Literal["boxes", "polygons"] = "boxes",
         single_class: bool = False,
         **settings: Any,
     ) -> DetectionDataset:
@@ -209,19 +209,27 @@ class DetectionDataset(Dataset[Sample]):
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
-        come into each epoch; ``single_class`` takes all classes for class 0. Raises DatasetError where nothing usable is found.
+        come into each epoch; ``single_class`` takes all classes for class 0. Of rows with keypoints only the boxes are used. Raises
+        DatasetError where nothing usable is found.
         """
-        found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=geometry)
+        own_geometry = spec.geometry(geometry)
+        found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=own_geometry)
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
         settings = {"names": spec.names, "report": found.report, **settings}
         images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
-        outlines = None if found.outlines is None else [found.outlines[i] for i in own]
+        outlines = None
+        if geometry == "polygons" and found.outlines is not None:
+            outlines = [found.outlines[i] for i in own]
         sizes = [len(images)]
         for source in mix:
             other = read_data_yaml(source.data)
             numbers = np.array(source.class_numbers(other, spec.names), np.float32)
             added = check_labels(
-                other.images("train"), len(other.names), name="train", cache=cache_labels, geometry=geometry
+                other.images("train"),
+                len(other.names),
+                name="train",
+                cache=cache_labels,
+                geometry=other.geometry(geometry),
             )
             if added.report.corrupt or added.report.malformed or added.report.shared_labels:
                 log.warning("mix: %s: %s", source.data, added.report)

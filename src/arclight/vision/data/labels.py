@@ -27,8 +27,24 @@ TOLERANCE = 1e-3
 CACHE_FORMAT = 3
 
 Points = NDArray[np.float32]
-Geometry = Literal["boxes", "polygons"]
-"""What rows of labels are read as: boxes, of which a polygon has one, or polygons alone."""
+
+
+@dataclass(frozen=True)
+class KeypointShape:
+    """What ``kpt_shape`` and ``flip_idx`` of a data.yaml say of the keypoints behind each box."""
+
+    count: int
+    dims: int
+    """Numbers of each: 2 for x y, 3 for x y v, v being 0 (not labelled), 1 (hidden) or 2 (seen)."""
+    flip: tuple[int, ...] | None = None
+    """Number of the keypoint that each becomes in a mirror; None where images have no mirror image."""
+
+    def __str__(self) -> str:
+        return f"{self.count} keypoints of {self.dims} numbers"
+
+
+Geometry = Literal["boxes", "polygons"] | KeypointShape
+"""What rows of labels are read as: boxes, of which a polygon has one, polygons alone, or boxes with keypoints."""
 
 
 class DatasetError(ValueError):
@@ -125,7 +141,8 @@ class LabelledImages:
     lines: list[NDArray[np.int32]]
     """Per image (n,): the line of its label file that each box stands in, from 1."""
     outlines: list[list[Points]] | None = None
-    """Per image the outline (k, 2) of each of its boxes, in [0, 1] of the image; None for boxes alone."""
+    """Per image the outline (k, 2) of each of its boxes, or its keypoints (K, 2), NaN where not labelled, in [0, 1] of the
+    image; None for boxes alone."""
 
 
 @dataclass
@@ -179,11 +196,11 @@ def names_below(images: Sequence[Path]) -> list[PurePosixPath]:
 def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "boxes") -> LabelRows:
     """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
 
-    The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults. ``path`` names the file in the
-    problems found.
+    The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults. With keypoints all rows are boxes with
+    keypoints behind them, ``class cx cy w h x1 y1 [v1] x2 y2 [v2] ...``. ``path`` names the file in the problems found.
     """
     result = LabelRows()
-    boxes: dict[tuple[float, ...], int] = {}
+    boxes: dict[tuple[Any, ...], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = line.split()
         if not fields:
@@ -194,7 +211,8 @@ def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "b
             result.problems.append(FileProblem(path, number, str(error)))
             result.out_of_range += isinstance(error, _OutOfRangeError)
             continue
-        if (key := (*row, *outline)) in boxes:
+        # NaN is unlike itself: None stands for it
+        if (key := (*row, *(None if math.isnan(value) else value for value in outline))) in boxes:
             result.repeated.append(FileProblem(path, number, f"repeats line {boxes[key]}"))
             continue
         boxes[key] = number
@@ -221,6 +239,14 @@ def _parse_row(
         bad = next(text for text in fields if not _is_number(text))
         raise ValueError(f"{bad[:40]!r} is not a number") from None
     label, coordinates = values[0], values[1:]
+    if isinstance(geometry, KeypointShape):
+        if len(values) != (wanted := 5 + geometry.count * geometry.dims):
+            raise ValueError(
+                f"{len(values)} numbers: with kpt_shape [{geometry.count}, {geometry.dims}] a row has {wanted}, "
+                f"class cx cy w h and {geometry}"
+            )
+        row, clipped, _ = _parse_row(fields[:5], num_classes, "boxes")
+        return row, clipped, _keypoints(fields[5:], values[5:], geometry)
     if len(values) != 5 and (len(values) < 7 or len(values) % 2 == 0):
         raise ValueError(
             f"{len(values)} numbers: a box has 5 (class cx cy w h), a polygon 1 + 2 for each of 3 or more points"
@@ -253,6 +279,27 @@ def _parse_row(
     return (label, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top), clipped, outline
 
 
+def _keypoints(fields: list[str], values: list[float], shape: KeypointShape) -> tuple[float, ...]:
+    """Check keypoints and return their coordinates, NaN for those that are not labelled. Raises ValueError."""
+    found: list[float] = []
+    for number in range(shape.count):
+        place = slice(number * shape.dims, (number + 1) * shape.dims)
+        texts, (x, y, *visible) = fields[place], values[place]
+        if visible and visible[0] not in (0, 1, 2):
+            raise ValueError(f"keypoint {number + 1} has visibility {texts[2][:40]}: it is 0, 1 or 2")
+        for text, value in zip(texts, (x, y)):
+            if not math.isfinite(value):
+                raise ValueError(f"{text[:40]} is not a coordinate")
+            if not -TOLERANCE <= value <= 1 + TOLERANCE:
+                raise _OutOfRangeError(
+                    f"keypoint {number + 1} has coordinate {text[:40]}, outside [0, 1]: values are shares of the image, not "
+                    "pixels; of a keypoint that is not in the image write 0 0 0"
+                )
+        labelled = visible[0] > 0 if visible else True
+        found += [min(max(value, 0.0), 1.0) if labelled else math.nan for value in (x, y)]
+    return tuple(found)
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -282,7 +329,10 @@ def check_labels(
     unique = list(dict.fromkeys(images))
     if not unique:
         raise DatasetError(f"{name}: there are no images")
-    kind = "" if geometry == "boxes" else f".{geometry}"
+    kind = f".{geometry}"
+    if isinstance(geometry, KeypointShape):
+        kind = f".keypoints-{geometry.count}x{geometry.dims}"
+    kind = "" if geometry == "boxes" else kind
     file = cache_folder(unique[0]) / f"{name}{kind}.cache.npz"
     fingerprint = _fingerprint(unique, num_classes, len(images)) + kind
     found = _read_cache(file, fingerprint, unique) if cache else None

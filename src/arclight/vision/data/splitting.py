@@ -125,7 +125,7 @@ def write_split_lists(spec: DataSpec, splits: Mapping[str, Sequence[Path]], to: 
         places = [Path(os.path.abspath(image)) for image in images]  # a link to an image has its label beside the link
         lines = (place.relative_to(top).as_posix() if place.is_relative_to(top) else str(place) for place in places)
         files[split].write_text("".join(f"{line}\n" for line in lines), "utf-8", errors="surrogateescape")
-    return write_data_yaml(to, spec.names, {split: file.name for split, file in files.items()})
+    return write_data_yaml(to, spec.names, {split: file.name for split, file in files.items()}, spec.keypoints)
 
 
 def class_folders(source: Path) -> dict[Path, str]:

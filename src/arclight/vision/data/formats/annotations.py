@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from arclight.vision.data.data_yaml import DataSpec, write_data_yaml
 from arclight.vision.data.image_headers import ImageError, file_header
 from arclight.vision.data.images import MAX_PIXELS, SUFFIXES
-from arclight.vision.data.labels import DatasetError, FileProblem, check_labels, label_path, names_below, parse_labels
+from arclight.vision.data.labels import (
+    DatasetError,
+    FileProblem,
+    KeypointShape,
+    check_labels,
+    label_path,
+    names_below,
+    parse_labels,
+)
 
 Polygon = NDArray[np.float64]
 """(n, 2): x and y of each corner, pixels."""
@@ -29,6 +37,8 @@ class Annotation:
     box_xyxy_px: tuple[float, float, float, float]
     polygons: tuple[Polygon, ...] = ()
     """Parts of the outline; none for a box alone."""
+    keypoints: tuple[tuple[float, float, int], ...] = ()
+    """x and y in pixels, and 0 (not labelled), 1 (hidden) or 2 (seen), of each keypoint, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ class AnnotatedSet:
     """Annotations and images that could not be read, and why."""
     passed_over: dict[str, int] = field(default_factory=dict)
     """What YOLO has no place for, and how many there were: crowds, difficult objects."""
+    keypoints: KeypointShape | None = None
+    """Keypoints that every object has, if any have."""
 
     def __str__(self) -> str:
         lines = [
@@ -185,11 +197,11 @@ def read_yolo(spec: DataSpec) -> AnnotatedSet:
 
     Images and rows that cannot be read are listed in ``skipped``. Raises DatasetError where a split has nothing usable.
     """
-    result = AnnotatedSet(list(spec.names), {})
+    result, shape = AnnotatedSet(list(spec.names), {}, keypoints=spec.keypoints), spec.keypoints
     for split in ("train", "val", "test"):
         if not getattr(spec, split):
             continue
-        found = check_labels(spec.images(split), len(spec.names), name=split, cache=False)
+        found = check_labels(spec.images(split), len(spec.names), name=split, cache=False, geometry=spec.geometry())
         result.skipped += [*found.report.corrupt, *found.report.malformed]
         repeated = {problem.path for problem in found.report.repeated}
         images = []
@@ -200,18 +212,31 @@ def read_yolo(spec: DataSpec) -> AnnotatedSet:
             text = label_path(image).read_text("utf-8-sig") if len(rows) else ""
             texts, annotations = text.splitlines(), []
             read = dict(zip(lines.tolist(), rows))
-            if str(label_path(image)) in repeated:  # of boxes: outlines may differ
+            if shape is None and str(label_path(image)) in repeated:  # of boxes: outlines may differ
                 outlined = parse_labels(text, "", len(spec.names), "polygons")
                 read |= dict(zip(outlined.lines, outlined.rows))
             for line, row in sorted((line, row.astype(np.float64)) for line, row in read.items()):
                 low, high = (row[1:3] - row[3:5] / 2) * size, (row[1:3] + row[3:5] / 2) * size
                 values = texts[line - 1].split()[1:]
-                outline = np.clip(np.array(values, np.float64).reshape(-1, 2), 0, 1) * size
                 box = (float(low[0]), float(low[1]), float(high[0]), float(high[1]))
+                if shape is not None:
+                    annotations.append(Annotation(int(row[0]), box, keypoints=_keypoints(values[4:], shape, size)))
+                    continue
+                outline = np.clip(np.array(values, np.float64).reshape(-1, 2), 0, 1) * size
                 annotations.append(Annotation(int(row[0]), box, (outline,) if len(values) > 4 else ()))
             images.append(AnnotatedImage(image, name, int(width), int(height), tuple(annotations)))
         result.splits[split] = images
     return result
+
+
+def _keypoints(
+    texts: Sequence[str], shape: KeypointShape, size: NDArray[np.float64]
+) -> tuple[tuple[float, float, int], ...]:
+    """Return x, y in pixels and visibility of each keypoint of a row that was checked; zeros for one that is not labelled."""
+    rows = np.array(texts, np.float64).reshape(shape.count, shape.dims)
+    seen = rows[:, 2] if shape.dims == 3 else np.full(shape.count, 2.0)
+    places = np.clip(rows[:, :2], 0, 1) * size * (seen > 0)[:, None]
+    return tuple((x, y, int(v)) for (x, y), v in zip(places.tolist(), seen.tolist()))
 
 
 def read_images(folder: Path, names: Sequence[str]) -> AnnotatedSet:

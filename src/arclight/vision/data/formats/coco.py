@@ -24,7 +24,7 @@ from arclight.vision.data.formats.annotations import (
     safe_name,
 )
 from arclight.vision.data.images import MAX_PIXELS
-from arclight.vision.data.labels import DatasetError, FileProblem
+from arclight.vision.data.labels import DatasetError, FileProblem, KeypointShape
 
 cv2 = require("cv2", extra="vision")
 
@@ -341,7 +341,7 @@ def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
         document = {
             "info": {"description": f"{split} split"},
             "licenses": [],
-            "categories": [{"id": number, "name": name} for number, name in enumerate(found.names)],
+            "categories": [_category(number, name, found.keypoints) for number, name in enumerate(found.names)],
             "images": [
                 {"id": number, "file_name": str(image.name), "width": image.width, "height": image.height}
                 for number, image in enumerate(images, 1)
@@ -354,11 +354,23 @@ def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
     return list(files.values())
 
 
+def _category(number: int, name: str, keypoints: KeypointShape | None) -> dict[str, Any]:
+    """Describe a class; keypoints have no names in YOLO's format: they go by their number, from 0."""
+    category: dict[str, Any] = {"id": number, "name": name}
+    if keypoints is not None:
+        category |= {"keypoints": [str(place) for place in range(keypoints.count)], "skeleton": []}
+    return category
+
+
 def _rows(images: list[AnnotatedImage]) -> Iterator[dict[str, Any]]:
     pairs = ((number, annotation) for number, image in enumerate(images, 1) for annotation in image.annotations)
     for row, (number, annotation) in enumerate(pairs, 1):
         left, top, right, bottom = annotation.box_xyxy_px
         areas = [_area(part) for part in annotation.polygons]
+        marked = {
+            "keypoints": [round(value, 3) for point in annotation.keypoints for value in point],
+            "num_keypoints": sum(point[2] > 0 for point in annotation.keypoints),
+        }
         yield {
             "id": row,
             "image_id": number,
@@ -367,6 +379,7 @@ def _rows(images: list[AnnotatedImage]) -> Iterator[dict[str, Any]]:
             "area": round(sum(areas) if areas else (right - left) * (bottom - top), 3),
             "iscrowd": 0,
             "segmentation": [part.round(3).ravel().tolist() for part in annotation.polygons],
+            **(marked if annotation.keypoints else {}),
         }
 
 

@@ -19,6 +19,7 @@ from arclight.vision.data.labels import (
     DatasetError,
     DatasetReport,
     FileProblem,
+    KeypointShape,
     LabelledImages,
     cache_folder,
     check_labels,
@@ -127,6 +128,8 @@ class LintReport:
     anchor_recall: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     """Time per stage."""
+    keypoints: KeypointShape | None = None
+    """Keypoints that rows have behind their boxes."""
 
     @property
     def errors(self) -> int:
@@ -218,13 +221,10 @@ def _lint_labels(spec: DataSpec, image_size: int, anchors: Anchors, cache: bool)
         if not getattr(spec, split):
             continue
         try:
-            if spec.has_keypoints:
-                raise DatasetError(
-                    f"{spec.file} has kpt_shape: its rows are boxes with keypoints, which would be taken for polygons; write rows "
-                    "class cx cy w h and leave kpt_shape out"
-                )
             listed[split] = spec.images(split)
-            splits[split] = check_labels(listed[split], len(spec.names), name=split, cache=cache)
+            splits[split] = check_labels(
+                listed[split], len(spec.names), name=split, cache=cache, geometry=spec.geometry()
+            )
         except DatasetError as error:  # the other splits are looked at as well
             findings.append(Finding(check="split", path=str(spec.file), message=str(error), split=split))
     for split, found in splits.items():
@@ -238,7 +238,9 @@ def _lint_labels(spec: DataSpec, image_size: int, anchors: Anchors, cache: bool)
         findings += _of_anchors(spec, recall, image_size)
     findings += _in_two_splits(spec, splits)
     seconds = {"headers and labels": time.perf_counter() - started}
-    return LintReport(spec.file, spec.names, splits, tuple(findings), [], image_size, recall, seconds)
+    return LintReport(
+        spec.file, spec.names, splits, tuple(findings), [], image_size, recall, seconds, keypoints=spec.keypoints
+    )
 
 
 def _with_look_alikes(report: LintReport, hashes: Hashes, cache: bool, progress: Progress | None = None) -> LintReport:

@@ -63,7 +63,8 @@ def mend(report: LintReport, to: Path) -> Mended:
                     "`arclight data split`"
                 )
             _copy_split(split, kept, folder, plan)
-        write_data_yaml(folder, report.names, {split: f"images/{split}" for split in report.splits})
+        places: dict[str, str | list[str]] = {split: f"images/{split}" for split in report.splits}
+        write_data_yaml(folder, report.names, places, report.keypoints)
         (folder / CHANGES).write_text("\n".join(plan.changes) + "\n", "utf-8", errors="replace")
         if to.exists():
             to.rmdir()
