@@ -34,7 +34,9 @@ def photos(tmp_path: Path, pair: Pair) -> Path:
         cv2.imwrite(str(folder / name), cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR))
     cv2.imwrite(str(tmp_path / "poster.png"), cv2.cvtColor(pair.poster, cv2.COLOR_RGB2BGR))
     pan = qris.parse(pair.own.text).accounts[0].fields["01"]
-    (tmp_path / "places.csv").write_text(f"name,nmid,pan,poster\n{pair.own.merchant},{pair.own.nmid},{pan},poster.png\n")
+    (tmp_path / "places.csv").write_text(
+        f"name,nmid,pan,poster\n{pair.own.merchant},{pair.own.nmid},{pan},poster.png\n"
+    )
     return folder
 
 

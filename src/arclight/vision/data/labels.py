@@ -31,7 +31,7 @@ Points = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class KeypointShape:
-    """What ``kpt_shape`` and ``flip_idx`` of a data.yaml say of the keypoints behind each box."""
+    """Number the keypoints behind each box, as ``kpt_shape`` and ``flip_idx`` of a data.yaml do."""
 
     count: int
     dims: int

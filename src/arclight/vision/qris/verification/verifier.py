@@ -291,7 +291,9 @@ def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Eviden
         agrees = bool(pans) and registered.issuperset(pans) and (place.pan is None or place.pan in pans)
         note("PAN", agrees, said, ", ".join(sorted(registered)), DECISIVE)
     else:
-        found.append(Evidence("PAN", f"PAN {said}; the registry has none for this place, so nothing shows whom it pays", 0.0))
+        found.append(
+            Evidence("PAN", f"PAN {said}; the registry has none for this place, so nothing shows whom it pays", 0.0)
+        )
     if place.guids:
         given = guids_of(payload)
         agrees = bool(given) and set(map(str.upper, given)) <= set(map(str.upper, place.guids))
