@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.deploy import Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
@@ -86,11 +87,70 @@ def test_skip_that_names_nothing_is_refused_with_the_nearest_name() -> None:
         (torch.rand(2, 4, 16, 16), r"give \[batch\]"),
         ([torch.rand(2, 4, 16, 16), torch.full((2, 4, 16, 16), torch.nan)], "batch 1 holds NaN"),
         ([{"images": torch.rand(2, 4, 16, 16)}], "batch 0"),
+        ([torch.rand(0, 4, 16, 16)], "batch 0 is empty"),
+        ([torch.rand(2, 4, 16, 16), torch.rand(0, 4, 16, 16)], r"batch 1 is empty, .*\(0, 4, 16, 16\)"),
+        ([torch.zeros(2, 4, 16, 16)] * 2, "input .* is 0 in every calibration batch"),
     ],
 )
 def test_calibration_data_is_checked(calibration: object, message: str) -> None:
     with pytest.raises(QuantizeError, match=message):
         quantize(small(), calibration)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("observer", ["histogram", "minmax"])
+def test_layers_that_are_zero_in_calibration_are_named(
+    observer: Literal["histogram", "minmax"], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = small(), torch.rand(2, 4, 16, 16)
+    with torch.no_grad():
+        model.first.weight.abs_().neg_()
+        model.first.bias.fill_(-1)
+    dead = nn.Sequential(
+        OrderedDict(first=model.first, relu=nn.ReLU(), second=nn.Conv2d(8, 8, 3), last=nn.Conv2d(8, 4, 1))
+    )
+    recipe = Int8(observer=observer, min_sqnr_db=-100)
+    quantize(dead, [batch, batch], recipe=recipe)
+    assert "gave nothing but 0 on all 2 calibration batches" in caplog.text
+    assert "'relu'" in caplog.text
+    caplog.clear()
+    quantize(dead, [batch, -4 * batch - 4], recipe=recipe)
+    assert "gave nothing" not in caplog.text
+
+
+class Sum(nn.Module):
+    """Two branches; the second begins after the first has gone through two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        self.other, self.end = nn.Conv2d(4, 8, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = self.other(x)
+        return self.end(self.last(late + self.two(self.one(x))))
+
+
+def test_of_two_branches_that_overflow_the_first_is_named() -> None:
+    model = Sum()
+    with torch.no_grad():
+        model.other.weight.fill_(1e38)
+        model.two.weight.fill_(1e38)
+        model.one.weight.fill_(1.0)
+    with pytest.raises(QuantizeError, match=r"makes (NaN|infinite values), first in layer 'other'"):
+        quantize(model, [torch.rand(2, 4, 8, 8) * 10])
+
+
+def test_inputs_without_a_common_batch_are_refused() -> None:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.last(self.hidden(x) @ table.T @ table)
+
+    with pytest.raises(ExportError, match=r"shapes \[\(2, 8\), \(5, 8\)\]: put the batch first"):
+        quantize(Lookup(), [(torch.rand(2, 8), torch.rand(5, 8))])
 
 
 def test_a_model_without_integers_is_refused() -> None:

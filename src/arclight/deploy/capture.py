@@ -47,10 +47,17 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) -> ExportedProgram:
     """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
 
-    Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number.
+    Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number, and for
+    inputs that do not share a batch size that is to be free.
     """
     shapes = None
     if dynamic_batch:
+        if len({len(value) for value in example if value.dim()}) > 1:
+            raise ExportError(
+                f"the first dimension of every input is the batch, and the inputs have shapes "
+                f"{[tuple(value.shape) for value in example]}: put the batch first, make a table that all samples share a buffer "
+                "of the model, or, in export, take dynamic_batch=False"
+            )
         example = resized(example, max(2, _batch(example)))  # torch.export takes a size of 1 for a constant
         batch = Dim("batch", min=1)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
 from arclight.deploy.settings import Int8
+
+log = logging.getLogger(__name__)
 
 
 class QuantizedModel(NamedGraphs):
@@ -106,7 +109,7 @@ def quantize(
     size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
     outputs). ``model`` itself is not changed, whatever mode and device it is in.
 
-    Raises QuantizeError for calibration data that is empty or not finite, a ``skip`` that names nothing, a model
+    Raises QuantizeError for calibration data that is empty, not finite or 0 throughout, a ``skip`` that names nothing, a model
     without a layer to quantize, and an output or part noisier than ``recipe.min_sqnr_db``; ExportError for a model
     that torch.export cannot capture.
     """
@@ -128,8 +131,10 @@ def quantize(
                 f"no layer of {type(model).__name__} can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
-        for i, batch in enumerate(batches):
-            Calibration(prepared, i).run(*batch)
+        calibration_run = Calibration(prepared)
+        for batch in batches:
+            calibration_run.run(*batch)
+        calibration_run.check_ranges()
         with quiet():
             converted = pt2e.convert(prepared)
     quantized = QuantizedModel(
@@ -149,16 +154,24 @@ def quantize(
 
 
 class Calibration(torch.fx.Interpreter):
-    """Run a prepared graph so that its observers see a batch; QuantizeError names the layer of a NaN or infinite value.
+    """Run batch after batch through a prepared graph for its observers; QuantizeError names the layer of a NaN or infinite value.
 
     A value that no observer sees may be infinite: attention masks are.
     """
 
-    def __init__(self, prepared: GraphModule, batch: int) -> None:
+    def __init__(self, prepared: GraphModule) -> None:
         super().__init__(prepared)
         self.extra_traceback = False  # it would be added to what we say
-        self._batch = batch
+        self._nodes = tuple(prepared.graph.nodes)
+        self._batch = -1
         self._not_finite: set[Node] = set()
+        self._zero: dict[Node, bool] = {}
+        """Observed tensors, and whether they were 0 throughout."""
+
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        self._batch += 1
+        self._not_finite.clear()
+        return super().run(*inputs, **options)
 
     def run_node(self, n: Node) -> Any:
         if n.op == "call_module" and isinstance(self.fetch_attr(str(n.target)), pt2e.OBSERVERS):
@@ -166,22 +179,50 @@ class Calibration(torch.fx.Interpreter):
             assert isinstance(source, Node)
             if source in self._not_finite:
                 raise QuantizeError(self._problem(source))
+            self._zero[source] = self._zero.get(source, True) and not self.env[source].any()
         result = super().run_node(n)
         if isinstance(result, Tensor) and result.is_floating_point() and not result.isfinite().all():
             self._not_finite.add(n)
         return result
 
+    def check_ranges(self) -> None:
+        """Raise QuantizeError for an input without a range, and warn of layers without one.
+
+        All that differs from 0 would be cut off later, and no batch at hand shows it. A layer may be 0 for good, such as the
+        last batch norm of a residual branch that starts from 0.
+        """
+        zero = [node for node, always in self._zero.items() if always]
+        inputs = [node.name for node in zero if node.op == "placeholder"]
+        if inputs:
+            raise QuantizeError(
+                f"input {', '.join(inputs)} is 0 in every calibration batch, so no range can be taken from it: give inputs like "
+                "those that the model will see"
+            )
+        layers = dict.fromkeys(_place(node) for node in zero if node.op != "get_attr")
+        if layers:
+            log.warning(
+                "these gave nothing but 0 on all %d calibration batches, so anything else will be cut off to nearly 0: %s; if they "
+                "are not 0 for good, calibrate with other samples or keep them in float with skip",
+                self._batch + 1,
+                ", ".join(layers),
+            )
+
     def _problem(self, node: Node) -> str:
         kind = "NaN" if self.env[node].isnan().any() else "infinite values"
-        while earlier := [source for source in node.all_input_nodes if source in self._not_finite]:
-            node = earlier[0]
-        place = (
-            f"layer {module_name(node)!r} ({node.target})" if module_name(node) else f"the model's own {node.target}"
-        )
+        origins, found = [node], {node}
+        while origins:
+            earlier = self._not_finite.intersection(origins.pop().all_input_nodes) - found
+            found |= earlier
+            origins += earlier
+        first = next(node for node in self._nodes if node in found)
         return (
-            f"calibration batch {self._batch} makes {kind}, first in {place}, so ranges cannot be chosen: "
+            f"calibration batch {self._batch} makes {kind}, first in {_place(first)}, so ranges cannot be chosen: "
             "mend the weights or that operation, or leave such samples out of the calibration data"
         )
+
+
+def _place(node: Node) -> str:
+    return f"layer {module_name(node)!r} ({node.target})" if module_name(node) else f"the model's own {node.target}"
 
 
 def accept(found: Mapping[str, Parity], least_db: float) -> float:
@@ -206,6 +247,11 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
             inputs = as_inputs(batch)
         except TypeError as error:
             raise QuantizeError(f"calibration batch {i}: {error}") from error
+        if any(value.numel() == 0 for value in inputs):
+            raise QuantizeError(
+                f"calibration batch {i} is empty, its inputs have shapes {[tuple(value.shape) for value in inputs]}: ranges "
+                "cannot be taken from it"
+            )
         if any(value.is_floating_point() and not value.isfinite().all() for value in inputs):
             raise QuantizeError(f"calibration batch {i} holds NaN or infinite values: ranges cannot be taken from it")
         batches.append(inputs)
