@@ -160,6 +160,13 @@ def test_recall_of_anchors_agrees_with_the_training_code(both: Path) -> None:
     assert not found_in(both, "anchors", image_size=320, anchors=[(64, 64)])
 
 
+def test_a_fit_measures_anchors_by_its_own_anchor_t(both: Path, caplog: pytest.LogCaptureFixture) -> None:
+    DetectionTask(data=both, cache_labels=False).check_data()
+    assert "x anchors:" not in caplog.text
+    DetectionTask(data=both, cache_labels=False, anchor_t=1.001).check_data()
+    assert "x anchors: anchors that do not fit the boxes" in caplog.text
+
+
 # ---------------------------------------------------------------- odd images
 
 

@@ -163,7 +163,8 @@ class DetectionTask(VisionTask):
         if self.share is None:  # a site's images are not all there
             levels = find_architecture(self.model).anchors_px if self.anchors == "coco" else ()
             anchors = [anchor for level in levels for anchor in level]
-            log_before_fit(read_data_yaml(self.data), self.image_size, anchors, cache=self.cache_labels)
+            spec = read_data_yaml(self.data)
+            log_before_fit(spec, self.image_size, anchors, cache=self.cache_labels, anchor_t=self.anchor_t)
 
     def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""

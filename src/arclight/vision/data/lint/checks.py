@@ -211,7 +211,9 @@ def lint(
     return _with_look_alikes(report, hashes, cache, progress)
 
 
-def _lint_labels(spec: DataSpec, image_size: int, anchors: Anchors, cache: bool) -> LintReport:
+def _lint_labels(
+    spec: DataSpec, image_size: int, anchors: Anchors, cache: bool, anchor_t: float = MAX_ANCHOR_RATIO
+) -> LintReport:
     """Check what headers, labels and lists say, which decodes no image."""
     started = time.perf_counter()
     splits: dict[str, LabelledImages] = {}
@@ -234,7 +236,7 @@ def _lint_labels(spec: DataSpec, image_size: int, anchors: Anchors, cache: bool)
     findings += _of_classes(spec, splits)
     recall = None
     if len(anchors) and "train" in splits and splits["train"].report.boxes:
-        recall = best_possible_recall(splits["train"], image_size, anchors)
+        recall = best_possible_recall(splits["train"], image_size, anchors, anchor_t)
         findings += _of_anchors(spec, recall, image_size)
     findings += _in_two_splits(spec, splits)
     seconds = {"headers and labels": time.perf_counter() - started}
@@ -256,13 +258,16 @@ MOST_COMPARED_AT_FIT = 20_000
 _SAID_AT_FIT = ("corrupt-image", "malformed-row", "shared-label")
 
 
-def log_before_fit(spec: DataSpec, image_size: int, anchors: Anchors, *, cache: bool = True) -> None:
+def log_before_fit(
+    spec: DataSpec, image_size: int, anchors: Anchors, *, cache: bool = True, anchor_t: float = MAX_ANCHOR_RATIO
+) -> None:
     """Log errors and warnings about what a fit reads, train and val, from caches where nothing has changed.
 
-    Raises DatasetError for a split that cannot be used, before any image is decoded.
+    anchor_t: how many times wider, narrower, taller or flatter than an anchor a box may be. Raises DatasetError for a split that
+    cannot be used, before any image is decoded.
     """
     spec = replace(spec, test=())
-    report = _lint_labels(spec, image_size, anchors, cache)
+    report = _lint_labels(spec, image_size, anchors, cache, anchor_t)
     if unusable := [finding for finding in report.findings if finding.check == "split"]:
         raise DatasetError(unusable[0].message)
     images = sum(found.report.images for found in report.splits.values())
@@ -451,13 +456,15 @@ def _of_classes(spec: DataSpec, splits: dict[str, LabelledImages]) -> Iterator[F
         yield Finding(check="class", path=str(spec.file), message=message, split="train", badness=-boxes)
 
 
-def best_possible_recall(found: LabelledImages, image_size: int, anchors: Anchors) -> float:
+def best_possible_recall(
+    found: LabelledImages, image_size: int, anchors: Anchors, anchor_t: float = MAX_ANCHOR_RATIO
+) -> float:
     """Compute the share of a split's boxes that some anchor can answer for at the training size."""
     sizes, shapes = sizes_px(found, image_size), np.asarray(anchors, np.float32)
     reached = np.zeros(len(sizes), bool)
     for anchor in shapes:
         ratio = sizes / anchor
-        reached |= np.maximum(ratio, 1 / np.maximum(ratio, 1e-9)).max(1) < MAX_ANCHOR_RATIO
+        reached |= np.maximum(ratio, 1 / np.maximum(ratio, 1e-9)).max(1) < anchor_t
     return float(reached.mean())
 
 
