@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arclight.vision.data.letterbox import GREY, letterbox, unletterbox
+from arclight.vision.tasks.processing import as_batch
 
 SIDES = st.integers(1, 900)
 
@@ -79,3 +80,12 @@ def test_large_images_are_averaged_not_sampled() -> None:
     square, _ = letterbox(stripes, 320)
     assert np.ptp(square) <= 1
     assert cv2.mean(square)[0] == pytest.approx(100, abs=1)
+
+
+def test_a_batch_has_the_values_of_its_squares_in_the_order_that_networks_compute_in() -> None:
+    squares = [np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8) for seed in range(2)]
+    batch = as_batch(squares)
+    assert batch.dtype == np.float32
+    for planes, square in zip(batch, squares):
+        np.testing.assert_array_equal(planes, square.transpose(2, 0, 1).astype(np.float32) / np.float32(255))
+    assert torch.from_numpy(batch).is_contiguous(memory_format=torch.channels_last)
