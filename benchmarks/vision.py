@@ -5,7 +5,8 @@ slices. (b) IDF1 and MOTA of the trackers on moving scenes with occlusion: over 
 the extent of what is half hidden, and over this detector's boxes of drawn cards that hide each other and pass behind a pillar.
 (c) CPU milliseconds of `Detector.detect` and of non-maximum suppression at its worst, on one thread. The detector of (a) and (b) is
 trained on drawn scenes as `arclight demo` does it, or taken with --detector. (d) Both families of detectors after equal CPU time of
-training from scratch on drawn scenes, three seeds; see `equal_minutes`.
+training from scratch on drawn scenes, three seeds; see `equal_minutes`. (e) Seconds of `arclight data lint` on 10,000 images: what
+headers and labels say, and once more with every image decoded and compared.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import numpy as np
 import torch
 
 from arclight.vision.boxes import nms
+from arclight.vision.data.data_yaml import read_data_yaml
+from arclight.vision.data.images import encode_jpeg
+from arclight.vision.data.lint.checks import lint
 from arclight.vision.inference.slicing import sliced
 from arclight.vision.qris.scenes.scene import draw_scene
 from arclight.vision.results.detections import Detections
@@ -54,7 +58,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = options.detector or train_on_scenes(Path(scratch), quick=options.quick)
         detector = Detector.load(checkpoint).eval()
-    parts: list[Callable[[Detector, bool], tuple[Rows, Figures]]] = [small_codes, moving_codes, speed, from_scratch]
+    parts: list[Callable[[Detector, bool], tuple[Rows, Figures]]] = [
+        small_codes,
+        moving_codes,
+        speed,
+        lint_time,
+        from_scratch,
+    ]
     rows, figures = [], {}
     for part in parts:
         found_rows, found_figures = part(detector, options.quick)
@@ -211,6 +221,46 @@ def speed(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
     ]
     worst = max((of for name, of in spread.items() if name != "detect"), key=lambda of: of.value)
     return rows, {"detect_ms_640": spread["detect"], "nms_worst_ms": worst}
+
+
+def lint_time(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
+    """Seconds of linting a data set that nothing is known of yet: by headers and labels alone, and with the images compared."""
+    count = 100 if quick else 10_000
+    seconds = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        spec = read_data_yaml(unlike_images(Path(scratch), count))
+        for hashes in ("none", "all"):
+            start = time.perf_counter()
+            report = lint(spec, hashes=hashes, cache=False)
+            seconds[hashes] = time.perf_counter() - start
+            if report.errors:
+                raise RuntimeError(f"images made to be sound are not: {report.findings[0]}")
+    rows = [
+        (
+            f"lint of {count} images: seconds",
+            f"{seconds['none']:.1f}",
+            f"{seconds['all']:.1f} with every image compared",
+        )
+    ]
+    return rows, {"lint_seconds_10k": seconds["none"], "lint_compared_seconds_10k": seconds["all"]}
+
+
+def unlike_images(folder: Path, count: int, size: int = 320) -> Path:
+    """The data.yaml of ``count`` images of coloured patches, a tenth of them for validation, each with one box."""
+    for split, share in (("train", range(count // 10, count)), ("val", range(count // 10))):
+        images, labels = (folder / part / split for part in ("images", "labels"))
+        images.mkdir(parents=True)
+        labels.mkdir(parents=True)
+        for number in share:
+            rng = np.random.default_rng(number)
+            patches = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+            image = cv2.resize(patches, (size, size), interpolation=cv2.INTER_CUBIC)
+            (images / f"{number:05d}.jpg").write_bytes(encode_jpeg(image, 90))
+            x, y = rng.uniform(0.25, 0.75, 2)
+            (labels / f"{number:05d}.txt").write_text(f"0 {x:.6f} {y:.6f} 0.2 0.2\n")
+    path = folder / "data.yaml"
+    path.write_text("path: .\ntrain: images/train\nval: images/val\nnames: [patch]\n")
+    return path
 
 
 def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:

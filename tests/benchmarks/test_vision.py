@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ pytest.importorskip("segno")
 from benchmarks.moving_codes import SIDE, MovingFrame, frames
 
 from arclight.vision import Detections
+from arclight.vision.data.data_yaml import read_data_yaml
+from arclight.vision.data.lint.checks import lint
 from benchmarks import vision
 
 
@@ -58,3 +62,9 @@ def test_sheets_say_where_their_codes_are() -> None:
     assert exact.map50_95 == pytest.approx(1, abs=0.01)
     assert vision._hits(found(boxes[:2]), boxes) == 2
     assert vision._hits(found(np.zeros((0, 4))), boxes) == 0
+
+
+def test_images_that_lint_is_timed_on_are_sound_and_unlike_each_other(tmp_path: Path) -> None:
+    report = lint(read_data_yaml(vision.unlike_images(tmp_path, 30, size=96)), image_size=320, cache=False)
+    assert {split: len(found.images) for split, found in report.splits.items()} == {"train": 27, "val": 3}
+    assert not report.findings
