@@ -110,7 +110,8 @@ def tell(found: Sequence[Gap], options: argparse.Namespace) -> None:
 
 NOTES = """`recipes/fed-qris.toml` as it is typed, with `--centralised`: 24 merchants, six at each site; in one place as many steps, each
 on as many photos as the four sites' batches together. All begin with a detector trained on 1000 scenes without merchants, as
-`recipes/detect-qris.toml` and `arclight demo` do. Measured on 240 photos of all merchants that nobody has trained on.
+`recipes/detect-qris.toml` and `arclight demo` do. Measured on 240 photos of all merchants that nobody has trained on. A start and a processor
+matter as much as the seed: from another start (0.9125) this processor came to 0.9261 and 0.9357, and an AMD EPYC on 2026-11-22 to 0.9397 and 0.9425.
 
 From scratch it is another matter. A probe of 2026-11-22, one seed: 20 rounds of 20 steps at 160 pixels came to 0.278 where one place came to 0.787.
 Batch norms have a large part in it: with their statistics measured anew on all sites' photos, the same weights give 0.444. Sites that went on with the
