@@ -146,6 +146,37 @@ def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
     assert torch.equal(program(x), FixedBatch()(x))
 
 
+@pytest.mark.parametrize("table_first", [False, True])
+def test_a_fixed_batch_leaves_tables_as_they_are(table_first: bool, tmp_path: Path) -> None:
+    class Lookup(nn.Module):
+        def forward(self, *inputs: Tensor) -> Tensor:
+            table, x, factor = inputs if table_first else (inputs[1], inputs[0], inputs[2])
+            return x @ table * factor
+
+    x, table, factor = torch.randn(3, 4), torch.randn(4, 5), torch.tensor(2.0)
+    inputs = (table, x, factor) if table_first else (x, table, factor)
+    program = export(Lookup(), tmp_path / "p.onnx", example_inputs=inputs, dynamic_batch=False)
+    torch.testing.assert_close(program(*inputs), x @ table * 2)
+
+
+def test_a_fixed_batch_may_follow_a_number(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def forward(self, factor: Tensor, x: Tensor) -> Tensor:
+            return x * factor
+
+    inputs = (torch.tensor(2.0), torch.randn(3, 4))
+    program = export(Scaled(), tmp_path / "p.onnx", example_inputs=inputs, dynamic_batch=False)
+    assert program.metadata["parity"]["batch_sizes"] == [3]
+    assert torch.equal(program(*inputs), inputs[1] * 2)
+
+
+@pytest.mark.parametrize("dynamic_batch", [False, True])
+def test_inputs_without_a_sample_are_refused(affine: nn.Module, dynamic_batch: bool, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"shapes \[\(0, 4\)\] and hold no sample"):
+        export(affine, tmp_path / "p.onnx", example_inputs=torch.rand(0, 4), dynamic_batch=dynamic_batch)
+    assert leftovers(tmp_path) == []
+
+
 def test_metadata_comes_back(fp32_program: Program) -> None:
     metadata = Program.load(fp32_program.path).metadata
     assert metadata["names"] == ["código", "二维码"]

@@ -34,6 +34,15 @@ def as_outputs(outputs: Any) -> list[Tensor]:
     return flat
 
 
+def batch_size(inputs: Inputs) -> int:
+    """Return how many samples ``inputs`` hold; ExportError if it is none."""
+    if any(value.dim() and not len(value) for value in inputs):
+        raise ExportError(
+            f"the inputs have shapes {[tuple(value.shape) for value in inputs]} and hold no sample: give at least one"
+        )
+    return next((len(value) for value in inputs if value.dim()), 1)
+
+
 def resized(inputs: Inputs, batch: int) -> Inputs:
     """Resize ``inputs`` to ``batch`` samples: the first ones, repeated in order if there are too few."""
     return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
@@ -48,9 +57,9 @@ def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) ->
     """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
 
     Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number, and for
-    inputs that do not share a batch size that is to be free.
+    inputs that hold no sample, or do not share a batch size that is to be free.
     """
-    shapes = None
+    shapes, samples = None, batch_size(example)
     if dynamic_batch:
         if len({len(value) for value in example if value.dim()}) > 1:
             raise ExportError(
@@ -58,7 +67,7 @@ def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) ->
                 f"{[tuple(value.shape) for value in example]}: put the batch first, make a table that all samples share a buffer "
                 "of the model, or, in export, take dynamic_batch=False"
             )
-        example = resized(example, max(2, _batch(example)))  # torch.export takes a size of 1 for a constant
+        example = resized(example, max(2, samples))  # torch.export takes a size of 1 for a constant
         batch = Dim("batch", min=1)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)
     try:
@@ -70,10 +79,6 @@ def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) ->
         hint = "; a model that needs a fixed batch size is exported with dynamic_batch=False" if dynamic_batch else ""
         raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
     return exported
-
-
-def _batch(inputs: Inputs) -> int:
-    return next((len(value) for value in inputs if value.dim()), 1)
 
 
 def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:

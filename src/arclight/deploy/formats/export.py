@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy, resized
+from arclight.deploy.capture import Inputs, as_inputs, as_outputs, batch_size, capture, frozen_copy, resized
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.parity import Parity, Parts, compare, worst
@@ -83,11 +83,12 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
         draft = Path(scratch) / "program.onnx"
         onnx_graph.write(onnx_model, draft)
-        sizes = BATCH_SIZES if dynamic_batch else (len(inputs[0]),)
-        parity = _parity(draft, module, inputs, sizes, parts)
+        # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
+        batches = {n: resized(inputs, n) for n in BATCH_SIZES} if dynamic_batch else {batch_size(inputs): inputs}
+        parity = _parity(draft, module, batches, parts)
         _accept(parity, max_difference, int8=quantized is not None)
         against = "simulated int8" if quantized else "fp32"
-        described["parity"] = {"against": against, "batch_sizes": list(sizes), **_described(parity)}
+        described["parity"] = {"against": against, "batch_sizes": list(batches), **_described(parity)}
         described["precision"] = "int8" if quantized else "fp32"
         if quantized:
             described["quantization"] = _quantization_report(quantized, draft, inputs, parts)
@@ -99,18 +100,15 @@ def export(
     return Program.load(path, device="cpu")
 
 
-def _parity(
-    draft: Path, module: nn.Module, inputs: Inputs, sizes: Sequence[int], parts: Parts | None
-) -> dict[str, Parity]:
-    """Compare the program with ``module`` at each of ``sizes``; the worst of every output, or part, by name."""
+def _parity(draft: Path, module: nn.Module, batches: Mapping[int, Inputs], parts: Parts | None) -> dict[str, Parity]:
+    """Compare the program with ``module`` on ``batches`` by size; the worst of every output, or part, by name."""
     try:
         program = Program.load(draft, device="cpu")
     except ProgramError as error:
         raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     found: dict[str, list[Parity]] = {}
-    for size in sizes:
-        batch = resized(inputs, size)
+    for size, batch in batches.items():
         with torch.no_grad():
             expected = as_outputs(module(*batch))
         given = program(*batch)
@@ -152,7 +150,7 @@ def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs,
             "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
             "integers in float (Int8.skip), or export the float model"
         )
-    against_float = _parity(draft, quantized.reference, inputs, (len(inputs[0]),), parts)
+    against_float = _parity(draft, quantized.reference, {batch_size(inputs): inputs}, parts)
     return {
         **asdict(quantized.recipe),
         "calibration_batches": quantized.batches,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
-from arclight.deploy.capture import Inputs, as_outputs, frozen_copy, quiet, resized
+from arclight.deploy.capture import Inputs, as_outputs, batch_size, frozen_copy, quiet, resized
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.parity import Parts, compare
 from arclight.deploy.quantizing import batch_norm, pt2e
@@ -232,7 +232,7 @@ def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, 
 
 
 def _capture(model: nn.Module, example: Inputs, kind: str) -> GraphModule:
-    size = max(2, next((len(value) for value in example if value.dim()), 1))
+    size = max(2, batch_size(example))
     inputs = resized(example, size)
     shapes = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
     try:
