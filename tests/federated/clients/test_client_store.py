@@ -137,3 +137,15 @@ def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path
     assert finished.commit(2, "another") == []
     assert finished.residuals(0).load(3)["model/w"].item() == 5.0
     assert [path.name for path in finished.residuals(0).folder.iterdir()] == ["2"], "what was left before is said"
+
+
+def test_residuals_that_two_threads_settle_are_dropped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a heartbeat and that to an update may settle a lane at the same moment."""
+    lane = Residuals(tmp_path)
+    for round in (1, 2, 3):
+        (tmp_path / str(round)).mkdir()
+    listed = lane._rounds()
+    lane.settle(3)
+    monkeypatch.setattr(lane, "_rounds", lambda: listed)  # what the other thread had listed before
+    lane.settle(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]

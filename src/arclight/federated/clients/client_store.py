@@ -357,7 +357,8 @@ class Residuals:
         """Drop older ones once the round's update counts."""
         for former in self._rounds():
             if former < round and self.has(round):
-                atomic_replace.retire(self._of(former), durable=False)
+                with suppress(FileNotFoundError):  # a heartbeat's answer and an update's settle side by side
+                    atomic_replace.retire(self._of(former), durable=False)
 
     def _of(self, round: int) -> Path:
         return self.folder / str(round)
