@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from arclight.vision.boxes import nms
-from arclight.vision.data.data_yaml import read_data_yaml
+from arclight.vision.data.data_yaml import read_data_yaml, write_data_yaml
 from arclight.vision.data.images import encode_jpeg
 from arclight.vision.data.lint.checks import lint
 from arclight.vision.inference.slicing import sliced
@@ -258,9 +258,7 @@ def unlike_images(folder: Path, count: int, size: int = 320) -> Path:
             (images / f"{number:05d}.jpg").write_bytes(encode_jpeg(image, 90))
             x, y = rng.uniform(0.25, 0.75, 2)
             (labels / f"{number:05d}.txt").write_text(f"0 {x:.6f} {y:.6f} 0.2 0.2\n")
-    path = folder / "data.yaml"
-    path.write_text("path: .\ntrain: images/train\nval: images/val\nnames: [patch]\n")
-    return path
+    return write_data_yaml(folder, ["patch"], {split: f"images/{split}" for split in ("train", "val")})
 
 
 def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:

@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import SUFFIXES
-from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape
+from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape, TaskGeometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class DataSpec:
     keypoints: KeypointShape | None = None
     """Keypoints that rows have behind their boxes (``kpt_shape``, ``flip_idx``); None for none."""
 
-    def geometry(self, wanted: Literal["boxes", "polygons"] = "boxes") -> Geometry:
+    def geometry(self, wanted: TaskGeometry = "boxes") -> Geometry:
         """Return what rows must be read as for a task of ``wanted``. Raises DatasetError for rows that do not have it.
 
         Rows with keypoints have boxes, too.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
-from arclight.vision.data.labels import DatasetError, DatasetReport, Points, check_labels
+from arclight.vision.data.labels import DatasetError, DatasetReport, Points, TaskGeometry, check_labels
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
@@ -201,7 +201,7 @@ class DetectionDataset(Dataset[Sample]):
         cache_labels: bool = True,
         selection: SiteSplit | None = None,
         mix: Sequence[MixedData] = (),
-        geometry: Literal["boxes", "polygons"] = "boxes",
+        geometry: TaskGeometry = "boxes",
         single_class: bool = False,
         **settings: Any,
     ) -> DetectionDataset:

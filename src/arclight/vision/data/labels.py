@@ -43,7 +43,9 @@ class KeypointShape:
         return f"{self.count} keypoints of {self.dims} numbers"
 
 
-Geometry = Literal["boxes", "polygons"] | KeypointShape
+TaskGeometry = Literal["boxes", "polygons"]
+"""What a task learns from rows of labels: boxes, of which every row has one, or polygons alone."""
+Geometry = TaskGeometry | KeypointShape
 """What rows of labels are read as: boxes, of which a polygon has one, polygons alone, or boxes with keypoints."""
 
 
@@ -329,10 +331,10 @@ def check_labels(
     unique = list(dict.fromkeys(images))
     if not unique:
         raise DatasetError(f"{name}: there are no images")
-    kind = f".{geometry}"
     if isinstance(geometry, KeypointShape):
         kind = f".keypoints-{geometry.count}x{geometry.dims}"
-    kind = "" if geometry == "boxes" else kind
+    else:
+        kind = "" if geometry == "boxes" else f".{geometry}"
     file = cache_folder(unique[0]) / f"{name}{kind}.cache.npz"
     fingerprint = _fingerprint(unique, num_classes, len(images)) + kind
     found = _read_cache(file, fingerprint, unique) if cache else None

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.data.labels import TaskGeometry
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
@@ -250,7 +251,7 @@ class DetectionData(VisionData):
     """Loaders over a YOLO-format data set."""
 
     settings: DetectionTask
-    geometry: ClassVar[Literal["boxes", "polygons"]] = "boxes"
+    geometry: ClassVar[TaskGeometry] = "boxes"
     collate = staticmethod(collate)
 
     def __init__(self, settings: DetectionTask) -> None:
@@ -354,4 +355,4 @@ class Segmenter(Detector):
 class SegmentationData(DetectionData):
     """Loaders over a YOLO-format data set whose rows are polygons."""
 
-    geometry: ClassVar[Literal["boxes", "polygons"]] = "polygons"
+    geometry: ClassVar[TaskGeometry] = "polygons"
