@@ -26,7 +26,7 @@ MAX_PICTURES = 400
 
 _WORDS: dict[Verdict, tuple[str, str]] = {
     "mismatch": ("Mismatch", "pays somebody else, or was pasted over"),
-    "unknown": ("Unknown", "no registered place, or not every code was read"),
+    "unknown": ("Unknown", "no registered place or account, or a code not read"),
     "match": ("Match", "pays the registered place"),
 }
 
