@@ -23,3 +23,27 @@ def test_exit_functions_run_before_a_process_ends() -> None:
     program = STUCK.replace("threading.Event().wait)", "lambda: print('said', flush=True))")
     done = subprocess.run([sys.executable, "-c", program], timeout=120, check=True, capture_output=True, text=True)
     assert done.stdout == "said\n"
+
+
+FORKED = """
+import atexit, tempfile
+from pathlib import Path
+from arclight.fabric.environments import LightningEnvironment
+from arclight.fabric.launchers import MultiProcessingLauncher
+
+def rank():
+    own = tempfile.TemporaryDirectory()
+    atexit.register(lambda: print("own", Path(own.name).exists(), flush=True))
+    kept.append(own)  # alive until the process ends
+    return own.name
+
+kept, inherited = [], tempfile.TemporaryDirectory()
+atexit.register(lambda: print("parent", Path(inherited.name).exists(), flush=True))
+made = MultiProcessingLauncher(LightningEnvironment(), 1, "fork").launch(rank)
+print(Path(inherited.name).exists(), Path(made).exists())
+"""
+
+
+def test_a_forked_process_runs_its_own_exit_functions_and_not_those_of_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], timeout=120, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["own True", "True False", "parent True"], done.stderr

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -245,6 +246,7 @@ class _Job:
     num_processes: int
     shared: dict[str, str]
     state: dict[str, Any] | None
+    """None for forked processes, which have all of it."""
     parent: int | None
     """The process that waits for them; None where another, that lives as long as it, starts them."""
     function: Callable[..., Any]
@@ -256,7 +258,9 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
     exit_with_parent(job.parent)
     os.environ.update(job.shared, LOCAL_RANK=str(local_rank))
     divide_threads(job.num_processes)
-    if job.state is not None:
+    if job.state is None:
+        _drop_inherited_exit_functions()
+    else:
         _restore_interpreter(job.state)
     try:
         result = job.function(*job.arguments, **job.options)
@@ -299,6 +303,14 @@ def _watch_parent(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE)
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+
+def _drop_inherited_exit_functions() -> None:
+    """Leave the exit functions of a forked process's parent to the parent, whose temporary directories they delete."""
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # of what this process makes
 
 
 def _end_process() -> None:
