@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -78,7 +79,8 @@ def parallelize_steps(
     piece, _ = split_samples(module, batch, plan.pieces)[0]
     args = _arguments(step, piece)
     graph = steps.look(step, args)
-    chosen = choose_pipeline(module, step, args, graph, split_samples(module, batch, 1)[0][1], plan, request)
+    samples = split_samples(module, batch, 1)[0][1]
+    chosen = _choose_once(lambda: choose_pipeline(module, step, args, graph, samples, plan, request), device)
     kind = schedule_kind(chosen.schedule)
     line = PipelineTopology(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
     if request.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
@@ -99,6 +101,27 @@ def parallelize_steps(
         shared=TiedParameters(line, named, steps.shared), in_step=exchanges_within_step(plan),
     )  # fmt: skip
     return steps
+
+
+def _choose_once(choose: Callable[[], PipelineChoice], device: torch.device) -> PipelineChoice:
+    """Return what ``choose`` gives on rank 0, on all ranks: a prediction takes seconds of CPU, and ranks of a host share its cores.
+
+    Raises what ``choose`` raises there, on the other ranks a PlanError with its message.
+    """
+    box: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box = [choose()]
+        except Exception as error:
+            box, failure = [str(error)], error
+    dist.broadcast_object_list(box, 0, device=device if device.type == "cuda" else None)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], str):
+        raise PlanError(box[0])
+    chosen: PipelineChoice = box[0]
+    return chosen
 
 
 def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
