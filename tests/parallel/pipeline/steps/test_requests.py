@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import Ranks
 from tests.text.test_language_model import SMALL, fit
 
 import arclight as al
 from arclight.optim.schedule_settings import Constant
 from arclight.optim.settings import SGD
 from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy
-from arclight.parallel.pipeline.steps.parallelize_steps import parallelize_steps
+from arclight.parallel.pipeline.steps.auto_schedule import PipelineChoice
+from arclight.parallel.pipeline.steps.parallelize_steps import _choose_once, parallelize_steps
 from arclight.text.language_model import LanguageModel
 from arclight.text.settings import LanguageTask, Sampling
 
@@ -88,3 +90,30 @@ def test_losses_that_are_added_in_backward_count_beside_means_of_counts_alone() 
     request = Pipeline(2, reduction="micro_mean").request
     with pytest.raises(PlanError, match=r"LanguageModel adds losses in backward \(scale_losses\)"):
         parallelize_steps(module, mesh, torch.device("cpu"), None, 0, (module.training_step, {}), request)  # type: ignore[arg-type]
+
+
+def choices(rank: int) -> tuple[PipelineChoice, str, list[int]]:
+    """A choice, what is said of one that fails, and the calls of this rank."""
+    called = []
+
+    def fail() -> PipelineChoice:
+        called.append(rank)
+        raise PlanError(f"refused by rank {rank}")
+
+    def choose() -> PipelineChoice:
+        called.append(rank)
+        return PipelineChoice("1F1B", 4 + rank, (0, 3 + rank))
+
+    with pytest.raises(PlanError) as refused:
+        _choose_once(fail, torch.device("cpu"))
+    return _choose_once(choose, torch.device("cpu")), str(refused.value), called
+
+
+def test_rank_0_chooses_for_all_ranks_and_its_refusal_is_theirs() -> None:
+    ranks = Ranks(2)
+    try:
+        found = ranks(choices)
+    finally:
+        ranks.close()
+    chosen = PipelineChoice("1F1B", 4, (0, 3))
+    assert found == [(chosen, "refused by rank 0", [0, 0]), (chosen, "refused by rank 0", [])]
