@@ -18,7 +18,7 @@ from torch import nn
 
 import arclight
 from arclight.cli.federate.recipe import FederatedRecipe
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Quantization
 from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
@@ -72,7 +72,7 @@ def loaded(node: ast.AST) -> set[str]:
 def settings() -> list[type]:
     """Every dataclass that a recipe or one of the other settings can hold."""
     found: dict[type, None] = {}
-    waiting: list[Any] = [FederatedRecipe, Fleet, Listening, Int8]
+    waiting: list[Any] = [FederatedRecipe, Fleet, Listening, Quantization]
     while waiting:
         hint = waiting.pop(0)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint not in found:

@@ -19,11 +19,11 @@ from tests import warm
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def block(language: str, page: str = "README.md") -> str:
-    """The block of a page marked as tested, in one language."""
-    found = re.search(rf"<!-- tested -->\n```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert found, f"{page} has no tested block in {language}"
-    return found.group(1)
+def block(language: str, page: str = "README.md", place: int = 0) -> str:
+    """The block of a page marked as tested, in one language; the first, or that at ``place``."""
+    found = re.findall(rf"<!-- tested -->\n```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(found) > place, f"{page} has {len(found)} tested blocks in {language}"
+    return str(found[place])
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -98,6 +98,12 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     assert re.search(r"wrote int8\.onnx: int8, .* agrees with its torch model to \d+ dB", out)
     assert status == 0, out
     assert Program.load("int8.onnx").precision == "int8"
+    status, out, err = typed("quantize runs/lm/1 --recipe lowbit --recipe.group_size=16 --out w4a8.onnx")
+    assert status == 0, err
+    assert re.search(r"wrote w4a8\.onnx: w4a8, .* \d+ dB.* x as fast as float32 .* in \d+% of its size", out)
+    held = Program.load("w4a8.onnx").metadata["quantization"]
+    assert (held["kind"], held["group_size"]) == ("lowbit", 16)
+    assert held["kernels"] == {"MatMulNBits": held["quantized_layers"]}
 
     Path("runs").rename("elsewhere")
     assert typed("export elsewhere/lm/1 --out again.onnx")[0] == 0

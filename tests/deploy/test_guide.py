@@ -19,3 +19,11 @@ def test_python(tmp_path: Path) -> None:
         Program.load(tmp_path / name).metadata["quantization"]["integer_kernels"] for name in ("int8.onnx", "qat.onnx")
     ]
     assert [sum(counts.values()) for counts in kernels] == [3, 3]
+
+
+def test_recipes(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 1))
+    first, second = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
+    assert first.startswith("{'MatMulNBits': 2} {'float': "), first
+    assert second.endswith(" dB"), second
+    assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05

@@ -27,13 +27,18 @@ if TYPE_CHECKING:
     from arclight.deploy.quantizing.ptq import quantize as quantize
     from arclight.deploy.quantizing.qat import convert as convert
     from arclight.deploy.quantizing.qat import prepare_qat as prepare_qat
+    from arclight.deploy.settings import DynamicInt8 as DynamicInt8
     from arclight.deploy.settings import Int8 as Int8
+    from arclight.deploy.settings import LowBit as LowBit
+    from arclight.deploy.settings import WeightOnly as WeightOnly
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "DynamicInt8": "arclight.deploy.settings",
         "ExportError": "arclight.deploy.errors",
         "Int8": "arclight.deploy.settings",
+        "LowBit": "arclight.deploy.settings",
         "Processing": "arclight.deploy.programs.processing",
         "Program": "arclight.deploy.programs.program",
         "ProgramError": "arclight.deploy.errors",
@@ -42,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy(
         "QuantizedModel": "arclight.deploy.quantizing.ptq",
         "Table": "arclight.deploy.programs.benchmark",
         "TensorSpec": "arclight.deploy.programs.program",
+        "WeightOnly": "arclight.deploy.settings",
         "benchmark": "arclight.deploy.programs.benchmark",
         "convert": "arclight.deploy.quantizing.qat",
         "export": "arclight.deploy.formats.export",

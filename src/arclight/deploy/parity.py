@@ -60,6 +60,17 @@ def parity_summary(metadata: Mapping[str, Any]) -> str:
     return f"agrees with its torch model to {closest}" + (f" ({', '.join(differences)})" if differences else "")
 
 
+def speed_summary(metadata: Mapping[str, Any]) -> str:
+    """Summarise how fast and large a quantized program is beside its float32 program; empty where none was timed."""
+    speed = metadata.get("quantization", {}).get("speed")
+    if speed is None:
+        return ""
+    return (
+        f", {speed['over_fp32']:.2f} x as fast as float32 ({speed['low']:.2f}-{speed['high']:.2f}, one sample, one thread) in "
+        f"{speed['size_over_fp32']:.0%} of its size"
+    )
+
+
 def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tensor]:
     return parts(*outputs) if parts is not None else {str(place): output for place, output in enumerate(outputs)}
 

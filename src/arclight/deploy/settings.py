@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from arclight._intervals import Checked, FiniteFloat, PositiveInt
 
@@ -14,6 +14,7 @@ Observer = Literal["minmax", "histogram"]
 class Int8(Checked):
     """Post-training quantization: unsigned 8-bit activations, signed 8-bit weights, one scale per channel."""
 
+    needs_calibration: ClassVar[bool] = True
     observer: Observer = "histogram"
     """How ranges of activations are chosen: the extremes, or from a histogram, where rounding costs least."""
     calibration_batches: PositiveInt = 16
@@ -29,3 +30,90 @@ class Int8(Checked):
         super().__post_init__()
         if self.observer not in ("minmax", "histogram"):
             raise ValueError(f"observer must be 'minmax' or 'histogram', got {self.observer!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicInt8(Checked):
+    """Linear layers in 8 bits without calibration: each call takes the range of its own activations.
+
+    One range serves a whole batch, so a sample's result depends on those beside it. Convolutions stay in float.
+    """
+
+    needs_calibration: ClassVar[bool] = False
+    reduce_range: bool = False
+    """Weights of 7 bits, for x86 processors without VNNI, as in Int8."""
+    skip: tuple[str, ...] = ()
+    """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
+    min_sqnr_db: FiniteFloat = 15.0
+    """Refuse a model one of whose quantized outputs has a smaller signal-to-noise ratio than this, decibels."""
+
+
+def _check_group_size(size: int) -> None:
+    if size not in WeightOnly.GROUP_SIZES:
+        sizes = ", ".join(map(str, WeightOnly.GROUP_SIZES))
+        raise ValueError(f"group_size must be one of {sizes}, which the kernels have, got {size!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOnly(Checked):
+    """Weights of linear layers in 8 or 4 bits, a scale for each group of inputs; no calibration.
+
+    For models that wait for their weights, as language models do that generate. With 4 bits activations stay in float32; the
+    kernel for 8 bits rounds them to 8 bits, group by group, since the one that does not is slower than float32.
+    """
+
+    needs_calibration: ClassVar[bool] = False
+    GROUP_SIZES: ClassVar[tuple[int, ...]] = (16, 32, 64, 128, 256)
+    bits: int = 8
+    """Bits of a weight, 8 or 4."""
+    group_size: int = 32
+    """Inputs that share a scale: 16, 32, 64, 128 or 256. More are faster and smaller, fewer are closer to the model."""
+    skip: tuple[str, ...] = ()
+    """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
+    min_sqnr_db: FiniteFloat = 15.0
+    """Refuse a model one of whose quantized outputs has a smaller signal-to-noise ratio than this, decibels."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, for which there are kernels, got {self.bits!r}")
+        _check_group_size(self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowBit(Checked):
+    """Weights of 4 bits with activations of 8 (W4A8) or of 4 (W4A4).
+
+    W4A8 multiplies integers in linear layers, without calibration. W4A4 also rounds convolutions, needs calibration, and is for
+    simulation and training: no processor has kernels for it, so `export` refuses it.
+    """
+
+    activation_bits: int = 8
+    """Bits of an activation, 8 or 4."""
+    group_size: int = 32
+    """Inputs that share a scale of their weights and activations in W4A8, as in WeightOnly; W4A4 has one scale per output."""
+    calibration_batches: PositiveInt = 16
+    """Most calibration batches that are run for W4A4; the data may hold fewer."""
+    skip: tuple[str, ...] = ()
+    """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
+    min_sqnr_db: FiniteFloat = 5.0
+    """Refuse a model one of whose quantized outputs has a smaller signal-to-noise ratio than this, decibels."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activation_bits not in (4, 8):
+            raise ValueError(f"activation_bits must be 8 (W4A8) or 4 (W4A4), got {self.activation_bits!r}")
+        _check_group_size(self.group_size)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Return True for W4A4, whose activations have fixed ranges."""
+        return self.activation_bits == 4
+
+
+def calibration_batches(recipe: Quantization | None) -> int:
+    """Return how many batches a recipe is calibrated on, at least one, to compare the program on."""
+    return recipe.calibration_batches if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration else 1
+
+
+Quantization = Int8 | DynamicInt8 | WeightOnly | LowBit

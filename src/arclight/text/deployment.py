@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from arclight.deploy import Program, export, quantize
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Quantization
 from arclight.text.language_model import LanguageModel
 
 CHECKED = 3
@@ -17,16 +17,17 @@ CHECKED = 3
 
 
 def export_language_model(
-    model: LanguageModel, path: Path | str, batches: Sequence[Tensor], int8: Int8 | None = None
+    model: LanguageModel, path: Path | str, batches: Sequence[Tensor], recipe: Quantization | None = None
 ) -> Program:  # fmt: skip
-    """Write ``model`` as one program file: float32, or with ``int8`` settings quantized on ``batches``.
+    """Write ``model`` as one program file: float32, or quantized by ``recipe``, on ``batches`` if it is calibrated.
 
     batches: token ids (B, T) int64 of real text; the program takes that T, and any B. Shorter texts are padded at the right, where
     nothing that counts looks. Raises ExportError or QuantizeError where the program would not compute what the model does.
     """
     decoder: Any = model.model
-    if int8 is not None:
-        decoder = quantize(decoder, list(batches), recipe=int8)
+    if recipe is not None:
+        calibration = list(batches) if recipe.needs_calibration else None
+        decoder = quantize(decoder, calibration, recipe=recipe, example=batches[0])
     metadata = {"task": "language", "model": model.settings.model, "vocab_size": model.hparams["vocab_size"]}
     if model.tokenizer is not None:
         metadata["tokenizer"] = model.tokenizer.digest

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from arclight.cli.arguments import Parser, UsageError, check_program_name
 from arclight.cli.commands import language
+from arclight.cli.quantization import parse_quantization
 from arclight.cli.runs import load_vision_module
 from arclight.cli.style import working
 from arclight.deploy.settings import Int8
@@ -18,7 +19,7 @@ def export(arguments: list[str]) -> None:
         "export",
         "Write a trained vision model as a float32 program. For the run of a language model: arclight export RUN --help.",
         arguments,
-        int8=False,
+        quantized=False,
     )
     return None
 
@@ -28,15 +29,15 @@ def quantize(arguments: list[str]) -> None:
         return language.quantize(arguments)
     _write(
         "quantize",
-        "Quantize a trained vision model to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
+        "Quantize a trained vision model, by default to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
         "arclight quantize RUN --help.",
         arguments,
-        int8=True,
+        quantized=True,
     )
     return None
 
 
-def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
+def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> None:
     parser = Parser(prog=f"arclight {verb}", description=about)
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
@@ -48,28 +49,22 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         metavar="PATH",
         help="images to verify (and calibrate) with (default: the data it was trained on)",
     )
-    if int8:
-        defaults = Int8()
+    if quantized:
         parser.add_argument(
             "--observer",
             choices=("histogram", "minmax"),
-            default=defaults.observer,
-            help="calibration method for ranges (default: %(default)s)",
+            help=f"calibration method for ranges of int8 (default: {Int8().observer})",
         )
         parser.add_argument(
             "--calibration-batches",
             type=int,
-            default=defaults.calibration_batches,
             metavar="N",
-            help="batches of 8 images (default: %(default)s)",
+            help=f"batches of 8 images (default: {Int8().calibration_batches})",
         )
-        parser.add_argument(
-            "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
-        )
-    options = parser.parse_args(arguments)
+    options, recipe = parse_quantization(parser, arguments) if quantized else (parser.parse_args(arguments), None)
     check_program_name(options.out)
 
-    from arclight.deploy.parity import parity_summary
+    from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.vision.tasks.deployment import export_module
 
     module = load_vision_module(options.checkpoint)
@@ -79,12 +74,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
             f"{settings.data}, the data this model was trained on, is not here: name images to verify the program with --data"
         )
     dataset = settings.data_class()(settings).calibration_dataset()
-    recipe = (
-        Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip))
-        if int8
-        else None
-    )
-    with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
+    with working(f"{'quantizing' if quantized else 'exporting'} {settings.model} and comparing the program with it"):
         program = export_module(module, options.out, dataset, recipe)
-    size = f"{program.nbytes / 1e6:.1f} MB"
-    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program.metadata)}")
+    size, proof = f"{program.nbytes / 1e6:.1f} MB", parity_summary(program.metadata) + speed_summary(program.metadata)
+    print(f"wrote {options.out}: {program.precision}, {size}, {proof}")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError, check_program_name, check_writable, write_json
+from arclight.cli.quantization import parse_quantization
 from arclight.cli.runs import checkpoint_of, described, run_folder
 from arclight.cli.style import working
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Quantization, calibration_batches
 
 if TYPE_CHECKING:
     from arclight.text import LanguageModel
@@ -149,13 +150,9 @@ def export(arguments: list[str]) -> None:
 
 
 def quantize(arguments: list[str]) -> None:
-    """Write a trained model as an int8 program, calibrated on its training text."""
-    parser = _parser("quantize", "Quantize a language model to int8, calibrated on its training text.")
-    parser.add_argument(
-        "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
-    )
-    options = parser.parse_args(arguments)
-    _program(options, Int8(skip=tuple(options.skip)))
+    """Write a trained model as a quantized program, by default of int8, calibrated on its training text."""
+    parser = _parser("quantize", "Quantize a language model, by default to int8, calibrated on its training text.")
+    _program(*parse_quantization(parser, arguments))
 
 
 def _parser(verb: str, about: str) -> Parser:
@@ -173,11 +170,11 @@ def _parser(verb: str, about: str) -> Parser:
     return parser
 
 
-def _program(options: Namespace, int8: Int8 | None) -> None:
+def _program(options: Namespace, recipe: Quantization | None) -> None:
     from itertools import islice
 
     check_program_name(options.out)
-    from arclight.deploy.parity import parity_summary
+    from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.text import TextDataModule
     from arclight.text.deployment import export_language_model
 
@@ -188,12 +185,12 @@ def _program(options: Namespace, int8: Int8 | None) -> None:
     data = TextDataModule(dataclasses.replace(model.settings.data, cache=kept))
     data.prepare_data()
     data.setup("fit")
-    count = int8.calibration_batches if int8 is not None else 1
-    batches = [batch["tokens"] for batch in islice(data.train_dataloader(), count)]
+    batches = [batch["tokens"] for batch in islice(data.train_dataloader(), calibration_batches(recipe))]
     with working(
-        f"{'exporting' if int8 is None else 'quantizing'} {model.settings.model} and comparing the program with it"
+        f"{'exporting' if recipe is None else 'quantizing'} {model.settings.model} and comparing the program with it"
     ):
-        program = export_language_model(model, options.out, batches, int8)
+        program = export_language_model(model, options.out, batches, recipe)
     length = batches[0].shape[1]
     size = f"{program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits"
-    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program.metadata)}")
+    proof = parity_summary(program.metadata) + speed_summary(program.metadata)
+    print(f"wrote {options.out}: {program.precision}, {size}, {proof}")

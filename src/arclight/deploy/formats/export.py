@@ -16,15 +16,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from arclight._intervals import kind_of
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, batch_size, capture, frozen_copy, resized
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.parity import Parity, Parts, compare, worst
+from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing.ptq import QuantizedModel
+from arclight.deploy.settings import DynamicInt8, Int8, LowBit, Quantization, WeightOnly
 from arclight.fabric.extras import require
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,8 @@ INT8_SQNR_DB = 30.0
 noise of quantization itself."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
+TIMED_ROUNDS = 15
+"""Calls of a program and of its float32 program that are timed, one after the other."""
 
 
 def export(
@@ -58,12 +63,13 @@ def export(
     ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``metadata`` is
     stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
     absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
-    value for float32, and 30 dB between the program and the simulated integers of a quantized model. Every output is
+    value for float32, and 30 dB between the program and the simulation of a quantized model. Every output is
     judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
     :4], "scores": predictions[..., 4:]}``. The file records each.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
-    the program differs by more than the bound, or quantized layers would not run on integer kernels.
+    the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
+    activations have none; QuantizeError where the program's metric drops further than the model was quantized with.
     """
     if format != "onnx":
         raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
@@ -75,6 +81,7 @@ def export(
         check_name(described["processing"])
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
+    precision = _precision(quantized.recipe) if quantized else "fp32"
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     exported = capture(module, inputs, dynamic_batch=dynamic_batch)
     onnx_model = onnx_graph.convert(exported, input_names=input_names, output_names=output_names)
@@ -86,12 +93,16 @@ def export(
         # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
         batches = {n: resized(inputs, n) for n in BATCH_SIZES} if dynamic_batch else {batch_size(inputs): inputs}
         parity = _parity(draft, module, batches, parts)
-        _accept(parity, max_difference, int8=quantized is not None)
-        against = "simulated int8" if quantized else "fp32"
+        _accept(parity, max_difference, precision)
+        against = f"simulated {precision}" if quantized else "fp32"
         described["parity"] = {"against": against, "batch_sizes": list(batches), **_described(parity)}
-        described["precision"] = "int8" if quantized else "fp32"
+        described["precision"] = precision
         if quantized:
             described["quantization"] = _quantization_report(quantized, draft, inputs, parts)
+            if not isinstance(quantized.recipe, Int8):
+                described["quantization"]["speed"] = _speed(quantized, draft, inputs, dynamic_batch)
+            if quantized.scores is not None:
+                described["quantization"]["metric"] = _metric(quantized, draft)
         described["versions"] = _versions()
         seal(draft, described)
         Program.load(draft, device="cpu")
@@ -122,13 +133,30 @@ def _parity(draft: Path, module: nn.Module, batches: Mapping[int, Inputs], parts
     return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
 
 
-def _accept(found: Mapping[str, Parity], max_difference: float | None, *, int8: bool) -> None:
+def _precision(recipe: Quantization) -> str:
+    """Name what the program of a recipe computes in; ExportError where no kernel does."""
+    match recipe:
+        case Int8():
+            return "int8"
+        case DynamicInt8():
+            return "dynamic int8"
+        case WeightOnly():
+            return f"{recipe.bits}-bit weights"
+        case LowBit(activation_bits=8):
+            return "w4a8"
+    raise ExportError(
+        "4-bit activations have no kernels in ONNX Runtime, nor on any CPU, so there is no program of W4A4: it can be "
+        "trained and scored in PyTorch; for a program take LowBit(activation_bits=8), WeightOnly(bits=4) or Int8()"
+    )
+
+
+def _accept(found: Mapping[str, Parity], max_difference: float | None, precision: str) -> None:
     """Raise ExportError where an output of the program is further from the model's than allowed."""
     for name, parity in found.items():
         if max_difference is not None:
             fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
-        elif int8:
-            fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"int8 programs need {INT8_SQNR_DB:.0f} dB"
+        elif precision != "fp32":
+            fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"{precision} programs need {INT8_SQNR_DB:.0f} dB"
         else:
             allowed = FLOAT_TOLERANCE * parity.largest
             fits = parity.max_difference <= allowed
@@ -142,22 +170,64 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, *, int8: 
 
 def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None) -> dict[str, Any]:
     """Report what was quantized, its distance to the float model, and its kernels."""
+    calibrated = isinstance(quantized.recipe, Int8)
+    wanted = onnx_graph.INTEGER_KERNELS if calibrated else onnx_graph.LINEAR_KERNELS
     counts = onnx_graph.kernels(draft, draft.parent)
-    planned, integer = len(quantized.quantized_layers), sum(counts[name] for name in onnx_graph.INTEGER_KERNELS)
-    if integer < INTEGER_SHARE * planned:
+    planned, found = len(quantized.quantized_layers), {name: counts[name] for name in sorted(wanted) if counts[name]}
+    if sum(found.values()) < INTEGER_SHARE * planned:
         raise ExportError(
-            f"only {integer} of {planned} quantized layers became integer kernels in ONNX Runtime, so the program "
+            f"only {sum(found.values())} of {planned} quantized layers became integer kernels in ONNX Runtime, so the program "
             "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
             "integers in float (Int8.skip), or export the float model"
         )
     against_float = _parity(draft, quantized.reference, {batch_size(inputs): inputs}, parts)
+    kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
     return {
+        **kind,
         **asdict(quantized.recipe),
         "calibration_batches": quantized.batches,
         "quantized_layers": planned,
         "float_layers": list(quantized.float_layers),
-        "integer_kernels": {name: counts[name] for name in sorted(onnx_graph.INTEGER_KERNELS) if counts[name]},
+        "integer_kernels" if calibrated else "kernels": found,
         "against_float": _described(against_float),
+    }
+
+
+def _speed(quantized: QuantizedModel, draft: Path, inputs: Inputs, dynamic_batch: bool) -> dict[str, Any]:
+    """Time the program against the float32 program of the same model, on one sample where the batch is free."""
+    exported = capture(frozen_copy(quantized.reference), inputs, dynamic_batch=dynamic_batch)
+    plain = draft.with_name("fp32.onnx")
+    onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
+    programs = {name: Program.load(path, device="cpu") for name, path in {"fp32": plain, "quantized": draft}.items()}
+    table = benchmark(programs, resized(inputs, 1) if dynamic_batch else inputs, rounds=TIMED_ROUNDS)
+    row = table["quantized"]
+    if row.speedup_high < 1:
+        log.warning(
+            "the quantized program takes %.1f times as long as the float32 program (%.2f ms): it saves memory, no time",
+            1 / row.speedup,
+            table["fp32"].wall_ms,
+        )
+    return {
+        "over_fp32": row.speedup,
+        "low": row.speedup_low,
+        "high": row.speedup_high,
+        "threads": table.threads,
+        "shapes": [list(shape) for shape in table.shapes],
+        "size_over_fp32": draft.stat().st_size / plain.stat().st_size,
+    }
+
+
+def _metric(quantized: QuantizedModel, draft: Path) -> dict[str, Any]:
+    """Score the program itself beside both models."""
+    scores = quantized.scores
+    assert scores is not None
+    score = float(scores.metric(Program.load(draft, device="cpu")))
+    scores.check(score, "program")
+    return {
+        "float": scores.float_model,
+        "simulated": scores.quantized_model,
+        "program": score,
+        "max_drop": scores.max_drop,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from arclight.deploy.capture import quiet
 from arclight.deploy.errors import ExportError
+from arclight.deploy.quantizing import linear
 from arclight.fabric.extras import require
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
 """ONNX Runtime's kernels of layers with weights that multiply 8-bit integers."""
+LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"}
+"""Those of linear layers whose activations have no fixed ranges."""
 
 
 def convert(
@@ -30,7 +33,12 @@ def convert(
     try:
         with torch.no_grad(), quiet():
             program = torch.onnx.export(
-                exported, dynamo=True, verbose=False, input_names=input_names, output_names=output_names
+                exported,
+                dynamo=True,
+                verbose=False,
+                input_names=input_names,
+                output_names=output_names,
+                custom_translation_table=_translations(),
             )
             assert program is not None
             model: onnx.ModelProto = program.model_proto
@@ -61,6 +69,53 @@ def kernels(path: Path, scratch: Path) -> Counter[str]:
     runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     graph = onnx_.load(options.optimized_model_filepath, load_external_data=False).graph
     return Counter(node.op_type for node in graph.node)
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Map operators of quantized linear layers to functions that write them as ONNX."""
+    values = require("onnxscript.values", extra="deploy")
+    onnxscript = require("onnxscript", extra="deploy")
+    defs = require("onnx.defs", extra="deploy")
+    op, schema = onnxscript.opset20, defs.OpSchema
+    taken = [("A", "T1"), ("B", "T2"), ("scales", "T1"), ("zero_points", "T2"), ("g_idx", "T3"), ("bias", "T1")]
+    kinds = {"T1": "float", "T2": "uint8", "T3": "int32"}
+    optional = schema.FormalParameterOption.Optional
+    nbits = values.Op(
+        values.Opset("com.microsoft", 1),
+        "MatMulNBits",
+        schema(  # the one of ONNX Runtime, as far as it is used here
+            "MatMulNBits",
+            "com.microsoft",
+            1,
+            inputs=[
+                schema.FormalParameter(name, kind, **({"param_option": optional} if place > 2 else {}))
+                for place, (name, kind) in enumerate(taken)
+            ],
+            outputs=[schema.FormalParameter("Y", "T1")],
+            type_constraints=[(kind, [f"tensor({held})"], "") for kind, held in kinds.items()],
+            attributes=[
+                schema.Attribute(name, schema.AttrType.INT)
+                for name in ("K", "N", "bits", "block_size", "accuracy_level")
+            ],
+        ),
+    )
+
+    def grouped(x: Any, weight: Any, scale: Any, bias: Any, bits: int, integer: bool) -> Any:
+        outputs, groups, size = (int(length) for length in weight.shape)
+        width = size * 8 // bits
+        return nbits(
+            x, weight, scale, None, None, bias, K=groups * width, N=outputs, bits=bits, block_size=width,
+            accuracy_level=4 if integer else 1,  # as ONNX Runtime numbers them: 8-bit integers, float32
+        )  # fmt: skip
+
+    def dynamic(x: Any, weight: Any, scale: Any, bias: Any) -> Any:
+        # in the order that ONNX Runtime fuses to one kernel
+        rounded, unit, zero_point = op.DynamicQuantizeLinear(x)
+        sums = op.Cast(op.MatMulInteger(rounded, op.Transpose(weight, perm=[1, 0]), zero_point), to=1)
+        product = op.Mul(sums, op.Mul(unit, scale))
+        return product if bias is None else op.Add(product, bias)
+
+    return {linear.GROUPED: grouped, linear.DYNAMIC: dynamic}
 
 
 def _tidy(model: onnx.ModelProto) -> None:

@@ -76,7 +76,7 @@ class Program:
         """Load the program at ``path`` on ``threads`` CPU threads (default: all cores).
 
         ``processing`` replaces what the file names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
-        except for int8 programs, whose integer kernels are those of the CPU. Raises ProgramError where the file is
+        except for quantized programs, whose kernels are those of the CPU. Raises ProgramError where the file is
         missing, damaged, not ONNX, changed since its export, or names a processing outside this package.
         """
         path = Path(path)
@@ -84,7 +84,7 @@ class Program:
         metadata, text = unseal(path)
         if "processing" in metadata:
             check_name(metadata["processing"])
-        session = _session(path, threads, "cpu" if device == "auto" and metadata.get("precision") == "int8" else device)
+        session = _session(path, threads, "cpu" if device == "auto" and "quantization" in metadata else device)
         if session.get_modelmeta().custom_metadata_map.get(KEY) != text:  # the runtime must read what was checked
             raise changed(path)
         return cls(path, session, metadata, processing)
@@ -95,7 +95,7 @@ class Program:
 
     @property
     def precision(self) -> str:
-        """fp32 or int8; "unknown" for an ONNX file from elsewhere."""
+        """fp32, int8, dynamic int8, 8-bit weights, 4-bit weights or w4a8; "unknown" for an ONNX file from elsewhere."""
         return str(self.metadata.get("precision", "unknown"))
 
     @property

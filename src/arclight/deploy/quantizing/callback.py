@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from arclight._intervals import NonNegativeInt, check
 from arclight.deploy.quantizing.ptq import QuantizedModel
 from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Int8, Quantization
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
@@ -38,7 +38,7 @@ class QuantizationAwareTraining(Callback):
 
     def __init__(
         self,
-        recipe: Int8 | None = None,
+        recipe: Quantization | None = None,
         *,
         attribute: str = "model",
         example_inputs: Tensor | Sequence[Tensor] | None = None,

@@ -17,8 +17,6 @@ Reader = Literal["any", "silu"]
 SAMPLES = 16384
 """Values taken of each batch."""
 BINS = 2048
-LEVELS = 255
-"""Steps between the smallest and the largest 8-bit value."""
 POWER = 2.4
 """Errors count by this power: large activations matter more than their share of the squared error (about 1 dB here)."""
 
@@ -56,15 +54,17 @@ class LeastErrorObserver(pt2e.ObserverBase):
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point, one each for the whole tensor."""
         if self._range is None:
-            self._range = least_error_range(self._counts, self._low, self._high, self.reader)
+            self._range = least_error_range(self._counts, self._low, self._high, self.reader, self.quant_max)
         low, high = self._range
-        scale = max((high - low) / LEVELS, self.eps)
-        zero_point = min(max(round(-low / scale), 0), LEVELS)
+        scale = max((high - low) / self.quant_max, self.eps)
+        zero_point = min(max(round(-low / scale), 0), self.quant_max)
         return torch.tensor([scale], dtype=torch.float32), torch.tensor([zero_point], dtype=torch.int64)
 
 
-def least_error_range(counts: Tensor, low: float, high: float, reader: Reader = "any") -> tuple[float, float]:
-    """Return the part of [low, high], 0 included, whose 256 levels change what ``reader`` computes least.
+def least_error_range(
+    counts: Tensor, low: float, high: float, reader: Reader = "any", steps: int = 255
+) -> tuple[float, float]:  # fmt: skip
+    """Return the part of [low, high], 0 included, whose ``steps`` + 1 levels change what ``reader`` computes least.
 
     ``counts``: how many values lie in each of as many equal parts of [low, high].
     """
@@ -77,9 +77,9 @@ def least_error_range(counts: Tensor, low: float, high: float, reader: Reader = 
     tops = torch.linspace(0.5, 1, 26) * high if high > 0 else torch.zeros(1)
     best, least = (low, high), float("inf")
     for bottom in bottoms.tolist():
-        rounded = _rounded(values, bottom, tops[:, None])
+        rounded = _rounded(values, bottom, tops[:, None], steps)
         if reader == "silu":
-            rounded = rounded * (torch.sigmoid(rounded) * LEVELS).round() / LEVELS
+            rounded = rounded * (torch.sigmoid(rounded) * steps).round() / steps
         errors = ((rounded - exact).abs().pow(POWER) * counts).sum(1)
         error, at = errors.min(0)
         if float(error) < least:
@@ -97,11 +97,11 @@ def _rebinned(counts: Tensor, old: tuple[float, float], new: tuple[float, float]
     return torch.zeros_like(counts).index_add_(0, at.long().clamp(0, len(counts) - 1), counts)
 
 
-def _rounded(values: Tensor, low: float, high: Tensor) -> Tensor:
-    """``values`` on 256 levels from ``low`` to ``high``, one row for each ``high``."""
-    scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / LEVELS
+def _rounded(values: Tensor, low: float, high: Tensor, steps: int) -> Tensor:
+    """``values`` on ``steps`` + 1 levels from ``low`` to ``high``, one row for each ``high``."""
+    scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / steps
     zero_point = (-low / scale).round()
-    return ((values / scale).round() + zero_point).clamp(0, LEVELS).sub(zero_point) * scale
+    return ((values / scale).round() + zero_point).clamp(0, steps).sub(zero_point) * scale
 
 
 class MovingRange(pt2e.ObserverBase):

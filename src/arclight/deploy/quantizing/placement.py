@@ -62,17 +62,18 @@ class PlacementQuantizer(pt2e.Quantizer):
         *,
         observer: Observer = "histogram",
         weight_bits: int = 8,
+        activation_bits: int = 8,
         skip: Iterable[str] = (),
         qat: bool = False,
     ) -> None:
         super().__init__()
         # a gate is never cut: its largest values let the largest activations pass
-        self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver)
+        self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver, activation_bits)
         if observer == "histogram":
-            self.activation = pt2e.activation_spec(LeastErrorObserver)
-            self.before_silu = pt2e.activation_spec(LeastErrorObserver, reader="silu")
+            self.activation = pt2e.activation_spec(LeastErrorObserver, activation_bits)
+            self.before_silu = pt2e.activation_spec(LeastErrorObserver, activation_bits, reader="silu")
         if qat:
-            self.activation = self.before_silu = self.gate = pt2e.activation_spec(MovingRange)
+            self.activation = self.before_silu = self.gate = pt2e.activation_spec(MovingRange, activation_bits)
         self.qat = qat
         self.weight_bits = weight_bits
         self.skip = tuple(skip)
@@ -96,8 +97,8 @@ class PlacementQuantizer(pt2e.Quantizer):
         return graph
 
     def annotate(self, graph: GraphModule) -> GraphModule:
-        _check_names(graph, self.skip)
-        self._kept = {node for node in graph.graph.nodes if _inside(module_name(node), self.skip)}
+        check_names(graph, self.skip)
+        self._kept = {node for node in graph.graph.nodes if inside(module_name(node), self.skip)}
         self._before_layer = _before(graph, LAYERS)
         for node in reversed(graph.graph.nodes):
             if node.target in BETWEEN and _readers(node) and all(map(self._integer, _readers(node))):
@@ -110,7 +111,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
         self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
         annotated = {node for node in layers if pt2e.is_annotated(node)}
-        self.float_layers = list(dict.fromkeys(name for node, name in _weighted(graph) if node not in annotated))
+        self.float_layers = list(dict.fromkeys(name for node, name in weighted(graph) if node not in annotated))
         return graph
 
     def validate(self, graph: GraphModule) -> None:
@@ -188,7 +189,7 @@ def module_name(node: Node) -> str:
     return name
 
 
-def _weighted(graph: GraphModule) -> list[tuple[Node, str]]:
+def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
     """List operators that combine a value with a stored matrix, and their layers: of whatever kind, so that none is forgotten.
 
     Tables that are only added or multiplied, such as positions, are no layers. An operator outside of any module is
@@ -272,14 +273,14 @@ def _is_node(value: object) -> bool:
     return isinstance(value, Node)
 
 
-def _inside(name: str, prefixes: tuple[str, ...]) -> bool:
+def inside(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _check_names(graph: GraphModule, skip: tuple[str, ...]) -> None:
+def check_names(graph: GraphModule, skip: tuple[str, ...]) -> None:
     names = {str(path) for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
     for prefix in skip:
-        if not any(_inside(name, (prefix,)) for name in names):
+        if not any(inside(name, (prefix,)) for name in names):
             near = get_close_matches(prefix, sorted(names), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise QuantizeError(f"skip names {prefix!r}, but the model computes nothing in a module of that name{hint}")

@@ -51,8 +51,8 @@ _ACTIVATION_EPS = 2.0**-16
 _WEIGHT_EPS = 2.0**-16
 
 
-def activation_spec(observer: Any, **options: Any) -> Any:
-    """Unsigned 8-bit with a zero point, the activation type of the fast integer kernels on x86 and ARM.
+def activation_spec(observer: Any, bits: int = 8, **options: Any) -> Any:
+    """Unsigned with a zero point: in 8 bits the activation type of the fast integer kernels on x86 and ARM.
 
     ``observer`` is an ObserverBase, made with ``options``.
     """
@@ -60,7 +60,7 @@ def activation_spec(observer: Any, **options: Any) -> Any:
         dtype=torch.uint8,
         observer_or_fake_quant_ctr=observer.with_args(eps=_ACTIVATION_EPS, **options),
         quant_min=0,
-        quant_max=255,
+        quant_max=2**bits - 1,
         qscheme=torch.per_tensor_affine,
     )
 

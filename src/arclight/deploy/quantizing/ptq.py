@@ -1,4 +1,4 @@
-"""Quantize a trained float model to int8 after training, with a few calibration batches."""
+"""Quantize a trained float model after training, by one of several recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,38 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
+from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Int8, LowBit, Quantization
 
 log = logging.getLogger(__name__)
 
+Metric = Callable[[Callable[..., Any]], float]
+"""Takes a model, or a program, and returns its score on data of its own, such as an accuracy; more is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of a model before and after quantization, and what may be lost."""
+
+    metric: Metric
+    float_model: float
+    quantized_model: float
+    max_drop: float | None
+
+    def check(self, score: float, of: str) -> None:
+        """Raise QuantizeError if ``score`` is no number or lower than the float model's by more than ``max_drop``."""
+        if not math.isfinite(score):
+            raise QuantizeError(f"the metric of the {of} is {score}: let it return a finite number for any model")
+        if self.max_drop is not None and self.float_model - score > self.max_drop:
+            raise QuantizeError(
+                f"the metric of the {of} is {score:.4g}, the float model's {self.float_model:.4g}: it drops by more than "
+                f"max_drop={self.max_drop:g}. Keep sensitive modules in float with skip, take more bits, or train with prepare_qat"
+            )
+
 
 class QuantizedModel(NamedGraphs):
-    """A model whose layers compute on 8-bit values; call it like the model it came from.
+    """A model whose layers compute on few bits; call it like the model it came from.
 
     In PyTorch it simulates integers in float32, slowly and exactly; ``export`` makes the fast program. It is a module
     without gradients whose tensors have the names that they have in the model, so it can take the place of the model
@@ -37,7 +62,7 @@ class QuantizedModel(NamedGraphs):
         graph: GraphModule,
         *,
         reference: nn.Module,
-        recipe: Int8,
+        recipe: Quantization,
         example: Inputs,
         quantized_layers: Sequence[str],
         float_layers: Sequence[str],
@@ -55,6 +80,7 @@ class QuantizedModel(NamedGraphs):
             "float_layers": tuple(float_layers),
             "batches": batches,
             "sqnr_db": math.nan,
+            "scores": None,
             "seconds": math.nan,
         }
         self.__dict__.update(fields)  # not by attribute: the reference is no part of this module's state
@@ -62,18 +88,20 @@ class QuantizedModel(NamedGraphs):
 
     reference: nn.Module
     """A private copy of the float model, in evaluation mode."""
-    recipe: Int8
+    recipe: Quantization
     """The settings it was made with."""
     example: Inputs
     """The inputs it was captured on."""
     quantized_layers: tuple[str, ...]
-    """Layers with weights that run on integers, by module name."""
+    """Layers with weights that are rounded, by module name."""
     float_layers: tuple[str, ...]
     """Layers with weights that stay in float32, of whatever kind."""
     batches: int
     """Calibration batches that were run."""
     sqnr_db: float
-    """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch, decibels."""
+    """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch (or the example), decibels."""
+    scores: Scores | None
+    """Scores of both models, where a metric was given."""
     seconds: float
     """Wall time that quantization took."""
 
@@ -96,39 +124,118 @@ class QuantizedModel(NamedGraphs):
 
 def quantize(
     model: nn.Module,
-    calibration: Iterable[Tensor | Sequence[Tensor]],
+    calibration: Iterable[Tensor | Sequence[Tensor]] | None = None,
     *,
-    recipe: Int8 | None = None,
+    recipe: Quantization | None = None,
     example: Tensor | Sequence[Tensor] | None = None,
     parts: Parts | None = None,
+    metric: Metric | None = None,
+    max_drop: float | None = None,
 ) -> QuantizedModel:
-    """Quantize ``model``: unsigned 8-bit activations, signed 8-bit weights, ranges from ``calibration``.
+    """Quantize ``model`` by ``recipe``, by default `Int8`: 8-bit activations and weights, ranges from ``calibration``.
 
     ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
-    first dimension is the batch. ``example`` (default: the first of them) is what the graph is captured on; the batch
+    first dimension is the batch; None for the recipes that need none (`DynamicInt8`, `WeightOnly`, `LowBit` with 8-bit
+    activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
     size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
-    outputs). ``model`` itself is not changed, whatever mode and device it is in.
+    outputs). ``metric`` scores a model on data of its own, more being better; with ``max_drop`` the quantized model, and its
+    program in `export`, may score that much less. ``model`` itself is not changed, whatever mode and device it is in.
 
-    Raises QuantizeError for calibration data that is empty, not finite or 0 throughout, a ``skip`` that names nothing, a model
-    without a layer to quantize, and an output or part noisier than ``recipe.min_sqnr_db``; ExportError for a model
-    that torch.export cannot capture.
+    Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
+    nothing, a model without a layer to quantize, groups that do not divide a layer's inputs, an output or part noisier than
+    ``recipe.min_sqnr_db``, and a metric that drops too far; ExportError for a model that torch.export cannot capture.
     """
     recipe = recipe or Int8()
+    if max_drop is not None and metric is None:
+        raise ValueError(f"max_drop={max_drop} bounds a metric: give metric, a function that scores a model")
     start = time.perf_counter()
-    batches = _batches(calibration, recipe.calibration_batches)
+    inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
-    inputs = as_inputs(example) if example is not None else batches[0]
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     graph = capture(frozen_copy(reference), inputs).module()
-    quantizer = PlacementQuantizer(
-        observer=recipe.observer, weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip
+    if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration:
+        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe)
+    else:
+        assert not isinstance(recipe, Int8)
+        quantized_layers, float_layers = quantize_linears(graph, recipe)
+    quantized = QuantizedModel(
+        graph,
+        reference=reference,
+        recipe=recipe,
+        example=inputs,
+        quantized_layers=quantized_layers,
+        float_layers=float_layers,
+        batches=len(batches),
     )
+    judged = batches[0] if batches else inputs
+    with torch.no_grad():
+        found = compare(as_outputs(reference(*judged)), as_outputs(quantized(*judged)), parts)
+    quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
+    if metric is not None:
+        with torch.no_grad():
+            scores = Scores(
+                metric=metric,
+                float_model=float(metric(reference)),
+                quantized_model=float(metric(quantized)),
+                max_drop=max_drop,
+            )
+        scores.check(scores.float_model, "float model")
+        scores.check(scores.quantized_model, "quantized model")
+        quantized.scores = scores
+    quantized.seconds = time.perf_counter() - start
+    return quantized
+
+
+def placement(recipe: Quantization, *, qat: bool = False) -> PlacementQuantizer:
+    """Return the quantizer of a recipe whose activations have fixed ranges; QuantizeError for another recipe."""
+    if isinstance(recipe, Int8):
+        return PlacementQuantizer(
+            observer=recipe.observer, weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip, qat=qat
+        )
+    if isinstance(recipe, LowBit) and recipe.needs_calibration:
+        return PlacementQuantizer(weight_bits=4, activation_bits=4, skip=recipe.skip, qat=qat)
+    raise QuantizeError(
+        f"{recipe} has no ranges of activations that training could learn: take Int8(), or LowBit(activation_bits=4), or "
+        "quantize the trained model"
+    )
+
+
+def _inputs(
+    recipe: Quantization, calibration: Iterable[Tensor | Sequence[Tensor]] | None, example: Any
+) -> tuple[Inputs, list[Inputs]]:  # fmt: skip
+    """Return the inputs to capture on, and the calibration batches; QuantizeError where they are not what is needed."""
+    if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration:
+        if calibration is None:
+            raise QuantizeError(
+                f"{type(recipe).__name__} takes ranges of activations from calibration batches, and none were given"
+            )
+        batches = _batches(calibration, recipe.calibration_batches)
+        return (as_inputs(example) if example is not None else batches[0]), batches
+    if calibration is not None:
+        raise QuantizeError(
+            f"{type(recipe).__name__} takes no calibration data, and would ignore what was given: leave it out, and give example="
+        )
+    if example is None:
+        raise QuantizeError(
+            f"{type(recipe).__name__} needs example=, inputs on which the model is captured and compared"
+        )
+    inputs = as_inputs(example)
+    if any(value.is_floating_point() and not value.isfinite().all() for value in inputs):
+        raise QuantizeError("the example holds NaN or infinite values: the models cannot be compared on it")
+    return inputs, []
+
+
+def _calibrated(
+    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit
+) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
+    """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
+    quantizer = placement(recipe)
     with torch.no_grad():
         with quiet():
             prepared = pt2e.prepare(graph, quantizer)
         if not quantizer.quantized_layers:
             raise QuantizeError(
-                f"no layer of {type(model).__name__} can run on integers: a convolution needs {STEM_CHANNELS} input "
+                f"no layer of the model can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
         calibration_run = Calibration(prepared)
@@ -137,20 +244,7 @@ def quantize(
         calibration_run.check_ranges()
         with quiet():
             converted = pt2e.convert(prepared)
-    quantized = QuantizedModel(
-        converted,
-        reference=reference,
-        recipe=recipe,
-        example=inputs,
-        quantized_layers=quantizer.quantized_layers,
-        float_layers=quantizer.float_layers,
-        batches=len(batches),
-    )
-    with torch.no_grad():
-        found = compare(as_outputs(reference(*batches[0])), as_outputs(quantized(*batches[0])), parts)
-    quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
-    quantized.seconds = time.perf_counter() - start
-    return quantized
+    return converted, quantizer.quantized_layers, quantizer.float_layers
 
 
 class Calibration(torch.fx.Interpreter):

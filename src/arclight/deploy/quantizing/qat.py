@@ -20,8 +20,8 @@ from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PlacementQuantizer, module_name
-from arclight.deploy.quantizing.ptq import QuantizedModel, accept
-from arclight.deploy.settings import Int8
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept, placement
+from arclight.deploy.settings import Int8, Quantization
 
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
@@ -39,7 +39,7 @@ class PreparedModel(NamedGraphs):
     ranges: so a model may return something else in evaluation, as detectors do.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, recipe: Int8) -> None:
+    def __init__(self, model: nn.Module, example: Inputs, recipe: Quantization) -> None:
         graphs, quantizer = _graphs(model, example, recipe)
         super().__init__(graphs)
         self.__dict__.update(model=model, recipe=recipe, example=example)  # the model's tensors are registered below
@@ -60,7 +60,7 @@ class PreparedModel(NamedGraphs):
 
     model: nn.Module
     """The model that was prepared; it shares its tensors with this one."""
-    recipe: Int8
+    recipe: Quantization
     example: Inputs
     """The inputs it was captured on."""
     called: bool
@@ -142,7 +142,7 @@ class PreparedModel(NamedGraphs):
 
 
 def prepare_qat(
-    model: nn.Module, example_inputs: Tensor | Sequence[Tensor], *, recipe: Int8 | None = None
+    model: nn.Module, example_inputs: Tensor | Sequence[Tensor], *, recipe: Quantization | None = None
 ) -> PreparedModel:
     """Copy ``model`` with fake quantization inserted, to be trained with any loop and optimizer.
 
@@ -150,7 +150,8 @@ def prepare_qat(
     first; their first ranges are those that training moves. Weights are rounded with the scale of the batch norms behind them,
     whose epsilon and momentum stay as they are, as dropout does. ``convert`` makes the int8 model.
 
-    Raises QuantizeError for a model without a layer to quantize and a ``skip`` that names nothing; ExportError for a model
+    ``recipe``: `Int8`, or `LowBit` with 4-bit activations. Raises QuantizeError for other recipes, a model without a layer to
+    quantize and a ``skip`` that names nothing; ExportError for a model
     that torch.export cannot capture in training and in evaluation mode.
     """
     return PreparedModel(copy.deepcopy(model), inputs_on(model, example_inputs), recipe or Int8())
@@ -206,7 +207,9 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
     )
 
 
-def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
+def _graphs(
+    model: nn.Module, example: Inputs, recipe: Quantization
+) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
     """Capture ``model`` in training and evaluation mode, and insert fake quantization into both graphs."""
     modes = {module: module.training for module in model.modules()}
     graphs = {}
@@ -215,7 +218,7 @@ def _graphs(model: nn.Module, example: Inputs, recipe: Int8) -> tuple[dict[str, 
             if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
                 model.train(kind == "training")
             graph = _capture(model, example, kind)
-            quantizer = PlacementQuantizer(weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip, qat=True)
+            quantizer = placement(recipe, qat=True)
             with torch.no_grad(), quiet():
                 graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
             for module, mode in modes.items():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from arclight.deploy import Program, export, quantize
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Quantization, calibration_batches
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
@@ -23,8 +23,8 @@ CALIBRATION_BATCH = 8
 """Images per calibration batch."""
 
 
-def export_module(module: VisionModule, path: Path | str, images: Any, int8: Int8 | None = None) -> Program:
-    """Write ``module`` as one program file: float32, or with ``int8`` settings quantized on ``images``.
+def export_module(module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None) -> Program:
+    """Write ``module`` as one program file: float32, or quantized by ``recipe``, on ``images`` if it is calibrated.
 
     ``images``: a data set of training images without augmentation, as the module's data opens them; a few of them check the program against
     the model. The file says how photos become its input and its output becomes results, so
@@ -33,14 +33,15 @@ def export_module(module: VisionModule, path: Path | str, images: Any, int8: Int
     those picked can be decoded, CheckpointError where the weights that the settings name are missing.
     """
     module.check_weights()
-    batches = list(_float_batches(images, int8.calibration_batches if int8 is not None else 1))
+    batches = list(_float_batches(images, calibration_batches(recipe)))
     if not batches:
         raise DatasetError(
             f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
         )
     model: Any = fuse(module.model).cpu()  # a copy: the module stays on its device
-    if int8 is not None:
-        model = quantize(model, batches, recipe=int8, parts=module.output_parts)
+    if recipe is not None:
+        calibration = batches if recipe.needs_calibration else None
+        model = quantize(model, calibration, recipe=recipe, example=batches[0], parts=module.output_parts)
     processing = module.processing
     metadata = {
         "task": module.head,

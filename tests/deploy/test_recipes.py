@@ -1,0 +1,233 @@
+"""Recipes beside static int8: what becomes integers, what the program computes, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.deploy import (
+    DynamicInt8,
+    ExportError,
+    Int8,
+    LowBit,
+    Program,
+    QuantizeError,
+    WeightOnly,
+    convert,
+    export,
+    prepare_qat,
+    quantize,
+)
+from arclight.deploy.quantizing.linear import linear_dynamic, pack, unpack
+from arclight.deploy.settings import Quantization
+
+
+class Language(nn.Module):
+    """A tied embedding, a layer without a bias, a layer that is applied twice, and a convolution."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.mix = nn.Conv1d(32, 32, 1)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 40, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        for _ in range(2):
+            x = x + self.down(F.silu(self.up(x)))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(0, 40, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def language() -> Language:
+    torch.manual_seed(0)
+    return Language().eval()
+
+
+PROGRAMS: dict[str, tuple[Quantization, float, dict[str, int]]] = {
+    "dynamic int8": (DynamicInt8(), 30.0, {"DynamicQuantizeMatMul": 4}),
+    "4-bit weights": (WeightOnly(bits=4), 15.0, {"MatMulNBits": 4}),
+    "w4a8": (LowBit(), 15.0, {"MatMulNBits": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["dynamic int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("4-bit weights", "w4a8"))],
+)
+def test_programs_compute_what_is_simulated(
+    language: Language, tokens: Tensor, tmp_path: Path, precision: str
+) -> None:  # fmt: skip
+    recipe, least_db, kernels = PROGRAMS[precision]
+    quantized = quantize(language, recipe=recipe, example=tokens, metric=lambda model: float(model(tokens).std()))
+    assert quantized.quantized_layers == ("up", "down")
+    assert quantized.float_layers == ("embedding", "mix", "head")  # the head is tied to the embedding
+    assert quantized.sqnr_db > least_db
+    state = quantized.state_dict()
+    assert state["up.weight"].dtype in (torch.uint8, torch.int8)
+    assert torch.equal(state["head.weight"], language.head.weight)
+    program = export(quantized, tmp_path / "p.onnx", example_inputs=tokens)
+    assert program.precision == precision
+    assert program.metadata["parity"]["sqnr_db"] > 60  # the kernel's own arithmetic, not merely near it
+    assert torch.allclose(program(tokens[:2]), quantized(tokens[:2]), atol=1e-4)
+    report = Program.load(program.path).metadata["quantization"]
+    assert report["kernels"] == kernels
+    assert report["metric"]["program"] == pytest.approx(report["metric"]["simulated"], rel=1e-3)
+    assert report["speed"]["low"] <= report["speed"]["over_fp32"] <= report["speed"]["high"]
+    assert report["speed"]["size_over_fp32"] < 1
+
+
+@pytest.mark.slow
+def test_8_bit_weights_run_on_integers(language: Language, tokens: Tensor, tmp_path: Path) -> None:
+    quantized = quantize(language, recipe=WeightOnly(), example=tokens)
+    program = export(quantized, tmp_path / "p.onnx", example_inputs=tokens)
+    assert program.metadata["parity"]["sqnr_db"] > 60
+    assert quantized.sqnr_db > 35
+
+
+def test_a_head_of_its_own_is_quantized(tokens: Tensor) -> None:
+    quantized = quantize(Language(tied=False), recipe=WeightOnly(), example=tokens)
+    assert quantized.quantized_layers == ("up", "down", "head")
+    assert quantized.float_layers == ("embedding", "mix")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_are_within_a_step(bits: int) -> None:
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    weight[2] = 0
+    integers, scale = pack(weight, bits, 16)
+    assert integers.shape == (6, 4, 16 * bits // 8)
+    step = scale.abs().repeat_interleave(16, 1)
+    error = (unpack(integers, scale, bits) - weight).abs()
+    assert (error <= step * (1 if bits == 8 else 2.7) + 1e-6).all()  # extremes of 4-bit groups may be cut off
+    assert torch.equal(unpack(integers, scale, bits)[2], torch.zeros(64))
+    widest = pack_widest(weight, bits)
+    assert error.square().sum() <= (widest - weight).square().sum()
+
+
+def pack_widest(weight: Tensor, bits: int) -> Tensor:
+    """Round with the widest range of each group, as a runtime's own packer does."""
+    largest = 2 ** (bits - 1)
+    groups = weight.unflatten(1, (-1, 16))
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = torch.where(extreme == 0, 1.0, extreme / -largest)
+    rounded: Tensor = (groups / scale).round().clamp(-largest, largest - 1) * scale
+    return rounded.flatten(1)
+
+
+def test_dynamic_activations_of_zeros() -> None:
+    product = linear_dynamic(torch.zeros(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.ones(4), torch.arange(4.0))
+    assert torch.equal(product, torch.arange(4.0).expand(2, 4))
+
+
+def test_a_metric_that_drops_too_far_is_refused(language: Language, tokens: Tensor) -> None:
+    def closeness(model: object) -> float:
+        assert callable(model)
+        return -float((model(tokens) - language(tokens)).abs().max().detach())
+
+    with pytest.raises(QuantizeError, match=r"metric of the quantized model is -.* drops by more than max_drop=1e-06"):
+        quantize(language, recipe=WeightOnly(bits=4), example=tokens, metric=closeness, max_drop=1e-6)
+    with pytest.raises(QuantizeError, match="metric of the float model is nan"):
+        quantize(language, recipe=WeightOnly(), example=tokens, metric=lambda _: float("nan"))
+    with pytest.raises(ValueError, match=r"max_drop=0\.1 bounds a metric"):
+        quantize(language, recipe=WeightOnly(), example=tokens, max_drop=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrong"),
+    [
+        (WeightOnly(group_size=64), r"group_size=64 does not divide the inputs of up \(32\): take group_size=32"),
+        (
+            WeightOnly(skip=("up", "down")),
+            r"WeightOnly is for linear layers, .*\['embedding', 'mix', 'up', 'down', 'head'\]",
+        ),
+        (DynamicInt8(skip=("upp",)), "skip names 'upp', .* did you mean 'up'"),
+        (WeightOnly(bits=4, min_sqnr_db=90), r"leaves output 0 a signal-to-noise ratio of .* the recipe asks for 90"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(
+    language: Language, tokens: Tensor, recipe: Quantization, wrong: str
+) -> None:  # fmt: skip
+    with pytest.raises(QuantizeError, match=wrong):
+        quantize(language, recipe=recipe, example=tokens)
+
+
+@pytest.mark.parametrize("recipe", [DynamicInt8(), WeightOnly(), LowBit()])
+def test_calibration_data_that_would_be_ignored_is_refused(
+    language: Language, tokens: Tensor, recipe: Quantization
+) -> None:  # fmt: skip
+    with pytest.raises(QuantizeError, match=f"{type(recipe).__name__} takes no calibration data"):
+        quantize(language, [tokens], recipe=recipe)
+    with pytest.raises(QuantizeError, match="needs example="):
+        quantize(language, recipe=recipe)
+    with pytest.raises(QuantizeError, match="no ranges of activations that training could learn"):
+        prepare_qat(language, tokens, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", [Int8(), LowBit(activation_bits=4)])
+def test_calibration_data_that_are_missing_are_asked_for(language: Language, recipe: Quantization) -> None:
+    with pytest.raises(QuantizeError, match=f"{type(recipe).__name__} takes ranges of activations"):
+        quantize(language, recipe=recipe)
+
+
+def test_a_convolutional_network_is_told_of_int8() -> None:
+    with pytest.raises(QuantizeError, match="Convolutions run on integers by Int8"):
+        quantize(nn.Sequential(nn.Conv2d(4, 4, 1)), recipe=DynamicInt8(), example=torch.rand(2, 4, 4, 4))
+
+
+def test_settings_name_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"bits must be 8 or 4, .* got 3"):
+        WeightOnly(bits=3)
+    with pytest.raises(ValueError, match=r"group_size must be one of 16, 32, 64, 128, 256, .* got 24"):
+        WeightOnly(group_size=24)
+    with pytest.raises(ValueError, match=r"activation_bits must be 8 \(W4A8\) or 4 \(W4A4\), got 2"):
+        LowBit(activation_bits=2)
+
+
+def test_w4a4_is_simulated_and_trained_but_has_no_program(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    images = torch.rand(4, 4, 8, 8)
+    quantized = quantize(model, [images], recipe=LowBit(activation_bits=4))
+    eight = quantize(model, [images])
+    assert quantized.quantized_layers == eight.quantized_layers
+    assert quantized.sqnr_db < eight.sqnr_db - 10
+    assert int(quantized.state_dict()["2.weight"].abs().max()) == 7
+    with pytest.raises(
+        ExportError, match=r"no program of W4A4.*LowBit\(activation_bits=8\), WeightOnly\(bits=4\) or Int8"
+    ):
+        export(quantized, tmp_path / "p.onnx", example_inputs=images)
+    prepared = prepare_qat(model, images, recipe=LowBit(activation_bits=4, min_sqnr_db=0))
+    prepared(images).sum().backward()
+    assert prepared.get_parameter("0.weight").grad is not None
+    rounded = convert(prepared)
+    assert int(rounded.state_dict()["2.weight"].abs().max()) == 7
+    with pytest.raises(ExportError, match="no program of W4A4"):
+        export(rounded, tmp_path / "p.onnx", example_inputs=images)
+
+
+@pytest.mark.slow
+def test_a_program_that_saves_no_time_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A layer this small has more to do in packing than in multiplying."""
+    model = nn.Sequential(nn.Linear(16, 1, bias=False))
+    x = torch.rand(4, 16)
+    with caplog.at_level(logging.WARNING, "arclight"):
+        program = export(
+            quantize(model, recipe=LowBit(group_size=16), example=x), tmp_path / "p.onnx", example_inputs=x
+        )
+    assert ("saves memory, no time" in caplog.text) == (program.metadata["quantization"]["speed"]["high"] < 1)
