@@ -154,7 +154,7 @@ def quantize(
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     graph = capture(frozen_copy(reference), inputs).module()
     if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration:
-        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe)
+        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
     else:
         assert not isinstance(recipe, Int8)
         quantized_layers, float_layers = quantize_linears(graph, recipe)
@@ -226,7 +226,7 @@ def _inputs(
 
 
 def _calibrated(
-    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit
+    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit, name: str
 ) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
     """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
     quantizer = placement(recipe)
@@ -235,7 +235,7 @@ def _calibrated(
             prepared = pt2e.prepare(graph, quantizer)
         if not quantizer.quantized_layers:
             raise QuantizeError(
-                f"no layer of the model can run on integers: a convolution needs {STEM_CHANNELS} input "
+                f"no layer of {name} can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
         calibration_run = Calibration(prepared)
