@@ -98,11 +98,7 @@ def export(
         described["parity"] = {"against": against, "batch_sizes": list(batches), **_described(parity)}
         described["precision"] = precision
         if quantized:
-            described["quantization"] = _quantization_report(quantized, draft, inputs, parts)
-            if not isinstance(quantized.recipe, Int8):
-                described["quantization"]["speed"] = _speed(quantized, draft, inputs, dynamic_batch)
-            if quantized.scores is not None:
-                described["quantization"]["metric"] = _metric(quantized, draft)
+            described["quantization"] = _quantization_report(quantized, draft, inputs, parts, dynamic_batch)
         described["versions"] = _versions()
         seal(draft, described)
         Program.load(draft, device="cpu")
@@ -168,7 +164,9 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
             )
 
 
-def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None) -> dict[str, Any]:
+def _quantization_report(
+    quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None, dynamic_batch: bool
+) -> dict[str, Any]:  # fmt: skip
     """Report what was quantized, its distance to the float model, and its kernels."""
     calibrated = isinstance(quantized.recipe, Int8)
     wanted = onnx_graph.INTEGER_KERNELS if calibrated else onnx_graph.LINEAR_KERNELS
@@ -182,6 +180,8 @@ def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs,
         )
     against_float = _parity(draft, quantized.reference, {batch_size(inputs): inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
+    timed = {} if calibrated else {"speed": _speed(quantized, draft, inputs, dynamic_batch)}
+    scored = {} if quantized.scores is None else {"metric": _metric(quantized, draft)}
     return {
         **kind,
         **asdict(quantized.recipe),
@@ -190,6 +190,8 @@ def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs,
         "float_layers": list(quantized.float_layers),
         "integer_kernels" if calibrated else "kernels": found,
         "against_float": _described(against_float),
+        **timed,
+        **scored,
     }
 
 

@@ -172,18 +172,18 @@ def quantize(
         found = compare(as_outputs(reference(*judged)), as_outputs(quantized(*judged)), parts)
     quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
     if metric is not None:
-        with torch.no_grad():
-            scores = Scores(
-                metric=metric,
-                float_model=float(metric(reference)),
-                quantized_model=float(metric(quantized)),
-                max_drop=max_drop,
-            )
-        scores.check(scores.float_model, "float model")
-        scores.check(scores.quantized_model, "quantized model")
-        quantized.scores = scores
+        quantized.scores = _scored(reference, quantized, metric, max_drop)
     quantized.seconds = time.perf_counter() - start
     return quantized
+
+
+def _scored(reference: nn.Module, quantized: QuantizedModel, metric: Metric, max_drop: float | None) -> Scores:
+    with torch.no_grad():
+        before, after = float(metric(reference)), float(metric(quantized))
+    scores = Scores(metric=metric, float_model=before, quantized_model=after, max_drop=max_drop)
+    scores.check(before, "float model")
+    scores.check(after, "quantized model")
+    return scores
 
 
 def placement(recipe: Quantization, *, qat: bool = False) -> PlacementQuantizer:
