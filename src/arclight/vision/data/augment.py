@@ -3,6 +3,8 @@
 Every function takes its random numbers from the generator it is given, so the same state of it and the same images
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
 name places, not pixels: an image of width w covers [0, w], and its first pixel has its centre at 0.5.
+
+Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN where a point is not labelled.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from arclight.fabric.extras import require
 from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.images import Image
+from arclight.vision.data.labels import KeypointShape
 from arclight.vision.data.letterbox import GREY
 
 cv2 = require("cv2", extra="vision")
@@ -36,7 +39,9 @@ MAX_PASTED = 8
 """Objects pasted into one image."""
 
 
-def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+def mosaic(
+    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+) -> Labelled:
     """Compose four images around a random centre, under one random transform, in a square of ``size`` pixels.
 
     The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size, of which a random part is cut out. That
@@ -52,11 +57,13 @@ def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment
         top = centre_y - height if place < 2 else centre_y
         matrix = transform @ _shift(left, top)
         _warp_into(canvas, image, matrix)
-        boxes.append(warp_boxes(labels, matrix, size))
+        boxes.append(warp_boxes(labels, matrix, size, keypoints=keypoints))
     return canvas, np.concatenate(boxes)
 
 
-def mosaic9(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+def mosaic9(
+    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+) -> Labelled:
     """Compose nine images at two thirds of their size, the first in the middle, in a square of ``size`` pixels.
 
     They fill the same plane of twice the size as the four of `mosaic`, around a random centre; each is warped once.
@@ -73,7 +80,7 @@ def mosaic9(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augmen
         top = centre[1] + (row - 0.5) * cell + (cell - height) * (0.5 - 0.5 * row)
         matrix = transform @ _shift(left, top) @ np.diag([cell / size, cell / size, 1.0])
         _warp_into(canvas, image, matrix)
-        boxes.append(warp_boxes(labels, matrix, size))
+        boxes.append(warp_boxes(labels, matrix, size, keypoints=keypoints))
     return canvas, np.concatenate(boxes)
 
 
@@ -81,11 +88,11 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 """Row and column of each of nine images, from the middle one."""
 
 
-def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator) -> Labelled:
+def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator, *, keypoints: bool = False) -> Labelled:
     """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
 
     What is copied is within the outline of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea:
-    arXiv 2012.07177).
+    arXiv 2012.07177). Keypoints outside of the box stay behind.
     """
     image, boxes = labelled
     pixels, candidates = source
@@ -99,10 +106,13 @@ def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator) -
             continue
         place = np.array([[row[0], left, top, left + x2 - x1, top + y2 - y1]], np.float32)
         outline = row[None, 5:] + np.tile(np.array([left - x1, top - y1], np.float32), len(row[5:]) // 2)
+        if keypoints:
+            _forget_outside(outline.reshape(-1, 2), place[0, 1:3], place[0, 3:5])
         place = np.concatenate((place, outline), 1)
         if _hidden(np.concatenate(pasted), place[0]).max(initial=0.0) <= MAX_HIDDEN:
-            seen = np.ones((y2 - y1, x2 - x1), np.uint8) if len(row) == 5 else np.zeros((y2 - y1, x2 - x1), np.uint8)
-            if len(row) > 5:
+            outlined = len(row) > 5 and not keypoints
+            seen = np.zeros((y2 - y1, x2 - x1), np.uint8) if outlined else np.ones((y2 - y1, x2 - x1), np.uint8)
+            if outlined:
                 cv2.fillPoly(
                     seen, [((row[5:].reshape(-1, 2) - (x1 + 0.5, y1 + 0.5)) * 16).round().astype(np.int32)], 1, shift=4
                 )
@@ -119,13 +129,15 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
     return shares
 
 
-def random_affine(tile: Labelled, rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+def random_affine(
+    tile: Labelled, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+) -> Labelled:
     """Place one whole image in a square of ``size`` pixels, under a random transform about its centre."""
     image, labels = tile
     matrix = random_transform(rng, augment, size, reach=0.5 * size) @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
     canvas = np.full((size, size, 3), GREY, np.uint8)
     _warp_into(canvas, image, matrix)
-    return canvas, warp_boxes(labels, matrix, size)
+    return canvas, warp_boxes(labels, matrix, size, keypoints=keypoints)
 
 
 def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, reach: float) -> Matrix:
@@ -148,11 +160,14 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, r
     return result
 
 
-def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
-    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen."""
+def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: bool = False) -> Boxes:
+    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen.
+
+    The box of an outline is the outline's hull, one with ``keypoints`` its own corners'; keypoints outside of the square are NaN.
+    """
     if len(boxes) == 0:
         return boxes
-    outlined = boxes.shape[1] > 5
+    outlined = boxes.shape[1] > 5 and not keypoints
     corners = boxes[:, 5:] if outlined else boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]]
     points = _project(matrix, corners.reshape(-1, 2)).reshape(len(boxes), -1, 2)
     whole = np.concatenate((points.min(1), points.max(1)), 1)
@@ -164,7 +179,16 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
     sides, whole_sides = seen[:, 2:] - seen[:, :2], whole[:, 2:] - whole[:, :2]
     keep = (sides.min(1) >= MIN_SIDE) & (sides.prod(1) >= MIN_VISIBLE * whole_sides.prod(1))
     outlines = [points[keep].reshape(-1, boxes.shape[1] - 5)] if outlined else []
+    if keypoints:
+        marked = _project(matrix, boxes[keep, 5:].reshape(-1, 2))
+        _forget_outside(marked, 0, size)
+        outlines = [marked.reshape(-1, boxes.shape[1] - 5)]
     return np.concatenate((boxes[keep, :1], seen[keep], *outlines), 1, dtype=np.float32)
+
+
+def _forget_outside(points: Points, low: Points | float, high: Points | float) -> None:
+    """Set points (n, 2) to NaN, in place, that are not between ``low`` and ``high``."""
+    points[~((points >= low) & (points <= high)).all(-1)] = np.nan
 
 
 def clip_outline(points: Points, size: int) -> Points:
@@ -190,25 +214,41 @@ def never_mirrored(names: Sequence[str], augment: Augment) -> frozenset[int]:
 
 
 def flip(
-    labelled: Labelled, rng: np.random.Generator, augment: Augment, fixed: frozenset[int] = frozenset()
+    labelled: Labelled,
+    rng: np.random.Generator,
+    augment: Augment,
+    fixed: frozenset[int] = frozenset(),
+    keypoints: KeypointShape | None = None,
 ) -> Labelled:
-    """Mirror left-right and top-bottom, each with its probability, unless there is an object of a class in ``fixed``."""
+    """Mirror left-right and top-bottom, each with its probability, unless there is an object of a class in ``fixed``.
+
+    In a mirror left and right change places, whichever way it stands: ``keypoints`` are renumbered as they say, and images of
+    keypoints that do not say so are never mirrored.
+    """
     image, boxes = labelled
     height, width = image.shape[:2]
     may = not fixed or fixed.isdisjoint(boxes[:, 0].astype(int).tolist())
+    may = may and (keypoints is None or keypoints.flip is not None)
     if rng.random() < augment.fliplr and may:
         image = cv2.flip(image, 1)
-        points = boxes[:, 5:].copy()
+        points = _renumbered(boxes[:, 5:], keypoints)
         points[:, ::2] = width - points[:, ::2]
         boxes = np.stack((boxes[:, 0], width - boxes[:, 3], boxes[:, 2], width - boxes[:, 1], boxes[:, 4]), 1)
         boxes = np.concatenate((boxes, points), 1)
     if rng.random() < augment.flipud and may:
         image = cv2.flip(image, 0)
-        points = boxes[:, 5:].copy()
+        points = _renumbered(boxes[:, 5:], keypoints)
         points[:, 1::2] = height - points[:, 1::2]
         boxes = np.stack((boxes[:, 0], boxes[:, 1], height - boxes[:, 4], boxes[:, 3], height - boxes[:, 2]), 1)
         boxes = np.concatenate((boxes, points), 1)
     return image, boxes
+
+
+def _renumbered(points: Boxes, keypoints: KeypointShape | None) -> Boxes:
+    """Copy points (n, 2 P), keypoints among them under the numbers that they have in a mirror."""
+    if keypoints is None or keypoints.flip is None:
+        return points.copy()
+    return points.reshape(len(points), keypoints.count, 2)[:, list(keypoints.flip)].reshape(points.shape)
 
 
 def mixup(first: Labelled, second: Labelled, rng: np.random.Generator) -> Labelled:

@@ -30,12 +30,23 @@ class DataSpec:
 
         Rows with keypoints have boxes, too.
         """
+        if wanted == "keypoints":
+            return self.pose_shape()
         if wanted == "polygons" and self.keypoints is not None:
             raise DatasetError(
                 f"{self.file} has kpt_shape: its rows are boxes with keypoints, and this task learns outlines; leave it out and write "
                 "rows class x1 y1 x2 y2 x3 y3 ..."
             )
         return wanted if self.keypoints is None else self.keypoints
+
+    def pose_shape(self) -> KeypointShape:
+        """Return the keypoints that rows have. Raises DatasetError where the file says of none."""
+        if self.keypoints is None:
+            raise DatasetError(
+                f"{self.file} has no kpt_shape, and this task learns keypoints: write for example `kpt_shape: [17, 3]` and rows "
+                "class cx cy w h x1 y1 v1 x2 y2 v2 ..."
+            )
+        return self.keypoints
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""

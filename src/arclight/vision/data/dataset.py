@@ -25,7 +25,14 @@ from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
-from arclight.vision.data.labels import DatasetError, DatasetReport, Points, TaskGeometry, check_labels
+from arclight.vision.data.labels import (
+    DatasetError,
+    DatasetReport,
+    KeypointShape,
+    Points,
+    TaskGeometry,
+    check_labels,
+)
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
@@ -49,7 +56,7 @@ class Sample:
     image: Tensor
     """(3, S, S) uint8 RGB."""
     targets: Tensor
-    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square."""
+    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN where not labelled."""
     path: str
     """The file; of a training image, which may hold parts of several, the first one."""
     shape: tuple[int, int] | None = None
@@ -80,9 +87,10 @@ class BatchBuffer(list[Sample]):
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
-    Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square. Batches of
-    validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image. Batches
-    of outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation, ``outlines``; see `Sample`.
+    Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square, and then as many
+    columns as `Sample` has for keypoints. Batches of validation also have ``shapes`` (height, width) and ``letterbox`` (scale,
+    pad_x, pad_y), one of each per image. Batches of outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation,
+    ``outlines``; see `Sample`.
     """
     rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
     if isinstance(samples, BatchBuffer):
@@ -91,7 +99,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
         images = torch.stack([sample.image for sample in samples])
     batch: dict[str, Any] = {
         "images": images,
-        "targets": torch.cat([torch.zeros(0, 6), *rows]),
+        "targets": torch.cat([torch.zeros(0, rows[0].shape[1] if rows else 6), *rows]),
         "paths": [sample.path for sample in samples],
     }
     if all(sample.letterbox is not None for sample in samples):
@@ -137,6 +145,8 @@ class DetectionDataset(Dataset[Sample]):
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
     share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
+    outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
+    not labelled.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
@@ -161,6 +171,7 @@ class DetectionDataset(Dataset[Sample]):
         stride: int = 32,
         image_weights: bool = False,
         outlines: Sequence[Sequence[Points]] | None = None,
+        keypoints: KeypointShape | None = None,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
@@ -182,6 +193,13 @@ class DetectionDataset(Dataset[Sample]):
         self._weights = draw_weights(self.labels) if image_weights else None
         self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
         self._points = max((len(points) for of_image in self.outlines or () for points in of_image), default=0)
+        self.keypoints = keypoints
+        if keypoints is not None:
+            self._points = keypoints.count
+            if keypoints.flip is None and augment is not None and (augment.fliplr or augment.flipud):
+                log.warning(
+                    "images are not mirrored: there is no flip_idx that says what becomes of keypoints in a mirror"
+                )
         self.mosaic_open = True
         self.mix, self.epoch = mix, 0
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
@@ -209,8 +227,8 @@ class DetectionDataset(Dataset[Sample]):
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
-        come into each epoch; ``single_class`` takes all classes for class 0. Of rows with keypoints only the boxes are used. Raises
-        DatasetError where nothing usable is found.
+        come into each epoch; ``single_class`` takes all classes for class 0. Of rows with keypoints only the boxes are used,
+        unless ``geometry`` asks for them. Raises DatasetError where nothing usable is found.
         """
         own_geometry = spec.geometry(geometry)
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=own_geometry)
@@ -218,12 +236,17 @@ class DetectionDataset(Dataset[Sample]):
         settings = {"names": spec.names, "report": found.report, **settings}
         images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
         outlines = None
-        if geometry == "polygons" and found.outlines is not None:
+        if geometry != "boxes" and found.outlines is not None:
             outlines = [found.outlines[i] for i in own]
+        keypoints = spec.pose_shape() if geometry == "keypoints" else None
         sizes = [len(images)]
         for source in mix:
             other = read_data_yaml(source.data)
             numbers = np.array(source.class_numbers(other, spec.names), np.float32)
+            if keypoints is not None and other.pose_shape().count != keypoints.count:
+                raise DatasetError(
+                    f"mix: {other.file} has {other.keypoints}, {spec.file} {keypoints}: they must be the same"
+                )
             added = check_labels(
                 other.images("train"),
                 len(other.names),
@@ -242,7 +265,7 @@ class DetectionDataset(Dataset[Sample]):
             for rows in labels:
                 rows[:, 0] = 0
         mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
-        return cls(images, labels, outlines=outlines, mix=mixed, **settings)
+        return cls(images, labels, outlines=outlines, keypoints=keypoints, mix=mixed, **settings)
 
     @property
     def damaged(self) -> int:
@@ -304,7 +327,11 @@ class DetectionDataset(Dataset[Sample]):
             outlines = tuple(
                 points * np.array([width, height], np.float32) * scale + corner for points in self.outlines[index]
             )
-            more = {"mask": draw_masks(outlines, self.image_size), "outlines": outlines}
+            if self.keypoints is None:
+                more = {"mask": draw_masks(outlines, self.image_size), "outlines": outlines}
+            else:
+                points = np.array(outlines, np.float32).reshape(len(targets), 2 * self._points) / self.image_size
+                targets = np.concatenate((targets, points), 1, dtype=np.float32)
         samples.add(square, targets, self.images[index], (height, width), placed, **more)
 
     # Training
@@ -316,32 +343,39 @@ class DetectionDataset(Dataset[Sample]):
         if self.mosaic_open and rng.random() < augment.mixup:
             labelled = augmentation.mixup(labelled, self._compose(int(rng.choice(pool)), pool, rng, augment), rng)
         if self.mosaic_open and augment.copy_paste and rng.random() < augment.copy_paste:
-            labelled = augmentation.copy_paste(labelled, self._decoded(int(rng.choice(pool)))[:2], rng)
-        image, boxes = augmentation.flip(labelled, rng, augment, self._fixed)
+            source = self._decoded(int(rng.choice(pool)))[:2]
+            labelled = augmentation.copy_paste(labelled, source, rng, keypoints=self.keypoints is not None)
+        image, boxes = augmentation.flip(labelled, rng, augment, self._fixed, self.keypoints)
         image = augmentation.hsv_jitter(image, rng, augment)
         if samples.size != self.image_size:
             shrinks = samples.size < self.image_size
             image = cv2.resize(
                 image, (samples.size, samples.size), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
             )
-        targets = boxes[:, :5].copy()
+        targets = boxes[:, :5].copy() if self.keypoints is None else boxes.copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
         outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (samples.size / self.image_size)
-        mask = None if self.outlines is None else draw_masks(list(outlines), samples.size)
+        masked = self.outlines is not None and self.keypoints is None
+        mask = draw_masks(list(outlines), samples.size) if masked else None
         samples.add(image, targets, self._decoded(index).path, mask=mask)
 
     def _compose(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
     ) -> augmentation.Labelled:
+        has_keypoints = self.keypoints is not None
         if not (self.mosaic_open and rng.random() < augment.mosaic):
-            return augmentation.random_affine(self._decoded(index)[:2], rng, augment, self.image_size)
+            return augmentation.random_affine(
+                self._decoded(index)[:2], rng, augment, self.image_size, keypoints=has_keypoints
+            )
         if augment.mosaic9 and rng.random() < augment.mosaic9:
             nine = [self._decoded(int(member))[:2] for member in (index, *rng.choice(pool, 8))]
-            return augmentation.mosaic9(nine, rng, augment, self.image_size)
+            return augmentation.mosaic9(nine, rng, augment, self.image_size, keypoints=has_keypoints)
         members = rng.permutation([index, *rng.choice(pool, 3)]).tolist()
-        return augmentation.mosaic([self._decoded(member)[:2] for member in members], rng, augment, self.image_size)
+        return augmentation.mosaic(
+            [self._decoded(member)[:2] for member in members], rng, augment, self.image_size, keypoints=has_keypoints
+        )
 
     def _decoded(self, index: int) -> _DecodedImage:
         decoded = self._recent.get(index)

@@ -43,8 +43,8 @@ class KeypointShape:
         return f"{self.count} keypoints of {self.dims} numbers"
 
 
-TaskGeometry = Literal["boxes", "polygons"]
-"""What a task learns from rows of labels: boxes, of which every row has one, or polygons alone."""
+TaskGeometry = Literal["boxes", "polygons", "keypoints"]
+"""What a task learns from rows of labels: boxes, of which every row has one, polygons alone, or boxes with keypoints."""
 Geometry = TaskGeometry | KeypointShape
 """What rows of labels are read as: boxes, of which a polygon has one, polygons alone, or boxes with keypoints."""
 
