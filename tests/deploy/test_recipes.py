@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,10 @@ def test_a_program_that_saves_no_time_says_so(tmp_path: Path, caplog: pytest.Log
             quantize(model, recipe=LowBit(group_size=16), example=x), tmp_path / "p.onnx", example_inputs=x
         )
     assert ("saves memory, no time" in caplog.text) == (program.metadata["quantization"]["speed"]["high"] < 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["export", "quantize", "prepare_qat", "benchmark"])
+def test_each_name_can_be_the_first_import(name: str) -> None:
+    """Operators that torchao registers are there, whichever module comes first."""
+    subprocess.run([sys.executable, "-c", f"from arclight.deploy import {name}"], check=True, timeout=120)

@@ -11,18 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-QUANTIZE = {
-    torch.ops.quantized_decomposed.quantize_per_tensor.default,
-    torch.ops.quantized_decomposed.quantize_per_tensor.tensor,
-    torch.ops.quantized_decomposed.quantize_per_channel.default,
-}
+from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
+
 NAME = "arclight_name"
 """Key of a node's notes: the name that the tensor it reads shall have."""
-DEQUANTIZE = {
-    torch.ops.quantized_decomposed.dequantize_per_tensor.default,
-    torch.ops.quantized_decomposed.dequantize_per_tensor.tensor,
-    torch.ops.quantized_decomposed.dequantize_per_channel.default,
-}
 
 
 class NamedGraphs(nn.Module):

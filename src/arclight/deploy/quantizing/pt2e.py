@@ -45,6 +45,17 @@ DerivedSpec: Any = _quantizer.DerivedQuantizationSpec
 ObserverBase: Any = _pt2e.ObserverBase
 MinMaxObserver: Any = _pt2e.MinMaxObserver
 OBSERVERS: Any = (_pt2e.ObserverBase, _pt2e.FakeQuantizeBase)
+# torch has these operators only after torchao's import
+QUANTIZE = {
+    torch.ops.quantized_decomposed.quantize_per_tensor.default,
+    torch.ops.quantized_decomposed.quantize_per_tensor.tensor,
+    torch.ops.quantized_decomposed.quantize_per_channel.default,
+}
+DEQUANTIZE = {
+    torch.ops.quantized_decomposed.dequantize_per_tensor.default,
+    torch.ops.quantized_decomposed.dequantize_per_tensor.tensor,
+    torch.ops.quantized_decomposed.dequantize_per_channel.default,
+}
 
 _ANNOTATION_KEY = "quantization_annotation"
 _ACTIVATION_EPS = 2.0**-16
