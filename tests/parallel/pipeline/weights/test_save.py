@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.parallel.pipeline.known_costs import known_costs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +28,7 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.fabric.weight_files import WeightFiles
 from arclight.parallel import PlanError, pipeline
+from arclight.parallel.pipeline.unit_costs import ModelCosts
 from arclight.parallel.pipeline.weights import save as saving
 from arclight.parallel.pipeline.weights.load import load
 from arclight.parallel.pipeline.weights.save import save
@@ -54,8 +57,17 @@ def llama() -> Any:
 BUILD: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama}
 
 
+@functools.cache
+def costs_of(name: str) -> ModelCosts | None:
+    with torch.device("meta"):
+        model = BUILD[name]()
+    return known_costs(model.eval(), EXAMPLE)
+
+
 def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
-    """What ``function`` gives on each of so many processes."""
+    """What ``function`` gives on each of so many processes, which know what models cost."""
+    for name in BUILD:
+        costs_of(name)
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
@@ -73,7 +85,7 @@ def reference(name: str) -> Any:
 def cut(name: str, stages: int) -> pipeline.Pipe:
     with torch.device("meta"):
         model = BUILD[name]()
-    return pipeline.split(model.eval(), EXAMPLE, stages=stages)
+    return pipeline.split(model.eval(), EXAMPLE, stages=stages, costs=costs_of(name))
 
 
 def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
