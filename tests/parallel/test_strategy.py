@@ -172,11 +172,11 @@ def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan, alone
 
 
 def test_windows_of_batches_that_count_differently(tmp_path: Path) -> None:
-    options = {"max_steps": 4, "accumulate_grad_batches": 3}
+    options = {"max_steps": 2, "accumulate_grad_batches": 3, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)
     _, found, _ = fit(tmp_path / "2", Plan(dp_shard=2, pp=2, schedule="InterleavedZeroBubble"), **options)
-    assert len(found) == 12
-    assert found == pytest.approx(wanted, rel=1e-5)  # float32 after four updates
+    assert len(found) == 6
+    assert found == pytest.approx(wanted, rel=1e-5)  # float32 after an update
 
 
 class Plain(al.Module):
@@ -340,17 +340,19 @@ class Scores(al.Callback):
     "plan", [Plan(dp_shard=2, tp=2), pytest.param(Plan(dp_shard=2, pp=2), marks=pytest.mark.slow)], ids=str
 )
 def test_shares_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
+    sizes: dict[str, Any] = {"layers": 2 if plan.pp > 1 else 1, "limit_val_batches": 0}
+
     def run(number: int, steps: int, ckpt: str | None = None) -> tuple[list[float], list[str]]:
         saver = ModelCheckpoint(tmp_path / "c", "{step}", "score", save_top_k=2, save_last=True, every_n_train_steps=1)
         more = [Scores(), saver]
-        options = {"max_steps": steps, "layers": 2, "enable_checkpointing": True}
+        options = {"max_steps": steps, "enable_checkpointing": True} | sizes
         _, losses, _ = fit(tmp_path / str(number), plan, ckpt, more=more, **options)
         kept = sorted((tmp_path / "c").iterdir())
         assert [checkpoint.verify(path) for path in kept] == [[]] * len(kept)
         assert {checkpoint.inspect(path).ranks for path in kept} == {4}
         return losses, [path.name for path in kept]
 
-    _, wanted, _ = fit(tmp_path / "0", plan, max_steps=6, layers=2)
+    _, wanted, _ = fit(tmp_path / "0", plan, max_steps=6, **sizes)
     assert run(1, 4)[1] == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     losses, kept = run(2, 6, "last")
     assert kept == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
@@ -359,7 +361,8 @@ def test_shares_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path
 
 
 def test_windows_and_half_precision(tmp_path: Path) -> None:
-    plan, options = Plan(dp_shard=2, tp=2), {"accumulate_grad_batches": 2, "max_steps": 4, "layers": 2}
+    plan = Plan(dp_shard=2, tp=2)
+    options = {"accumulate_grad_batches": 2, "max_steps": 2, "layers": 2, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)
     _, found, _ = fit(tmp_path / "2", plan, **options)
     assert found == pytest.approx(wanted, abs=1e-5)
@@ -369,7 +372,7 @@ def test_windows_and_half_precision(tmp_path: Path) -> None:
 
 
 def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Four steps of a loop that is the user's own: losses, norms of gradients, weights."""
+    """Two steps of a loop that is the user's own: losses, norms of gradients, weights."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     with fabric.init_module(empty_init=fabric.world_size > 1):
@@ -379,7 +382,7 @@ def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tens
     model, share = fabric.setup_module(model), fabric.strategy.distributed_sampler_kwargs
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses, norms = [], []
-    for (tokens,) in loader(GLOBAL_BATCH, 48, False):
+    for (tokens,) in loader(GLOBAL_BATCH, 24, False):
         tokens = tokens.chunk(share["num_replicas"])[share["rank"]]
         logits = model(tokens[:, :-1])
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
