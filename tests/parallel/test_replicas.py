@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks import Ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -101,18 +104,34 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+POOLS = {count: Ranks(count) for count in (2, 4)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools() -> Iterator[None]:
+    yield
+    for ranks in POOLS.values():
+        ranks.close()
+
+
 def fit(
     folder: Path, plan: Plan, *callbacks: Any, module: Any = None, save_at: int = -1, ckpt: Any = None, **options: Any
 ) -> list[dict[str, Any]]:
     """Eight steps, or ``max_steps``: what each process records."""
+    callbacks = (*callbacks, Recorder(folder, save_at))
+    POOLS[plan.world_size](train, folder, plan, callbacks, module or Language(), ckpt, options)
+    return [checkpoint.load(folder / f"end-{rank}") for rank in range(plan.world_size)]
+
+
+def train(rank: int, folder: Path, plan: Plan, callbacks: Any, module: Any, ckpt: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(5)
     trainer = al.Trainer(
-        accelerator="cpu", strategy=PlanStrategy(plan, start_method="fork"), precision="64-true", default_root_dir=folder,
+        accelerator="cpu", strategy=PlanStrategy(plan), precision="64-true", default_root_dir=folder,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False,
-        callbacks=[*callbacks, Recorder(folder, save_at)], **{"max_steps": 8, "gradient_clip_val": CLIP, **options},
+        callbacks=list(callbacks), **{"max_steps": 8, "gradient_clip_val": CLIP, **options},
     )  # fmt: skip
-    trainer.fit(module or Language(), DataLoader(TensorDataset(data()), BATCH), ckpt_path=ckpt)
-    return [checkpoint.load(folder / f"end-{rank}") for rank in range(plan.world_size)]
+    module = copy.deepcopy(module)  # tensors that come through a pipe lie in memory of all ranks
+    trainer.fit(module, DataLoader(TensorDataset(data()), BATCH), ckpt_path=ckpt)
 
 
 def by_hand(steps: int, window: int, family: str) -> tuple[list[dict[str, Tensor]], float]:
