@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -100,20 +101,30 @@ def attended(mesh: Any, method: Any, options: dict[str, Any], kv_heads: int) -> 
     return [unshard_sequence(out.detach(), 2, mesh), *(x.grad for x in inputs)]
 
 
+@functools.cache
+def alone() -> dict[tuple[str, int], list[torch.Tensor]]:
+    """What one process gives, by mask and number of heads of keys."""
+    return {
+        (name, kv_heads): attended(None, None, options, kv_heads)
+        for name, options in MASKS.items()
+        for kv_heads in (4, 2, 1)
+    }
+
+
 def attention_errors(fabric: al.Fabric) -> dict[str, float]:
     mesh, errors = cp_mesh(), {}
     for method in ("gather", "ulysses"):
-        for kv_heads in (4, 2, 1):
-            for name, options in MASKS.items():
-                found, wanted = (attended(m, method, options, kv_heads) for m in (mesh, None))
-                errors[f"{method}, {name}, {kv_heads}"] = max(
-                    float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)
-                )
+        for (name, kv_heads), wanted in alone().items():
+            found = attended(mesh, method, MASKS[name], kv_heads)
+            errors[f"{method}, {name}, {kv_heads}"] = max(
+                float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)
+            )
     return errors
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_attention_equals_one_process(processes: int) -> None:
+    alone()  # known to the processes, which are forked
     for errors in everywhere(processes, attention_errors):
         assert len(errors) == 48
         assert max(errors.values()) < 1e-13, {name: e for name, e in errors.items() if e >= 1e-13}
@@ -162,28 +173,30 @@ def losses(module: Language, documents: bool, share: int) -> tuple[float, int, d
     return float(total.detach()), int(count), gradients
 
 
-def model_errors(fabric: al.Fabric) -> dict[str, float]:
+def model_errors(fabric: al.Fabric, dtype: torch.dtype) -> dict[str, float]:
     mesh, errors = cp_mesh(), {}
-    for dtype in (torch.float32, torch.float64):
+    for documents in (False, True):
+        whole_total, whole_count, wanted = losses(Language(dtype), documents, 1)
         for method in ("gather", "ulysses"):
-            for documents in (False, True):
-                module = Language(dtype)
-                whole_total, whole_count, wanted = losses(module, documents, 1)
-                assert apply_context_parallel(module.model, mesh, method) == 2
-                module.runner = ContextRunner(mesh)
-                total, count, found = losses(module, documents, mesh.size())
-                assert count == whole_count == BATCH * LENGTH - 12
-                key = f"{dtype}, {method}, {documents}"
-                errors[key] = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-                assert total == pytest.approx(whole_total, rel=1e-6 if dtype == torch.float32 else 1e-13)
+            module = Language(dtype)
+            assert apply_context_parallel(module.model, mesh, method) == 2
+            module.runner = ContextRunner(mesh)
+            total, count, found = losses(module, documents, mesh.size())
+            assert count == whole_count == BATCH * LENGTH - 12
+            errors[f"{method}, {documents}"] = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+            assert total == pytest.approx(whole_total, rel=1e-6 if dtype == torch.float32 else 1e-13)
     return errors
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param(torch.float32, 1e-7, marks=pytest.mark.slow), (torch.float64, 1e-12)], ids=str
+)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_a_model_equals_one_process(processes: int) -> None:
-    for errors in everywhere(processes, model_errors):
+def test_a_model_equals_one_process(processes: int, dtype: torch.dtype, limit: float) -> None:
+    for errors in everywhere(processes, model_errors, dtype):
+        assert len(errors) == 4
         for name, error in errors.items():
-            assert error < (1e-7 if "32" in name else 1e-12), name
+            assert error < limit, name
 
 
 class Bytes(TorchDispatchMode):

@@ -140,9 +140,14 @@ STRATEGIES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[al.Trainer, Watch, Any]:
+    return fit(tmp_path_factory.mktemp("one"), "auto")
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.plan))
-def test_a_pipeline_trains_what_one_process_trains(tmp_path: Path, strategy: Any) -> None:
-    _, wanted, alone = fit(tmp_path / "1", "auto")
+def test_a_pipeline_trains_what_one_process_trains(tmp_path: Path, strategy: Any, one_process: Any) -> None:
+    _, wanted, alone = one_process
     _, found, module = fit(tmp_path / "2", strategy)
     assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
     assert found.losses[-1] < found.losses[0]
@@ -340,7 +345,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 def test_pipelines_beside_each_other(tmp_path: Path, options: dict[str, Any]) -> None:
     def fitted(folder: str, strategy: Any, samples: int) -> Any:
         module = Tiny()
-        run = trainer(tmp_path / folder, strategy, max_epochs=2, gradient_clip_val=0.5)
+        run = trainer(tmp_path / folder, strategy, max_epochs=1, gradient_clip_val=0.5)
         run.fit(module, sentences(24, samples, True), sentences(8, 4, False))
         return module
 
