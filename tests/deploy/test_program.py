@@ -405,3 +405,31 @@ def test_a_program_runs_without_torch(int8_program: Program) -> None:
         "assert 'torch' not in sys.modules and 'onnx' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_openvino_runs_a_program(fp32_program: Program, images: Tensor) -> None:
+    pytest.importorskip("openvino")
+    program = Program.load(fp32_program.path, runtime="openvino", threads=1)
+    assert (program.runtime, program.metadata) == ("openvino", fp32_program.metadata)
+    assert [spec.name for spec in program.inputs] == ["images"]
+    assert (program.inputs[0].dtype, program.inputs[0].shape) == ("float32", ("any", 3, 64, 64))
+    for batch in (1, 3):
+        assert torch.allclose(program(images[:batch]), fp32_program(images[:batch]), atol=1e-3)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(program, [images[i : i + 1] for i in range(8)]))
+    assert torch.allclose(torch.cat(outputs), fp32_program(images[:8]), atol=1e-3)
+    assert program.openvino_kernels()["Convolution", "f32"] > 0
+    assert program.with_threads(2).runtime == "openvino"
+    with pytest.raises(ProgramError, match=r"runs in ONNX Runtime: load it with runtime='openvino'"):
+        fp32_program.openvino_kernels()
+    with pytest.raises(ProgramError, match="runs in OpenVINO, on the CPU"):
+        Program.load(fp32_program.path, runtime="openvino", device="cuda")
+    with pytest.raises(ProgramError, match=r"runs in 'tvm', .* there are onnxruntime, openvino, openvino-bf16"):
+        Program.load(fp32_program.path, runtime="tvm")  # type: ignore[arg-type]
+
+
+def test_openvino_refuses_what_is_no_model(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    (tmp_path / "p.onnx").write_bytes(b"no model")
+    with pytest.raises(ProgramError, match="not an ONNX program that OpenVINO can run"):
+        Program.load(tmp_path / "p.onnx", runtime="openvino")

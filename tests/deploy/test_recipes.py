@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arclight.deploy import (
+    BFloat16,
     DynamicInt8,
     ExportError,
     Int8,
     LowBit,
     Program,
+    ProgramError,
     QuantizeError,
     WeightOnly,
     convert,
@@ -102,6 +104,42 @@ def test_8_bit_weights_run_on_integers(language: Language, tokens: Tensor, tmp_p
     assert quantized.sqnr_db > 35
 
 
+def test_bfloat16_runs_in_openvino(tokens: Tensor, tmp_path: Path) -> None:
+    if "BF16" not in pytest.importorskip("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this processor has no bfloat16 instructions")
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Embedding(40, 128), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 40)).eval()
+    quantized = quantize(wide, recipe=BFloat16(), example=tokens)
+    assert (quantized.quantized_layers, quantized.float_layers) == (("1", "3"), ("0",))
+    assert 35 < quantized.sqnr_db < 70
+    assert quantized.state_dict()["1.weight"].dtype == torch.bfloat16
+    program = export(quantized, tmp_path / "p.onnx", example_inputs=tokens)
+    assert (program.precision, program.runtime) == ("bf16", "openvino-bf16")
+    report = program.metadata["quantization"]
+    assert report["kernels"] == {"FullyConnected": 2}
+    assert 35 < report["against_float"]["sqnr_db"] < 70
+    assert report["speed"]["size_over_fp32"] < 0.8  # the embedding, and weights of few values, stay as they are
+    assert program.metadata["versions"]["openvino"]
+    assert torch.allclose(program(tokens[:1]), quantized(tokens[:1]), atol=0.02)
+
+
+def test_bfloat16_that_would_be_emulated_is_refused(
+    language: Language, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Old:
+        def get_property(self, *_: str) -> list[str]:
+            return ["FP32", "INT8"]
+
+    quantized = quantize(language, recipe=BFloat16(), example=tokens)
+    assert quantized.quantized_layers == ("mix", "up", "down", "head")
+    tied = quantized.state_dict()["head.weight"]
+    assert torch.equal(tied, language.embedding.weight.bfloat16())  # one tensor, which the embedding reads as well
+    assert "embedding.weight" not in quantized.state_dict()
+    monkeypatch.setattr("arclight.deploy.programs.openvino._core", Old)
+    with pytest.raises(ProgramError, match=r"no bfloat16 instructions .*finds FP32, INT8\): take WeightOnly"):
+        export(quantized, tmp_path / "p.onnx", example_inputs=tokens)
+
+
 def test_a_head_of_its_own_is_quantized(tokens: Tensor) -> None:
     quantized = quantize(Language(tied=False), recipe=WeightOnly(), example=tokens)
     assert quantized.quantized_layers == ("up", "down", "head")
@@ -169,7 +207,7 @@ def test_what_cannot_be_quantized_is_refused(
         quantize(language, recipe=recipe, example=tokens)
 
 
-@pytest.mark.parametrize("recipe", [DynamicInt8(), WeightOnly(), LowBit()])
+@pytest.mark.parametrize("recipe", [DynamicInt8(), WeightOnly(), BFloat16(), LowBit()])
 def test_calibration_data_that_would_be_ignored_is_refused(
     language: Language, tokens: Tensor, recipe: Quantization
 ) -> None:  # fmt: skip

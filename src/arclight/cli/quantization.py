@@ -27,7 +27,7 @@ def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namesp
     parser.add_argument(
         "--recipe",
         metavar="KIND|FILE",
-        help="int8 (default), dynamicint8, weightonly or lowbit, or a .toml or .yaml file with a table [recipe]; its fields are "
+        help="int8 (default), dynamicint8, weightonly, bfloat16 or lowbit, or a .toml or .yaml file with a table [recipe]; its fields are "
         "flags, too: --recipe.bits 4 --recipe.group_size 64",
     )
     parser.add_argument(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from arclight.deploy.quantizing.ptq import quantize as quantize
     from arclight.deploy.quantizing.qat import convert as convert
     from arclight.deploy.quantizing.qat import prepare_qat as prepare_qat
+    from arclight.deploy.settings import BFloat16 as BFloat16
     from arclight.deploy.settings import DynamicInt8 as DynamicInt8
     from arclight.deploy.settings import Int8 as Int8
     from arclight.deploy.settings import LowBit as LowBit
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "BFloat16": "arclight.deploy.settings",
         "DynamicInt8": "arclight.deploy.settings",
         "ExportError": "arclight.deploy.errors",
         "Int8": "arclight.deploy.settings",

@@ -116,4 +116,16 @@ def calibration_batches(recipe: Quantization | None) -> int:
     return recipe.calibration_batches if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration else 1
 
 
-Quantization = Int8 | DynamicInt8 | WeightOnly | LowBit
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(Checked):
+    """Weights and activations in bfloat16: half the file, and no calibration.
+
+    OpenVINO runs the program, on processors with bfloat16 instructions.
+    """
+
+    needs_calibration: ClassVar[bool] = False
+    min_sqnr_db: FiniteFloat = 25.0
+    """Refuse a model one of whose outputs has a smaller signal-to-noise ratio than this, decibels."""
+
+
+Quantization = Int8 | DynamicInt8 | WeightOnly | BFloat16 | LowBit

@@ -24,10 +24,11 @@ from arclight.deploy.parity import Parity, Parts, compare, worst
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal
+from arclight.deploy.programs.openvino import LAYERS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
-from arclight.deploy.programs.program import Program
+from arclight.deploy.programs.program import Program, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
-from arclight.deploy.settings import DynamicInt8, Int8, LowBit, Quantization, WeightOnly
+from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
 from arclight.fabric.extras import require
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ INT8_SQNR_DB = 30.0
 noise of quantization itself."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
+_KERNELS = {"onnxruntime": "integer kernels in ONNX Runtime", "openvino-bf16": "bfloat16 kernels in OpenVINO"}
 TIMED_ROUNDS = 15
 """Calls of a program and of its float32 program that are timed, one after the other."""
 
@@ -76,7 +78,7 @@ def export(
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require(package, extra="deploy")
     described = dict(metadata or {})
-    check_metadata(described, reserved={"precision", "parity", "quantization", "versions"})
+    check_metadata(described, reserved={"precision", "parity", "quantization", "runtime", "versions"})
     if "processing" in described:
         check_name(described["processing"])
     path, inputs = Path(path), as_inputs(example_inputs)
@@ -92,14 +94,16 @@ def export(
         onnx_graph.write(onnx_model, draft)
         # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
         batches = {n: resized(inputs, n) for n in BATCH_SIZES} if dynamic_batch else {batch_size(inputs): inputs}
-        parity = _parity(draft, module, batches, parts)
+        program = _opened(draft, precision)
+        parity = _parity(program, module, batches, parts)
         _accept(parity, max_difference, precision)
         against = f"simulated {precision}" if quantized else "fp32"
         described["parity"] = {"against": against, "batch_sizes": list(batches), **_described(parity)}
         described["precision"] = precision
         if quantized:
-            described["quantization"] = _quantization_report(quantized, draft, inputs, parts, dynamic_batch)
-        described["versions"] = _versions()
+            described["quantization"] = _quantization_report(quantized, program, inputs, parts, dynamic_batch)
+        described |= {"runtime": program.runtime} if program.runtime != "onnxruntime" else {}
+        described["versions"] = _versions(program.runtime)
         seal(draft, described)
         Program.load(draft, device="cpu")
         os.replace(draft, path)
@@ -107,12 +111,18 @@ def export(
     return Program.load(path, device="cpu")
 
 
-def _parity(draft: Path, module: nn.Module, batches: Mapping[int, Inputs], parts: Parts | None) -> dict[str, Parity]:
-    """Compare the program with ``module`` on ``batches`` by size; the worst of every output, or part, by name."""
+def _opened(draft: Path, precision: str) -> Program:
+    """Open a program that does not say yet what runs it."""
     try:
-        program = Program.load(draft, device="cpu")
+        return Program.load(draft, device="cpu", runtime="openvino-bf16" if precision == "bf16" else "onnxruntime")
     except ProgramError as error:
-        raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
+        raise ExportError(f"the exported model cannot be run here: {error}") from error
+
+
+def _parity(
+    program: Program, module: nn.Module, batches: Mapping[int, Inputs], parts: Parts | None
+) -> dict[str, Parity]:  # fmt: skip
+    """Compare the program with ``module`` on ``batches`` by size; the worst of every output, or part, by name."""
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     found: dict[str, list[Parity]] = {}
     for size, batch in batches.items():
@@ -138,6 +148,9 @@ def _precision(recipe: Quantization) -> str:
             return "dynamic int8"
         case WeightOnly():
             return f"{recipe.bits}-bit weights"
+        case BFloat16():
+            check_bfloat16()
+            return "bf16"
         case LowBit(activation_bits=8):
             return "w4a8"
     raise ExportError(
@@ -165,23 +178,21 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
 
 
 def _quantization_report(
-    quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None, dynamic_batch: bool
-) -> dict[str, Any]:  # fmt: skip
-    """Report what was quantized, its distance to the float model, and its kernels."""
+    quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, dynamic_batch: bool
+) -> dict[str, Any]:
+    """Report what was quantized, its distance to the float model, its kernels, and its speed and scores."""
     calibrated = isinstance(quantized.recipe, Int8)
-    wanted = onnx_graph.INTEGER_KERNELS if calibrated else onnx_graph.LINEAR_KERNELS
-    counts = onnx_graph.kernels(draft, draft.parent)
-    planned, found = len(quantized.quantized_layers), {name: counts[name] for name in sorted(wanted) if counts[name]}
+    planned, found = len(quantized.quantized_layers), _kernels(quantized, program)
     if sum(found.values()) < INTEGER_SHARE * planned:
         raise ExportError(
-            f"only {sum(found.values())} of {planned} quantized layers became integer kernels in ONNX Runtime, so the program "
+            f"only {sum(found.values())} of {planned} quantized layers became {_KERNELS[program.runtime]}, so the program "
             "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
             "integers in float (Int8.skip), or export the float model"
         )
-    against_float = _parity(draft, quantized.reference, {batch_size(inputs): inputs}, parts)
+    against_float = _parity(program, quantized.reference, {batch_size(inputs): inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
-    timed = {} if calibrated else {"speed": _speed(quantized, draft, inputs, dynamic_batch)}
-    scored = {} if quantized.scores is None else {"metric": _metric(quantized, draft)}
+    timed = {} if calibrated else {"speed": _speed(quantized, program, inputs, dynamic_batch)}
+    scored = {} if quantized.scores is None else {"metric": _metric(quantized, program)}
     return {
         **kind,
         **asdict(quantized.recipe),
@@ -195,12 +206,22 @@ def _quantization_report(
     }
 
 
-def _speed(quantized: QuantizedModel, draft: Path, inputs: Inputs, dynamic_batch: bool) -> dict[str, Any]:
+def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
+    """Count the kernels that the recipe asks for among those that the runtime really runs."""
+    if program.runtime == "openvino-bf16":
+        counts = program.openvino_kernels()
+        return {kind: counts[kind, "bf16"] for kind in sorted(LAYERS) if counts[kind, "bf16"]}
+    wanted = onnx_graph.INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else onnx_graph.LINEAR_KERNELS
+    found = onnx_graph.kernels(program.path, program.path.parent)
+    return {name: found[name] for name in sorted(wanted) if found[name]}
+
+
+def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, dynamic_batch: bool) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
     exported = capture(frozen_copy(quantized.reference), inputs, dynamic_batch=dynamic_batch)
-    plain = draft.with_name("fp32.onnx")
+    plain = program.path.with_name("fp32.onnx")
     onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
-    programs = {name: Program.load(path, device="cpu") for name, path in {"fp32": plain, "quantized": draft}.items()}
+    programs = {"fp32": Program.load(plain, device="cpu"), "quantized": program}
     table = benchmark(programs, resized(inputs, 1) if dynamic_batch else inputs, rounds=TIMED_ROUNDS)
     row = table["quantized"]
     if row.speedup_high < 1:
@@ -215,15 +236,15 @@ def _speed(quantized: QuantizedModel, draft: Path, inputs: Inputs, dynamic_batch
         "high": row.speedup_high,
         "threads": table.threads,
         "shapes": [list(shape) for shape in table.shapes],
-        "size_over_fp32": draft.stat().st_size / plain.stat().st_size,
+        "size_over_fp32": program.nbytes / plain.stat().st_size,
     }
 
 
-def _metric(quantized: QuantizedModel, draft: Path) -> dict[str, Any]:
+def _metric(quantized: QuantizedModel, program: Program) -> dict[str, Any]:
     """Score the program itself beside both models."""
     scores = quantized.scores
     assert scores is not None
-    score = float(scores.metric(Program.load(draft, device="cpu")))
+    score = float(scores.metric(program))
     scores.check(score, "program")
     return {
         "float": scores.float_model,
@@ -243,8 +264,8 @@ def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
     return {**values(worst(list(found.values()))), "outputs": {name: values(one) for name, one in found.items()}}
 
 
-def _versions() -> dict[str, str]:
-    packages = ("torch", "onnx", "onnxruntime")
+def _versions(runtime: Runtime) -> dict[str, str]:
+    packages = ("torch", "onnx", "onnxruntime", *(("openvino",) if runtime != "onnxruntime" else ()))
     return {name: str(require(name, extra="deploy").__version__) for name in packages} | {
         "machine": platform.machine(),
     }

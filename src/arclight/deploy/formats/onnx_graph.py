@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from arclight.deploy.capture import quiet
 from arclight.deploy.errors import ExportError
-from arclight.deploy.quantizing import linear
+from arclight.deploy.quantizing import bfloat16, linear
 from arclight.fabric.extras import require
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def kernels(path: Path, scratch: Path) -> Counter[str]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Map operators of quantized linear layers to functions that write them as ONNX."""
+    """Map operators of rounded layers to functions that write them as ONNX."""
     values = require("onnxscript.values", extra="deploy")
     onnxscript = require("onnxscript", extra="deploy")
     defs = require("onnx.defs", extra="deploy")
@@ -115,7 +115,10 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         product = op.Mul(sums, op.Mul(unit, scale))
         return product if bias is None else op.Add(product, bias)
 
-    return {linear.GROUPED: grouped, linear.DYNAMIC: dynamic}
+    def rounded(x: Any) -> Any:
+        return op.Identity(x)
+
+    return {linear.GROUPED: grouped, linear.DYNAMIC: dynamic, bfloat16.ROUND: rounded}
 
 
 def _tidy(model: onnx.ModelProto) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.metadata import KEY, changed, unseal
+from arclight.deploy.programs.openvino import OpenVinoSession
 from arclight.deploy.programs.processing import Processing, check_name, resolve
 from arclight.fabric.extras import require
 
 Device = Literal["auto", "cpu", "cuda"]
+Runtime = Literal["onnxruntime", "openvino", "openvino-bf16"]
+"""What runs a program: ONNX Runtime, or OpenVINO in float32 or in bfloat16."""
 
+_NAMES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO"}
 _DTYPES = {
     "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
     "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool",
@@ -56,8 +61,16 @@ class Program:
     it alone, another a tuple. Any number of threads may call it at once.
     """
 
-    def __init__(self, path: Path, session: Any, metadata: dict[str, Any], processing: Processing | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        session: Any,
+        metadata: dict[str, Any],
+        processing: Processing | None,
+        runtime: Runtime = "onnxruntime",
+    ) -> None:
         self.path = path
+        self.runtime = runtime
         self.metadata = metadata
         """What the exporter wrote into the file; empty for an ONNX file from elsewhere."""
         self.inputs = tuple(_spec(value) for value in session.get_inputs())
@@ -72,11 +85,13 @@ class Program:
         processing: Processing | None = None,
         threads: int | None = None,
         device: Device = "auto",
+        runtime: Runtime | None = None,
     ) -> Program:
         """Load the program at ``path`` on ``threads`` CPU threads (default: all cores).
 
         ``processing`` replaces what the file names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
-        except for quantized programs, whose kernels are those of the CPU. Raises ProgramError where the file is
+        except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the file
+        names (default: ONNX Runtime). Raises ProgramError where the file is
         missing, damaged, not ONNX, changed since its export, or names a processing outside this package.
         """
         path = Path(path)
@@ -84,18 +99,19 @@ class Program:
         metadata, text = unseal(path)
         if "processing" in metadata:
             check_name(metadata["processing"])
-        session = _session(path, threads, "cpu" if device == "auto" and "quantization" in metadata else device)
+        runtime = runtime or metadata.get("runtime", "onnxruntime")
+        session = _session(path, threads, "cpu" if device == "auto" and "quantization" in metadata else device, runtime)
         if session.get_modelmeta().custom_metadata_map.get(KEY) != text:  # the runtime must read what was checked
             raise changed(path)
-        return cls(path, session, metadata, processing)
+        return cls(path, session, metadata, processing, runtime)
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
-        return type(self)(self.path, self._session, self.metadata, processing)
+        return type(self)(self.path, self._session, self.metadata, processing, self.runtime)
 
     @property
     def precision(self) -> str:
-        """fp32, int8, dynamic int8, 8-bit weights, 4-bit weights or w4a8; "unknown" for an ONNX file from elsewhere."""
+        """fp32, int8, dynamic int8, 8-bit weights, 4-bit weights, bf16 or w4a8; "unknown" for an ONNX file from elsewhere."""
         return str(self.metadata.get("precision", "unknown"))
 
     @property
@@ -131,7 +147,7 @@ class Program:
         try:
             outputs = self._session.run(None, feed)
         except Exception as error:  # ONNX Runtime's errors share no class below Exception
-            raise ProgramError(f"ONNX Runtime could not run {self.path.name}: {error}") from error
+            raise ProgramError(f"{_NAMES[self.runtime]} could not run {self.path.name}: {error}") from error
         tensor = next((value for value in values if _is_tensor(value)), None)
         if tensor is not None:
             outputs = [_as_tensor(output, like=tensor) for output in outputs]
@@ -158,7 +174,14 @@ class Program:
 
     def with_threads(self, threads: int) -> Program:
         """Open the same program on ``threads`` CPU threads."""
-        return Program(self.path, _session(self.path, threads, "cpu"), self.metadata, self._given_processing)
+        session = _session(self.path, threads, "cpu", self.runtime)
+        return Program(self.path, session, self.metadata, self._given_processing, self.runtime)
+
+    def openvino_kernels(self) -> Counter[tuple[str, str]]:
+        """Count the operators that OpenVINO runs for this program, by kind and precision: ("Convolution", "bf16")."""
+        if not isinstance(self._session, OpenVinoSession):
+            raise ProgramError(f"{self.path} runs in ONNX Runtime: load it with runtime='openvino'")
+        return self._session.kernels()
 
     def __repr__(self) -> str:
         described = [str(spec) for spec in self.inputs], [str(spec) for spec in self.outputs]
@@ -172,9 +195,28 @@ def _check_file(path: Path) -> None:
         raise ProgramError(f"{path} is empty")
 
 
-def _session(path: Path, threads: int | None, device: Device) -> Any:
+def _session(path: Path, threads: int | None, device: Device, runtime: Runtime) -> Any:
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
+    if runtime != "onnxruntime":
+        return _openvino_session(path, threads, device, runtime)
+    return _onnxruntime_session(path, threads, device)
+
+
+def _openvino_session(path: Path, threads: int | None, device: Device, runtime: Runtime) -> Any:
+    if runtime not in ("openvino", "openvino-bf16"):
+        raise ProgramError(
+            f"{path} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"
+        )
+    if device == "cuda":
+        raise ProgramError(f"{path} runs in OpenVINO, on the CPU: take device='cpu'")
+    try:
+        return OpenVinoSession(path, threads=threads, bfloat16=runtime == "openvino-bf16")
+    except RuntimeError as error:
+        raise ProgramError(f"{path} is not an ONNX program that OpenVINO can run: {error}") from error
+
+
+def _onnxruntime_session(path: Path, threads: int | None, device: Device) -> Any:
     runtime = require("onnxruntime", extra="deploy")
     runtime.disable_telemetry_events()
     options = runtime.SessionOptions()

@@ -18,10 +18,11 @@ from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, froz
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.bfloat16 import round_layers
 from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
-from arclight.deploy.settings import Int8, LowBit, Quantization
+from arclight.deploy.settings import BFloat16, Int8, LowBit, Quantization
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def quantize(
     """Quantize ``model`` by ``recipe``, by default `Int8`: 8-bit activations and weights, ranges from ``calibration``.
 
     ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
-    first dimension is the batch; None for the recipes that need none (`DynamicInt8`, `WeightOnly`, `LowBit` with 8-bit
+    first dimension is the batch; None for the recipes that need none (`DynamicInt8`, `WeightOnly`, `BFloat16`, `LowBit` with 8-bit
     activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
     size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
     outputs). ``metric`` scores a model on data of its own, more being better; with ``max_drop`` the quantized model, and its
@@ -157,7 +158,9 @@ def quantize(
         graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
     else:
         assert not isinstance(recipe, Int8)
-        quantized_layers, float_layers = quantize_linears(graph, recipe)
+        quantized_layers, float_layers = (
+            round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe)
+        )
     quantized = QuantizedModel(
         graph,
         reference=reference,
