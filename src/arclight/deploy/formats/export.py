@@ -77,10 +77,7 @@ def export(
         raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require(package, extra="deploy")
-    described = dict(metadata or {})
-    check_metadata(described, reserved={"precision", "parity", "quantization", "runtime", "versions"})
-    if "processing" in described:
-        check_name(described["processing"])
+    described = _callers_metadata(metadata)
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
     precision = _precision(quantized.recipe) if quantized else "fp32"
@@ -109,6 +106,14 @@ def export(
         os.replace(draft, path)
     log.info("%s: %s", path, described["parity"])
     return Program.load(path, device="cpu")
+
+
+def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    described = dict(metadata or {})
+    check_metadata(described, reserved={"precision", "parity", "quantization", "runtime", "versions"})
+    if "processing" in described:
+        check_name(described["processing"])
+    return described
 
 
 def _opened(draft: Path, precision: str) -> Program:
