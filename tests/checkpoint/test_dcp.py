@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.optim.processes import run
 
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
@@ -79,17 +80,15 @@ def save_shards(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     sharded = {
         name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in state()["model"].items() if value.ndim
     }
     dcp.save({"model": sharded}, checkpoint_id=f"{folder}/sharded")
-    torch.distributed.destroy_process_group()
 
 
 def test_shards_of_two_ranks_are_put_together(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(save_shards, (str(tmp_path),), nprocs=2)
+    run(2, tmp_path / "ranks", save_shards, str(tmp_path))
     found = checkpoint.load_weights(tmp_path / "sharded")
     same(found, {name: state()["model"][name] for name in found})
     assert set(found) == {"layer.weight", "tied.weight", "half"}

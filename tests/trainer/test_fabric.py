@@ -101,8 +101,9 @@ def test_wrong_use_is_named(tmp_path: Path) -> None:
         al.Fabric(devices=2, strategy="ddp").setup(model)
 
 
-def test_two_spawned_processes_share_the_data(tmp_path: Path) -> None:
-    fabric = al.Fabric(devices=2, strategy="ddp_spawn")
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_two_launched_processes_share_the_data(strategy: str) -> None:
+    fabric = al.Fabric(devices=2, strategy=strategy)
     seen = fabric.launch(_seen)
     assert sorted(seen) == list(range(8))
 
