@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import functools
 import inspect
 import itertools
 import json
@@ -414,13 +415,18 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
 
 def _field_docs(cls: Any) -> dict[str, str]:
     """Return the text under each field, which Python does not keep and which is therefore read from the source."""
+    return {name: text for owner in reversed(cls.__mro__[:-1]) for name, text in _own_field_docs(owner).items()}
+
+
+@functools.cache
+def _own_field_docs(cls: Any) -> dict[str, str]:
+    """Return the text under each field of a class itself; Python parses the class's whole file for that."""
     docs = {}
-    for owner in reversed(cls.__mro__[:-1]):
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-        for field, doc in itertools.pairwise(getattr(tree, "body", ())):
-            match field, doc:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    docs[name] = inspect.cleandoc(text)
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    for field, doc in itertools.pairwise(getattr(tree, "body", ())):
+        match field, doc:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
     return docs
 
 
