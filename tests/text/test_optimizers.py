@@ -68,16 +68,23 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return state["model"] | moments
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The folder of a run of one process, and what it ends with."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder, flat(fit(folder))
+
+
 @pytest.mark.parametrize(
     "plan",
     [Plan(pp=2, micro_batches=4), Plan(dp_shard=2), Plan(tp=2)],
     ids=lambda plan: f"pp{plan.pp}-shard{plan.dp_shard}-tp{plan.tp}",
 )
-def test_plans_train_as_one_process_does(tmp_path: Path, plan: Plan) -> None:
-    one = flat(fit(tmp_path / "one"))
+def test_plans_train_as_one_process_does(tmp_path: Path, plan: Plan, alone: Any) -> None:
+    folder, one = alone
     spread = flat(fit(tmp_path / "spread", plan))
     again = flat(fit(tmp_path / "again", None, kept(tmp_path / "spread", 2)))
-    back = flat(fit(tmp_path / "back", plan, kept(tmp_path / "one", 2)))
+    back = flat(fit(tmp_path / "back", plan, kept(folder, 2)))
     assert any(name.endswith("neuron_sq") for name in one)
     for found in (spread, again, back):
         assert found.keys() == one.keys()
