@@ -12,8 +12,8 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import importlib
 import functools
+import importlib
 import inspect
 import itertools
 import json
