@@ -42,6 +42,13 @@ def polygon_row(shape: Shape) -> str:
     return f"{shape.label} " + " ".join(f"{v / SIDE:.6f}" for v in shape.outline.flatten())
 
 
+def keypoint_row(shape: Shape) -> str:
+    """Middle, upper and right end of the shape; the right end of every other one is not labelled."""
+    points = [shape.centre, shape.centre - (0, shape.radius), shape.centre + (shape.radius, 0)]
+    there = [f"{x / SIDE:.6f} {y / SIDE:.6f} 2" for x, y in points]
+    return " ".join([box_row(shape), *there[:2], there[2] if shape.label else "0 0 0"])
+
+
 def draw_objects(
     root: Path, row: Callable[[Shape], str], train: int = 6, val: int = 6, same: bool = True, head: str = ""
 ) -> Path:

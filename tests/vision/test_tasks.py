@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vision.drawn import box_row, draw_folders, draw_objects, polygon_row
+from tests.vision.drawn import box_row, draw_folders, draw_objects, keypoint_row, polygon_row
 
 from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
@@ -24,7 +24,7 @@ from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.dataset import DatasetError
 from arclight.vision.data.images import decode_image
 from arclight.vision.tasks.module import VisionModule
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask, VisionTask
+from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, PoseTask, SegmentationTask, VisionTask
 
 TABLE = """
 anchors: [[20,20, 26,26], [30,30, 40,40]]
@@ -69,6 +69,11 @@ CASES = {
     "segmentation": Case(
         SegmentationTask, "[[4, 5], 1, Segment, [nc, anchors, 8, 32]]", lambda root, **how: draw_objects(root, polygon_row, **how),
         "val/mask_map50", 240, GAINS, "0 0.5 0.5 0.2 0.2", "a box, and this task learns outlines",
+    ),
+    "pose": Case(
+        PoseTask, "[[4, 5], 1, Pose, [nc, anchors]]",
+        lambda root, **how: draw_objects(root, keypoint_row, head="kpt_shape: [3, 3]\n", **how), "val/keypoint_map50", 160,
+        GAINS | {"keypoint_sigmas": (0.05, 0.05, 0.05)}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
     ),
     "classification": Case(
         ClassificationTask, "[-1, 1, Classify, [nc]]", draw_folders, "val/top1", 120,

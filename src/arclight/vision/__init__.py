@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from arclight.vision.tasks.classification import Classifier as Classifier
     from arclight.vision.tasks.detection import Detector as Detector
     from arclight.vision.tasks.detection import Segmenter as Segmenter
+    from arclight.vision.tasks.pose import PoseEstimator as PoseEstimator
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -25,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Classifier": "arclight.vision.tasks.classification",
         "Detections": "arclight.vision.results.detections",
         "Detector": "arclight.vision.tasks.detection",
+        "PoseEstimator": "arclight.vision.tasks.pose",
         "Segmenter": "arclight.vision.tasks.detection",
         "build_model": "arclight.vision.models.yolov5",
         "fuse": "arclight.vision.models.yolov5",

@@ -20,10 +20,14 @@ Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
 """What detects: images (height, width, 3) RGB uint8 of any sizes to the objects in each."""
 
 
-def refuse_masks(parts: Sequence[Detections]) -> None:
-    """Raise ValueError for detections with masks: boxes that are brought together would lose theirs."""
+def refuse_parts(parts: Sequence[Detections]) -> None:
+    """Raise ValueError for detections with masks or keypoints: boxes that are brought together would lose theirs."""
     if any(part.masks is not None for part in parts):
         raise ValueError("boxes of several looks are brought together without masks: use a detector, not a segmenter")
+    if any(part.keypoints is not None for part in parts):
+        raise ValueError(
+            "boxes of several looks are brought together without keypoints: use a detector, not a pose estimator"
+        )
 
 
 def concatenated(parts: Sequence[Detections]) -> Detections:
@@ -35,7 +39,7 @@ def concatenated(parts: Sequence[Detections]) -> Detections:
         raise ValueError(
             f"these find other classes: {', '.join(first.names)} and {', '.join(other)}; they cannot be brought together"
         )
-    refuse_masks(parts)
+    refuse_parts(parts)
     arrays = [np.concatenate([getattr(part.boxes, name) for part in parts]) for name in ("xyxy", "conf", "cls")]
     return Detections.from_arrays(*arrays, names=first.names, image=first.image, path=first.path)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.vision.data.images import Image
-from arclight.vision.inference.fusion import Detect, concatenated, refuse_masks, suppressed
+from arclight.vision.inference.fusion import Detect, concatenated, refuse_parts, suppressed
 from arclight.vision.results.detections import Detections
 
 BATCH = 8
@@ -87,7 +87,7 @@ def _slice_boxes(detect: Detect, image: Image, corners: list[tuple[int, int]], s
     answers = detect([np.ascontiguousarray(image[y : y + size, x : x + size]) for x, y in corners])
     margin = max(2.0, _EDGE_SHARE * size)
     boxes, cuts = [], []
-    refuse_masks(answers)
+    refuse_parts(answers)
     for found, (x, y) in zip(answers, corners, strict=True):
         right, bottom = min(x + size, width), min(y + size, height)
         xyxy = found.boxes.xyxy + np.tile(np.array([x, y], np.float32), 2)

@@ -103,9 +103,35 @@ class DetectHead(Head):
             wh = (scores[..., 2:4] * 2) ** 2 * (anchors.to(scores.dtype) * stride).view(1, -1, 1, 1, 2)
             parts = [xy, wh, scores[..., 4:]]
             if self.extra:
-                parts.append(logits[..., 5 + self.num_classes :])
+                parts.append(self._decode_extra(logits[..., 5 + self.num_classes :], cell, anchors, stride))
             decoded.append(torch.cat(parts, dim=-1).flatten(1, 3))
         return torch.cat(decoded, dim=1)
+
+    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+        """Decode what is extra (N, k, H, W, extra) of one level, given its cells (H, W, 2) and anchors (k, 2) in cells."""
+        return logits
+
+
+class PoseHead(DetectHead):
+    """A detection head that gives each box ``keypoints``: so many, each of 2 numbers (x, y) or 3 (x, y, how likely it is there)."""
+
+    def __init__(
+        self,
+        c_in: Sequence[int],
+        num_classes: int,
+        anchors_px: Tensor,
+        strides: Sequence[int],
+        keypoints: tuple[int, int],
+    ) -> None:
+        count, dims = keypoints
+        super().__init__(c_in, num_classes, anchors_px, strides, extra=count * dims)
+        self.keypoints = (count, dims)
+
+    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+        """Measure keypoints from the middle of their cell in sides of the anchor: xy = (cell + 0.5 + logit * anchor) * stride."""
+        points = logits.unflatten(-1, self.keypoints)
+        xy = (points[..., :2] * anchors.to(logits.dtype).view(-1, 1, 1, 1, 2) + (cell + 0.5)[..., None, :]) * stride
+        return torch.cat((xy, points[..., 2:].sigmoid()), dim=-1).flatten(-2)
 
 
 class Prototypes(nn.Module):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arclight.vision.boxes import complete_iou
+from arclight.vision.keypoints import AREA_SHARE
 from arclight.vision.models.anchors import ANCHOR_T
 
 THREE_LEVELS = (4.0, 1.0, 0.4)
@@ -51,6 +52,7 @@ class LossOptions(NamedTuple):
 
 
 FOCAL_ALPHA = 0.25
+FAR_WEIGHT = 0.25
 AUTOBALANCE_RATE = 1e-4
 
 
@@ -263,6 +265,57 @@ def mask_loss(
                 inside = _inside(boxes, maps.shape[-2:])
                 total = total + ((error * inside).mean((1, 2)) / boxes[:, 2:].prod(1)).mean()
         return total / len(maps)
+
+
+def keypoint_loss(
+    raw: Sequence[Tensor],
+    targets: Tensor,
+    anchors: Tensor,
+    num_classes: int,
+    keypoints: tuple[int, int],
+    sigmas: Sequence[float],
+    anchor_t: float = ANCHOR_T,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of the places of keypoints and that of their presence, unweighted, of predictions that answer for objects.
+
+    raw: per level (N, k, H_l, W_l, 5 + C + K * dims) logits. targets: (M, 6 + 2 K), keypoints as shares of the image, NaN where
+    not labelled. sigmas: (K,) deviations, see `keypoints.sigmas_of`. Others as in `yolo_loss`.
+
+    Place: 1 - object keypoint similarity, and `FAR_WEIGHT` times the distance over the root of the object's area, which still has a
+    gradient where the similarity is 0; a mean over an object's labelled keypoints and over matches that have one. Presence, of 3
+    numbers: binary cross-entropy with whether a keypoint is labelled, a mean over matches. Levels are summed. Nothing waits for
+    the device.
+    """
+    count, dims = keypoints
+    device = raw[0].device
+    place = presence = torch.zeros((), device=device)
+    with torch.autocast(device.type, enabled=False):
+        for logits, level_anchors in zip(raw, anchors, strict=True):
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            height, width = logits.shape[2], logits.shape[3]
+            match = assign(targets.to(logits.dtype), level_anchors, (height, width), anchor_t)
+            answers = logits[match.image, match.anchor, match.row, match.column, 5 + num_classes :]
+            answers = answers.unflatten(-1, keypoints)
+            size = torch.tensor((width, height), device=device)
+            wanted = (targets[:, 6:].to(logits.dtype).view(-1, count, 2) * size).repeat_interleave(
+                3 * len(level_anchors), dim=0
+            )  # candidates are laid out by target, anchor and cell
+            wanted = wanted - torch.stack((match.column, match.row), dim=-1)[:, None]
+            labelled = wanted.isfinite().all(-1) & match.mask[:, None]
+            apart = torch.where(labelled[..., None], answers[..., :2] * match.anchor_size[:, None] + 0.5 - wanted, 0.0)
+            area = AREA_SHARE * match.box[:, 2:].prod(-1, keepdim=True)
+            spread = 2 * (2 * torch.tensor(sigmas, device=device, dtype=logits.dtype)).square()
+            error = 1 - torch.exp(-apart.square().sum(-1) / (spread * area))
+            error = error + FAR_WEIGHT * apart.abs().sum(-1) / area.sqrt()
+            each = labelled.sum(-1)
+            per_match = torch.where(labelled, error, 0.0).sum(-1) / each.clamp(min=1)
+            place = place + per_match.sum() / (each > 0).sum().clamp(min=1)
+            if dims == 3:
+                entropy = F.binary_cross_entropy_with_logits(
+                    answers[..., 2], labelled.to(logits.dtype), reduction="none"
+                ).mean(-1)
+                presence = presence + torch.where(match.mask, entropy, 0.0).sum() / match.mask.sum().clamp(min=1)
+    return place, presence
 
 
 def _sampled(masks: Tensor, shape: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ from arclight.vision.models.blocks import (
     ConvBNAct,
     GhostConv,
 )
-from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, SegmentHead
+from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, PoseHead, SegmentHead
 from arclight.vision.models.one_to_one import OneToOneHead
 
 
@@ -123,13 +123,15 @@ def build_model(
     names: Sequence[str] | None = None,
     anchors_px: Tensor | None = None,
     table: str | None = None,
+    keypoints: Sequence[int] = (17, 3),
 ) -> Yolo:
     """Build a freshly initialised network.
 
     name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
-    yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths and heights in pixels, small to large
-    (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the published ones where not given.
-    table: the text of that .yaml file, where it is known; the file is read where not. Raises
+    yolov5n-pose, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths
+    and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the
+    published ones where not given. table: the text of that .yaml file, where it is known; the file is read where not. keypoints:
+    how many a head to pose finds, and numbers of each. Raises
     ValueError for an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors
     that do not divide by levels.
     """
@@ -142,19 +144,19 @@ def build_model(
     if not architecture.has_anchors:
         if anchors_px is not None:
             raise ValueError(f"{name} has no anchors: leave anchors_px out")
-        return Yolo(*_build_layers(architecture, num_classes, torch.empty(0)), names=names)
+        return Yolo(*_build_layers(architecture, num_classes, torch.empty(0), keypoints), names=names)
     anchors = torch.tensor(architecture.anchors_px, dtype=torch.float32) if anchors_px is None else anchors_px.float()
     levels = architecture.levels
     if anchors.ndim not in (2, 3) or anchors.shape[-1] != 2 or not anchors.numel() or anchors.numel() % (2 * levels):
         raise ValueError(
             f"anchors_px must be (K, 2), K a multiple of {levels}, or ({levels}, k, 2), its shape is {tuple(anchors.shape)}"
         )
-    layers, sources = _build_layers(architecture, num_classes, anchors.reshape(levels, -1, 2))
+    layers, sources = _build_layers(architecture, num_classes, anchors.reshape(levels, -1, 2), keypoints)
     return Yolo(layers, sources, names=names)
 
 
 def _build_layers(
-    architecture: Architecture, num_classes: int, anchors_px: Tensor
+    architecture: Architecture, num_classes: int, anchors_px: Tensor, keypoints: Sequence[int]
 ) -> tuple[list[nn.Module], list[tuple[int, ...]]]:
     """Build the modules of an architecture's rows, and list the numbers of the rows that each reads."""
     layers: list[nn.Module] = []
@@ -173,6 +175,9 @@ def _build_layers(
                 module = OneToOneHead(c_in, num_classes, architecture.strides, act)
             case "segment":
                 module = SegmentHead(c_in, num_classes, anchors_px, architecture.strides, row.masks, c_out)
+            case "pose":
+                count, dims = keypoints
+                module = PoseHead(c_in, num_classes, anchors_px, architecture.strides, (count, dims))
             case "classify":
                 module = ClassifyHead(c_in[0], num_classes, architecture.strides[0])
             case _:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from arclight.fabric.extras import MissingExtraError
+from arclight.vision.keypoints import SEEN
 from arclight.vision.results.masks import Masks
 
 Floats = NDArray[np.float32]
@@ -71,6 +72,8 @@ class Detections:
     """(k,) number of the track that each box belongs to, from 1, if objects are followed through a video."""
     masks: Masks | None = None
     """Mask of each box, from a segmenter."""
+    keypoints: Floats | None = None
+    """(k, K, 2) x and y in pixels of each box's keypoints, which may lie beside the photo, or (k, K, 3) with how likely each is there."""
 
     @classmethod
     def from_arrays(
@@ -83,8 +86,9 @@ class Detections:
         image: NDArray[np.uint8] | None = None,
         path: str | Path | None = None,
         masks: Masks | None = None,
+        keypoints: ArrayLike | None = None,
     ) -> Detections:
-        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order, and their masks.
+        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order; their masks, or keypoints.
 
         Raises ValueError where these are not as many, or a class has no name.
         """
@@ -96,7 +100,13 @@ class Detections:
         if masks is not None and len(masks) != len(boxes):
             raise ValueError(f"masks must be as many as boxes, they are {len(masks)} and {len(boxes)}")
         ordered = None if masks is None else masks[order]
-        return cls(boxes, tuple(names), image, None if path is None else str(path), masks=ordered)
+        points = None if keypoints is None else np.asarray(keypoints, np.float32)
+        if points is not None and not (points.ndim == 3 and len(points) == len(boxes) and points.shape[2] in (2, 3)):
+            raise ValueError(
+                f"keypoints must be ({len(boxes)}, K, 2 or 3), one of each box, their shape is {points.shape}"
+            )
+        marked = None if points is None else points[order]
+        return cls(boxes, tuple(names), image, None if path is None else str(path), masks=ordered, keypoints=marked)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -107,7 +117,8 @@ class Detections:
         boxes = Boxes(self.boxes.xyxy[picked], self.boxes.conf[picked], self.boxes.cls[picked])
         ids = None if self.ids is None else self.ids[picked]
         masks = None if self.masks is None else self.masks[picked]
-        return dataclasses.replace(self, boxes=boxes, ids=ids, masks=masks)
+        keypoints = None if self.keypoints is None else self.keypoints[picked]
+        return dataclasses.replace(self, boxes=boxes, ids=ids, masks=masks, keypoints=keypoints)
 
     def of(self, *names: str) -> Detections:
         """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
@@ -126,8 +137,8 @@ class Detections:
         return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"
 
     def plot(self) -> NDArray[np.uint8]:
-        """Draw masks, boxes, class names and confidences on the photo, RGB; ValueError if it was not kept."""
-        from arclight.vision.results.draw import draw_boxes, draw_masks
+        """Draw masks, boxes, keypoints, class names and confidences on the photo, RGB; ValueError if it was not kept."""
+        from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_masks
 
         if self.image is None:
             raise ValueError("these detections hold no image to draw on: pass image= when making them")
@@ -136,7 +147,8 @@ class Detections:
             texts = [f"{number} {text}" for number, text in zip(self.ids.tolist(), texts, strict=True)]
         classes = self.boxes.cls.astype(int).tolist()
         image = self.image if self.masks is None else draw_masks(self.image, self.masks, classes)
-        return draw_boxes(image, self.boxes.xyxy, texts, classes)
+        drawn = draw_boxes(image, self.boxes.xyxy, texts, classes)
+        return drawn if self.keypoints is None else draw_keypoints(drawn, self.keypoints, classes)
 
     def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
         """Cut each box out of the photo, RGB, with ``margin`` of its size on every side; ValueError if it was not kept.
@@ -157,7 +169,8 @@ class Detections:
     def to_json(self) -> list[dict[str, Any]]:
         """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked.
 
-        With masks also outline_xy_px, the points around the largest piece of each.
+        With masks also outline_xy_px, the points around the largest piece of each; with keypoints keypoints_xy_px, and of three
+        numbers keypoint_confidence.
         """
         rows: list[dict[str, Any]] = [
             {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
@@ -167,13 +180,18 @@ class Detections:
             rows = [{**row, "id": number} for row, number in zip(rows, self.ids.tolist(), strict=True)]
         for row, outline in zip(rows, self.masks.xy if self.masks is not None else ()):
             row["outline_xy_px"] = outline.tolist()
+        for row, points in zip(rows, self.keypoints if self.keypoints is not None else ()):
+            row["keypoints_xy_px"] = [[round(value, 1) for value in point[:2]] for point in points.tolist()]
+            if points.shape[1] == 3:
+                row["keypoint_confidence"] = [round(point[2], 4) for point in points.tolist()]
         return rows
 
     def to_txt(self, shape: Sequence[int] | None = None) -> str:
         """Write a line for each box: class, then centre and size as shares of the width and height of the image (YOLO).
 
-        With masks the outline takes the place of the box, where it has three points; a track's id comes last. ``shape``:
-        (height, width, ...) of the image, if it was not kept. Raises ValueError where it is not known.
+        With masks the outline takes the place of the box, where it has three points; keypoints follow the box, as labels have them;
+        a track's id comes last. ``shape``: (height, width, ...) of the image, if it was not kept. Raises ValueError where it is not
+        known.
         """
         shape = shape if shape is not None or self.image is None else self.image.shape
         if shape is None:
@@ -183,6 +201,9 @@ class Detections:
         for number, points in enumerate(self.masks.xyn if self.masks is not None else ()):
             if len(points) >= 3:
                 shares[number] = points.flatten()
+        if self.keypoints is not None:
+            points = _as_labels(self.keypoints, height, width)
+            shares = [np.concatenate((row, of_box.flatten())) for row, of_box in zip(shares, points, strict=True)]
         lines = [
             " ".join([str(int(cls)), *(f"{share:.6g}" for share in row.tolist())])
             for cls, row in zip(self.boxes.cls, shares)
@@ -196,7 +217,7 @@ class Detections:
         return write_image(path, self.plot())
 
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """List the boxes in COCO's results format: image_id, category_id, bbox (left, top, width, height), score.
+        """List the boxes in COCO's results format: image_id, category_id, bbox (left, top, width, height), score, and keypoints if any.
 
         ``category_ids``: the data set's number of each class; the class's own where not given.
         """
@@ -207,6 +228,8 @@ class Detections:
             category = label if category_ids is None else int(category_ids[label])
             bbox = [left, top, right - left, bottom - top]
             rows.append({"image_id": image_id, "category_id": category, "bbox": bbox, "score": score})
+        for row, points in zip(rows, self.keypoints if self.keypoints is not None else ()):
+            row["keypoints"] = [value for point in points.tolist() for value in (*point, 1.0)[:3]]
         return rows
 
     def to_pandas(self) -> Any:
@@ -218,6 +241,17 @@ class Detections:
         columns = dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.xyxy.T))
         more = {"confidence": self.boxes.conf, "class": self.boxes.cls.astype(int), "name": self.labels}
         return pandas.DataFrame(columns | more)
+
+
+def _as_labels(keypoints: Floats, height: int, width: int) -> Floats:
+    """Write keypoints (k, K, 2 or 3) as labels do: shares of the image, and 2 for those that are there, 0 0 0 for others."""
+    shares = keypoints.copy()
+    shares[..., :2] /= (width, height)
+    if keypoints.shape[2] == 3:
+        inside = ((shares[..., :2] >= 0) & (shares[..., :2] <= 1)).all(-1)
+        shares[..., 2] = 2
+        shares[~(inside & (keypoints[..., 2] >= SEEN))] = 0
+    return shares.clip(0, 2 if keypoints.shape[2] == 3 else 1)
 
 
 def write_image(path: str | Path, image: NDArray[np.uint8]) -> Path:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
+from arclight.vision.keypoints import COCO_SIGMAS, COCO_SKELETON, SEEN
 from arclight.vision.results.masks import Masks
 
 cv2 = require("cv2", extra="vision")
@@ -71,6 +72,25 @@ def draw_masks(image: Image, masks: Masks, classes: Sequence[int]) -> Image:
         part = canvas[top : top + bits.shape[0], left : left + bits.shape[1]]
         colour = np.array(PALETTE[int(label) % len(PALETTE)], np.uint16)
         part[bits] = ((part[bits].astype(np.uint16) + colour) // 2).astype(np.uint8)
+    return canvas
+
+
+def draw_keypoints(image: Image, keypoints: ArrayLike, classes: Sequence[int]) -> Image:
+    """Draw keypoints (k, K, 2 or 3) in pixels on a copy of ``image``, those that are there; 17 of them joined as a person's are."""
+    canvas = np.ascontiguousarray(image).copy()
+    side = math.sqrt(canvas.shape[0] * canvas.shape[1])
+    line = max(round(side / 400), 1)
+    every = np.asarray(keypoints, np.float64)
+    for points, label in reversed(list(zip(every, classes, strict=True))):
+        there = np.ones(len(points), np.bool_) if points.shape[1] == 2 else points[:, 2] >= SEEN
+        places = points[:, :2].clip(-1e6, 1e6).round().astype(int).tolist()
+        colour = PALETTE[int(label) % len(PALETTE)]
+        for first, last in COCO_SKELETON if len(points) == len(COCO_SIGMAS) else ():
+            if there[first] and there[last]:
+                cv2.line(canvas, places[first], places[last], colour, line, cv2.LINE_AA)
+        for place in (place for place, shown in zip(places, there, strict=True) if shown):
+            cv2.circle(canvas, place, 2 * line + 1, (255, 255, 255), cv2.FILLED, cv2.LINE_AA)
+            cv2.circle(canvas, place, 2 * line, colour, cv2.FILLED, cv2.LINE_AA)
     return canvas
 
 

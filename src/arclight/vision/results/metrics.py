@@ -117,6 +117,8 @@ class _Image(NamedTuple):
     """(k,)"""
     hits: Bools
     """(k, T): whether the prediction finds a true box of its class that none before it found."""
+    passed_over: Bools
+    """(k, T): whether it finds one that is ignored, and so is neither right nor wrong."""
     labels: Ints
     """(m,) classes of the true boxes."""
     confused: Ints
@@ -134,9 +136,15 @@ class DetectionMetrics:
     result does not depend on who saw which image, and an image seen twice (samplers pad) counts once.
     """
 
-    def __init__(self, num_classes: int, iou_threshold: float | None = EVALUATION_IOU) -> None:
+    def __init__(
+        self,
+        num_classes: int,
+        iou_threshold: float | None = EVALUATION_IOU,
+        *,
+        max_detections: int = MAX_DETECTIONS,
+    ) -> None:
         """``iou_threshold``: of the suppression of decoded output; None for networks that name an object once."""
-        self.num_classes, self.iou_threshold = num_classes, iou_threshold
+        self.num_classes, self.iou_threshold, self.max_detections = num_classes, iou_threshold, max_detections
         self.reset()
 
     def reset(self) -> None:
@@ -153,17 +161,21 @@ class DetectionMetrics:
         truths: Sequence[ArrayLike],
         image_ids: Sequence[int] | None = None,
         overlaps: Sequence[Floats] | None = None,
+        ignored: Sequence[Bools] | None = None,
     ) -> None:
         """Add images: for each its predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5).
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
-        the data set. ``overlaps``: (k, m) of each image, where something else than its boxes is compared. Raises ValueError for
-        arrays of other shapes and for classes that do not exist.
+        the data set. ``overlaps``: (k, m) of each image, where something else than its boxes is compared. ``ignored``: (m,)
+        True for true boxes that count neither as found nor as missed. Raises ValueError for arrays of other shapes and for classes
+        that do not exist.
         """
         ids = [-1] * len(truths) if image_ids is None else [int(i) for i in image_ids]
         known = [None] * len(truths) if overlaps is None else overlaps
-        for image_id, predicted, true, overlap in zip(ids, predictions, truths, known, strict=True):
-            self._add(image_id, self._observe(_rows(predicted, 6, "predictions"), _rows(true, 5, "truths"), overlap))
+        idle = [None] * len(truths) if ignored is None else ignored
+        for image_id, predicted, true, overlap, ignore in zip(ids, predictions, truths, known, idle, strict=True):
+            rows, boxes = _rows(predicted, 6, "predictions"), _rows(true, 5, "truths")
+            self._add(image_id, self._observe(rows, boxes, overlap, ignore))
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
         """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
@@ -193,7 +205,7 @@ class DetectionMetrics:
             image_ids,
         )
 
-    def _observe(self, predicted: Floats, true: Floats, overlap: Floats | None) -> _Image:
+    def _observe(self, predicted: Floats, true: Floats, overlap: Floats | None, ignored: Bools | None) -> _Image:
         """Match one image's predictions to its true boxes, by their own overlap or one that is given."""
         order = np.argsort(-predicted[:, 4], kind="stable")
         predicted = predicted[order]
@@ -208,15 +220,19 @@ class DetectionMetrics:
             iou = box_iou(torch.from_numpy(predicted[:, :4]), torch.tensor(true[:, 1:])).numpy()
         else:
             iou = overlap[order]
+        ignored = np.zeros(len(labels), np.bool_) if ignored is None else ignored
         hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
+        passed_over = np.zeros_like(hits)
         counted = np.zeros(len(predicted), np.bool_)
         for c in np.unique(classes):
-            of_class = np.flatnonzero(classes == c)[:MAX_DETECTIONS]
+            of_class, own = np.flatnonzero(classes == c)[: self.max_detections], np.flatnonzero(labels == c)
             counted[of_class] = True
-            hits[of_class] = match(iou[np.ix_(of_class, np.flatnonzero(labels == c))])
-        sure = scores > CONFUSION_CONFIDENCE
-        confused = confusions(iou[sure], classes[sure], labels, background=self.num_classes)
-        return _Image(scores[counted], classes[counted], hits[counted], labels, confused)
+            found = assign(iou[np.ix_(of_class, own)], ignored[own])
+            idle = np.append(ignored[own], False)[found]  # -1, none, takes the last
+            hits[of_class], passed_over[of_class] = (found >= 0) & ~idle, idle
+        sure, labels = scores > CONFUSION_CONFIDENCE, labels[~ignored]
+        confused = confusions(iou[sure][:, ~ignored], classes[sure], labels, background=self.num_classes)
+        return _Image(scores[counted], classes[counted], hits[counted], passed_over[counted], labels, confused)
 
     def _add(self, image_id: int, image: _Image) -> None:
         if image_id < 0:
@@ -250,7 +266,7 @@ class DetectionMetrics:
     def compute(self) -> DetectionResults:
         """Score everything seen so far."""
         images = [self._named[i] for i in sorted(self._named)] + self._unnamed
-        scores, classes, hits, labels, confused = (
+        scores, classes, hits, passed_over, labels, confused = (
             np.concatenate([empty, *(getattr(image, field) for image in images)])
             for field, empty in _EMPTY._asdict().items()
         )
@@ -261,8 +277,9 @@ class DetectionMetrics:
         order = np.argsort(-scores, kind="stable")
         for c in np.flatnonzero(counts):
             of_class = order[classes[order] == c]
-            at_recall = precision_at_recall(hits[of_class], int(counts[c]))
+            at_recall = precision_at_recall(hits[of_class], int(counts[c]), passed_over[of_class])
             ap[c], pr[c] = at_recall.mean(axis=1), at_recall[0]
+            of_class = of_class[~passed_over[of_class, 0]]
             curves[:, c] = confidence_curves(scores[of_class], hits[of_class, 0], int(counts[c]))
         present = counts > 0
         mean = curves[:, present].mean(axis=1) if present.any() else np.full((3, len(CONFIDENCE_GRID)), np.nan)
@@ -291,6 +308,7 @@ _EMPTY = _Image(
     scores=np.empty(0),
     classes=np.empty(0, np.int64),
     hits=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
+    passed_over=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
     labels=np.empty(0, np.int64),
     confused=np.empty((0, 2), np.int64),
 )
@@ -351,14 +369,17 @@ def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Int
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def precision_at_recall(hits: Bools, positives: int) -> Floats:
-    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first.
+def precision_at_recall(hits: Bools, positives: int, passed_over: Bools | None = None) -> Floats:
+    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first, without those ``passed_over`` (k, T).
 
     The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
     """
     found = np.cumsum(hits, axis=0, dtype=np.float64)
     recall = found / positives
-    precision = found / (np.arange(1, len(hits) + 1)[:, None] + np.spacing(1))
+    seen = np.arange(1, len(hits) + 1)[:, None]
+    if passed_over is not None:
+        seen = seen - np.cumsum(passed_over, axis=0)
+    precision = found / (seen + np.spacing(1))
     precision = np.maximum.accumulate(precision[::-1], axis=0)[::-1]
     out = np.zeros((hits.shape[1], len(RECALL_GRID)))
     for t in range(hits.shape[1]):

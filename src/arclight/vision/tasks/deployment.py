@@ -15,6 +15,7 @@ from arclight.deploy.settings import Quantization, calibration_batches
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
+from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.classification import ClassificationData
 from arclight.vision.tasks.detection import DetectionData
 from arclight.vision.tasks.module import TaskMetrics, VisionModule, evaluate
@@ -74,14 +75,24 @@ def _float_batches(data: Any, count: int) -> Iterator[torch.Tensor]:
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
     """Score a program on ``images``, a data set of its task, exactly as its model is scored during training."""
     metrics, collate = _SCORED[program.metadata.get("task", "detect")]
-    scores: Any = metrics(len(program.metadata["names"]))
+    scores: Any = metrics(program)
     if isinstance(scores, DetectionMetrics) and getattr(program.processing, "iou_threshold", None) is None:
         scores.iou_threshold = None
     return evaluate(program, images, scores, collate, batch_size)
 
 
-_SCORED: dict[str, tuple[Callable[[int], TaskMetrics], Callable[[Any], dict[str, Any]]]] = {
-    "detect": (DetectionMetrics, DetectionData.collate),
-    "segment": (SegmentationMetrics, DetectionData.collate),
-    "classify": (ClassificationMetrics, ClassificationData.collate),
+def _pose_metrics(program: Program) -> PoseMetrics:
+    processing: Any = program.processing
+    return PoseMetrics(len(processing.names), processing.keypoints, processing.sigmas)
+
+
+def _by_classes(metrics: Callable[[int], TaskMetrics]) -> Callable[[Program], TaskMetrics]:
+    return lambda program: metrics(len(program.metadata["names"]))
+
+
+_SCORED: dict[str, tuple[Callable[[Program], TaskMetrics], Callable[[Any], dict[str, Any]]]] = {
+    "detect": (_by_classes(DetectionMetrics), DetectionData.collate),
+    "segment": (_by_classes(SegmentationMetrics), DetectionData.collate),
+    "pose": (_pose_metrics, DetectionData.collate),
+    "classify": (_by_classes(ClassificationMetrics), ClassificationData.collate),
 }

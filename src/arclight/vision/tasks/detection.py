@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -48,9 +48,15 @@ class Detector(VisionModule):
     level_weights: Tensor | None
     _keeps_records = False
 
-    def __init__(self, settings: DetectionTask, names: Sequence[str], table: str | None = None) -> None:
-        """``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
-        super().__init__(settings, names, table)
+    def __init__(
+        self,
+        settings: DetectionTask,
+        names: Sequence[str],
+        table: str | None = None,
+        network: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``table``, ``network``: as for every `VisionModule`."""
+        super().__init__(settings, names, table, network)
         if self.one_to_one:
             _refuse_settings_of_anchors(settings)
         gains = Gains(box=settings.box_gain, obj=settings.obj_gain, cls=settings.cls_gain)

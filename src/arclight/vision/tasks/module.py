@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -68,16 +68,26 @@ class VisionModule(Module, abc.ABC):
     names: list[str]
     """Class names by number."""
 
-    def __init__(self, settings: Any, names: Sequence[str], table: str | None = None) -> None:
-        """``settings``: a `VisionTask`. ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given."""
+    def __init__(
+        self,
+        settings: Any,
+        names: Sequence[str],
+        table: str | None = None,
+        network: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``settings``: a `VisionTask`. ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given.
+
+        ``network``: what else `build_model` takes from the data set; a subclass takes it under the same names.
+        """
         super().__init__()
         if table is None and is_table(settings.model):
             table = read_table(settings.model)
         # A checkpoint holds weights and table themselves: it must not be tied to the files that they came from.
-        kept = {"settings": dataclasses.replace(settings, weights=None), "names": list(names)}
+        network = dict(network or {})
+        kept = {"settings": dataclasses.replace(settings, weights=None), "names": list(names), **network}
         self.save_hyperparameters(kept if table is None else {**kept, "table": table})
         self.settings, self.names = settings, list(names)
-        self.model = self._build_network(table)
+        self.model = self._build_network(table, network)
         if settings.image_size % (coarsest := self.model.stride[-1]):
             raise ValueError(
                 f"image_size must be a multiple of {coarsest} for {settings.model}, got {settings.image_size}"
@@ -97,13 +107,13 @@ class VisionModule(Module, abc.ABC):
 
     # -- what a task says --------------------------------------------------------------------------------------------
 
-    def _build_network(self, table: str | None) -> Yolo:
+    def _build_network(self, table: str | None, network: dict[str, Any]) -> Yolo:
         """Build the network that the settings name, for the module's classes. Raises ValueError if its head is another task's."""
         if (found := find_architecture(self.settings.model, table).head) != self.head:
             raise ValueError(
                 f"model = {self.settings.model} ends with a {found} head, a {type(self).__name__} needs one to {self.head}"
             )
-        return build_model(self.settings.model, num_classes=len(self.names), table=table)
+        return build_model(self.settings.model, num_classes=len(self.names), table=table, **network)
 
     @abc.abstractmethod
     def _build_metrics(self) -> TaskMetrics:
@@ -335,6 +345,11 @@ class VisionData(DataModule, abc.ABC):
     @abc.abstractmethod
     def names(self) -> list[str]:
         """Class names by number."""
+
+    @property
+    def network_arguments(self) -> dict[str, Any]:
+        """What the network must know of the data set, as arguments of the task's module."""
+        return {"names": self.names}
 
     @abc.abstractmethod
     def open(self, split: str, **options: Any) -> Any:

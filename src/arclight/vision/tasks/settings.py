@@ -72,7 +72,7 @@ class VisionTask(Checked):
 
     def build(self) -> tuple[Module, DataModule]:
         data = self.data_class()(self)
-        return self.module_class()(self, names=data.names), data
+        return self.module_class()(self, **data.network_arguments), data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +205,36 @@ class SegmentationTask(DetectionTask):
         from arclight.vision.tasks.detection import SegmentationData
 
         return SegmentationData
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoseTask(DetectionTask):
+    """Train a detector of boxes and their keypoints on a YOLO-format data set that has them."""
+
+    recipe_kind: ClassVar[str] = "pose"
+
+    data: Path
+    """The data set: a data.yaml with train, val, names and kpt_shape, and rows `class cx cy w h x1 y1 [v1] x2 y2 [v2] ...`."""
+    model: str = "yolov5n-pose"
+    """Architecture: yolov5n-pose to yolov5x-pose, or your .yaml that ends with Pose."""
+    keypoint_gain: NonNegativeFloat = 0.1
+    """Weight of the loss of the keypoints' places."""
+    visible_gain: NonNegativeFloat = 0.01
+    """Weight of the loss of which keypoints are there, where labels say it (kpt_shape [K, 3])."""
+    keypoint_sigmas: tuple[PositiveFloat, ...] = ()
+    """How exact each keypoint is, as a share of the object's size, for loss and score; where not given, COCO's for 17, else 1 / K."""
+
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
+        from arclight.vision.tasks.pose import PoseEstimator
+
+        return PoseEstimator
+
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
+        from arclight.vision.tasks.pose import PoseData
+
+        return PoseData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,59 @@
+"""Compare keypoints of objects: object keypoint similarity (OKS) as COCO defines it.
+
+Shapes: k found and m true objects with K keypoints each; x, y in any one unit of length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+COCO_SIGMAS = (
+    0.026, 0.025, 0.025, 0.035, 0.035, 0.079, 0.079, 0.072, 0.072, 0.062, 0.062, 0.107, 0.107, 0.087, 0.087, 0.089, 0.089,
+)  # fmt: skip
+"""How far annotators disagree about each keypoint of a person, as a share of the root of the person's area."""
+COCO_SKELETON = (
+    (15, 13), (13, 11), (16, 14), (14, 12), (11, 12), (5, 11), (6, 12), (5, 6), (5, 7), (6, 8), (7, 9), (8, 10), (1, 2), (0, 1),
+    (0, 2), (1, 3), (2, 4), (3, 5), (4, 6),
+)  # fmt: skip
+"""Which keypoints of a person are joined by a line."""
+AREA_SHARE = 0.53
+"""Area of an object as a share of its box's, where no outline says it: persons of COCO fill as much."""
+SEEN = 0.5
+"""Confidence from which a keypoint counts as there."""
+
+
+def sigmas_of(count: int, given: Sequence[float] = ()) -> tuple[float, ...]:
+    """Return the deviation of each of ``count`` keypoints: those given, COCO's for 17, else 1 / count each.
+
+    Raises ValueError where those given are not as many.
+    """
+    if not given:
+        return COCO_SIGMAS if count == len(COCO_SIGMAS) else (1 / count,) * count
+    if len(given) != count:
+        raise ValueError(f"keypoint_sigmas has {len(given)} numbers, there are {count} keypoints: give one for each")
+    return tuple(given)
+
+
+def keypoint_similarity(found: Floats, true: Floats, boxes: Floats, areas: Floats, sigmas: Sequence[float]) -> Floats:
+    """Compute (k, m) OKS of keypoints found (k, K, 2) with true ones (m, K, 2), those NaN left out, in [0, 1].
+
+    boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an object without any labelled keypoint, the distance of those found
+    from a box three times as large on each side is taken (COCO).
+    """
+    result = np.zeros((len(found), len(true)))
+    spread = 2 * np.square(2 * np.asarray(sigmas, np.float64))
+    for j, (points, box, area) in enumerate(zip(true, boxes, areas, strict=True)):
+        labelled = np.isfinite(points).all(-1)
+        if labelled.any():
+            squared = np.square(found[:, labelled] - points[labelled]).sum(-1)
+        else:
+            low, high = 2 * box[:2] - box[2:], 2 * box[2:] - box[:2]
+            apart = np.maximum(low - found, 0) + np.maximum(found - high, 0)
+            squared, labelled = np.square(apart).sum(-1), np.ones_like(labelled)
+        result[:, j] = np.exp(-squared / spread[labelled] / (area + np.spacing(1))).mean(-1)
+    return result
