@@ -37,7 +37,7 @@ FUSED_SEGMENTERS = {
 }  # fmt: skip
 
 
-OWN = {f"arc-{size}" for size in "nsmlx"}  # see test_one_to_one
+OWN = {f"arc-{size}" for size in "nsmlx"} | {f"yolov5{size}-pose" for size in "nsmlx"}  # see test_one_to_one, test_pose
 
 
 def test_all_are_known() -> None:
