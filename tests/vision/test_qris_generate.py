@@ -13,6 +13,8 @@ import yaml
 cv2 = pytest.importorskip("cv2")
 pytest.importorskip("segno")
 
+from arclight.vision.data.data_yaml import read_data_yaml  # noqa: E402
+from arclight.vision.data.labels import KeypointShape, check_labels  # noqa: E402
 from arclight.vision.qris import classify, parse  # noqa: E402
 from arclight.vision.qris.reading.decode import read_zxing  # noqa: E402
 from arclight.vision.qris.scenes.generate import GenerateError, generate  # noqa: E402
@@ -188,3 +190,23 @@ def test_merchants_draw_the_same_bytes_for_a_seed(tmp_path: Path, of_merchants: 
     assert digests(tmp_path / "again") == digests(of_merchants)
     with pytest.raises(GenerateError, match="a scene for each"):
         generate(tmp_path / "few", 3, merchants=4)
+
+
+def test_labels_may_have_the_corners_of_codes_as_keypoints(tmp_path: Path) -> None:
+    file = generate(tmp_path / "set", 6, seed=3, size=96, corners=True, workers=1)
+    spec, codes = read_data_yaml(file), json.loads((file.parent / "codes.json").read_text())
+    assert spec.keypoints == KeypointShape(4, 3)
+    seen = 0
+    for split in ("train", "val"):
+        found = check_labels(spec.images(split), 1, name=split, cache=False, geometry=spec.pose_shape())
+        assert not found.report.malformed
+        assert found.outlines is not None
+        for image, rows in zip(found.images, found.outlines, strict=True):
+            drawn = [code["corners_px"] for code in codes[f"images/{split}/{image.name}"]]
+            for points, corners in zip(rows, drawn, strict=True):
+                inside = np.isfinite(points).all(1)
+                np.testing.assert_allclose(points[inside] * 96, np.array(corners)[inside], atol=0.01)
+                outside = np.array(corners)[~inside]
+                assert ((outside < 0) | (outside > 96)).any(1).all()
+                seen += int(inside.sum())
+    assert seen >= 8

@@ -72,8 +72,8 @@ CASES = {
     ),
     "pose": Case(
         PoseTask, "[[4, 5], 1, Pose, [nc, anchors]]",
-        lambda root, **how: draw_objects(root, keypoint_row, head="kpt_shape: [3, 3]\n", **how), "val/keypoint_map50", 220,
-        GAINS | {"keypoint_sigmas": (0.05, 0.05, 0.05)}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
+        lambda root, **how: draw_objects(root, keypoint_row, head="kpt_shape: [3, 3]\n", **how), "val/keypoint_map50", 200,
+        GAINS | {"keypoint_sigmas": (0.1, 0.1, 0.1), "keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
     ),
     "classification": Case(
         ClassificationTask, "[-1, 1, Classify, [nc]]", draw_folders, "val/top1", 120,

@@ -35,6 +35,11 @@ def data(arguments: list[str]) -> int:
         metavar="N",
         help="number of merchants, each with a look of its own; see merchants.json",
     )
+    verb.add_argument(
+        "--corners",
+        action="store_true",
+        help="labels have the four corners of each code as keypoints, for task.kind corners",
+    )
     verb.set_defaults(run=qris)
 
     _add_poster(verbs.add_parser("poster", help="write a payment code as a printable sheet"))
@@ -173,6 +178,7 @@ def qris(options: Namespace) -> int:
             options.seed,
             size=options.size,
             merchants=options.merchants,
+            corners=options.corners,
             progress=lambda done, _: progress.update(bar, completed=done),
         )
     seconds = time.monotonic() - started

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import encode_jpeg
@@ -42,6 +43,7 @@ class _Job:
     count: int
     validation: int
     merchants: int | None = None
+    corners: bool = False
 
     def split_of(self, index: int) -> str:
         return "val" if index >= self.count - self.validation else "train"
@@ -58,6 +60,7 @@ def generate(
     size: int = 640,
     val_share: float = 0.2,
     merchants: int | None = None,
+    corners: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -66,8 +69,9 @@ def generate(
     The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
     (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
     modules (along a side). With ``merchants`` the scenes belong to so many places in turn, each with surroundings, sizes,
-    light and a sign of its own, and ``merchants.json`` says which image is whose. ``progress`` is called with (done,
-    count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
+    light and a sign of its own, and ``merchants.json`` says which image is whose. With ``corners`` the labels are boxes with
+    four keypoints, the code's own corners in the order of ``corners_px``, those outside of the picture not labelled.
+    ``progress`` is called with (done, count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
     at all; GenerateError where it holds something already.
     """
     out = Path(out)
@@ -82,7 +86,7 @@ def generate(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as unfinished:
         folder = Path(unfinished) / "set"
-        job = _Job(folder, seed, size, count, round(count * val_share), merchants)
+        job = _Job(folder, seed, size, count, round(count * val_share), merchants, corners)
         for part in ("images", "labels"):
             for split in ("train", "val"):
                 (folder / part / split).mkdir(parents=True)
@@ -93,7 +97,8 @@ def generate(
                 if progress:
                     progress(done, count)
         (folder / "codes.json").write_text(json.dumps(dict(sorted(codes.items())), indent=1) + "\n")
-        (folder / "data.yaml").write_text(f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n")
+        described = f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n"
+        (folder / "data.yaml").write_text(described + ("kpt_shape: [4, 3]\n" if corners else ""))
         if merchants is not None:
             whose = {job.name_of(index): merchant_of(seed, index % merchants).name for index in range(count)}
             (folder / MERCHANT_LIST).write_text(json.dumps(dict(sorted(whose.items())), indent=1) + "\n")
@@ -134,7 +139,8 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
     rows = []
     for code in scene.codes:
         x0, y0, x1, y1 = (v / job.size for v in code.box)
-        rows.append(f"0 {(x0 + x1) / 2:.6f} {(y0 + y1) / 2:.6f} {x1 - x0:.6f} {y1 - y0:.6f}\n")
+        row = f"0 {(x0 + x1) / 2:.6f} {(y0 + y1) / 2:.6f} {x1 - x0:.6f} {y1 - y0:.6f}"
+        rows.append(row + (_corner_columns(code.corners / job.size) if job.corners else "") + "\n")
     (job.folder / "labels" / split / f"{index:06d}.txt").write_text("".join(rows))
     found = [
         {
@@ -149,3 +155,9 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
         for code in scene.codes
     ]
     return job.name_of(index), found
+
+
+def _corner_columns(corners: npt.NDArray[np.float64]) -> str:
+    """Write corners (4, 2), shares of the picture, as keypoints x y v of a label row."""
+    inside = [0 <= x <= 1 and 0 <= y <= 1 for x, y in corners]
+    return "".join(f" {x:.6f} {y:.6f} 2" if seen else " 0 0 0" for (x, y), seen in zip(corners, inside, strict=True))
