@@ -31,7 +31,7 @@ from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.deployment import evaluate_program, export_module
-from arclight.vision.tasks.pose import PoseData, PoseEstimator
+from arclight.vision.tasks.detection import PoseData, PoseEstimator
 from arclight.vision.tasks.settings import PoseTask
 
 COLOURS = ((255, 0, 0), (0, 0, 255), (0, 255, 0))

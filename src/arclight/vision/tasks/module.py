@@ -348,7 +348,7 @@ class VisionData(DataModule, abc.ABC):
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """What the network must know of the data set, as arguments of the task's module."""
+        """Arguments of the task's module that say what the network must know of the data set."""
         return {"names": self.names}
 
     @abc.abstractmethod

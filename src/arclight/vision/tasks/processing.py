@@ -111,6 +111,36 @@ class SegmentationProcessing(DetectionProcessing):
         return results
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoseProcessing(DetectionProcessing):
+    """Letterbox before; non-maximum suppression after, and keypoints of the boxes that are kept."""
+
+    keypoints: tuple[int, int]
+    """How many keypoints, and numbers of each."""
+    sigmas: tuple[float, ...]
+    """Deviation of each keypoint, which similarity is measured by; nothing here reads it but evaluation."""
+
+    def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
+        """Rows (N, A, 5 + classes + K * dims) as one :class:`Detections` with keypoints per photo, in its own pixels."""
+        predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
+        count, dims = self.keypoints
+        results = []
+        kept = self._kept(predictions, extra=count * dims)
+        for rows, image, placement in zip(kept, context.images, context.placements, strict=True):
+            boxes = unletterbox(rows[:, :4], placement, image.shape[:2])
+            points = rows[:, 6:].reshape(len(rows), count, dims).astype(np.float64)
+            scale, pad_x, pad_y = placement
+            points[..., :2] = (
+                points[..., :2] - (pad_x, pad_y)
+            ) / scale  # may lie beside the photo: the object does, too
+            results.append(
+                Detections.from_arrays(
+                    boxes, rows[:, 4], rows[:, 5], names=self.names, image=image, keypoints=points.astype(np.float32)
+                )
+            )
+        return results
+
+
 def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
     """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`.
 

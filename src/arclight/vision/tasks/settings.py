@@ -226,13 +226,13 @@ class PoseTask(DetectionTask):
 
     @classmethod
     def module_class(cls) -> type[VisionModule]:
-        from arclight.vision.tasks.pose import PoseEstimator
+        from arclight.vision.tasks.detection import PoseEstimator
 
         return PoseEstimator
 
     @classmethod
     def data_class(cls) -> type[VisionData]:
-        from arclight.vision.tasks.pose import PoseData
+        from arclight.vision.tasks.detection import PoseData
 
         return PoseData
 
