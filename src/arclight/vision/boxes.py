@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -164,21 +165,28 @@ def _ranked(scores: Tensor, threshold: float, limit: int | None, floor: Tensor |
 
 
 @torch.no_grad()
-def greedy_nms(boxes: Tensor, classes: Tensor, iou_threshold: float, max_det: int | None = None) -> Tensor:
+def greedy_nms(
+    boxes: Tensor,
+    classes: Tensor,
+    iou_threshold: float,
+    max_det: int | None = None,
+    overlap: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None,
+) -> Tensor:
     """Greedy non-maximum suppression: indices of the boxes kept, in order, at most ``max_det``.
 
-    boxes: (n, 4) xyxy, most confident first; classes: (n,). A box goes when a kept one of its class overlaps it by more
+    boxes: (n, 4) xyxy, most confident first, or what ``overlap`` compares; classes: (n,). A box goes when a kept one of its class overlaps it by more
     than ``iou_threshold``. Works through the boxes in chunks and stops once ``max_det`` are found, so that
     the cost grows with boxes kept times boxes seen instead of with boxes seen squared.
     """
+    overlap = overlap or _overlap
     kept: list[Tensor] = []
     kept_boxes, kept_classes = boxes[:0], classes[:0]
     for start in range(0, len(boxes), _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, len(boxes)), device=boxes.device)
         if len(kept_boxes):
-            free = ~_overlap(kept_boxes, kept_classes, boxes[index], classes[index], iou_threshold).any(dim=0)
+            free = ~overlap(kept_boxes, kept_classes, boxes[index], classes[index], iou_threshold).any(dim=0)
             index = index[free]
-        index = index[_greedy(_overlap(boxes[index], classes[index], boxes[index], classes[index], iou_threshold))]
+        index = index[_greedy(overlap(boxes[index], classes[index], boxes[index], classes[index], iou_threshold))]
         kept.append(index)
         kept_boxes = torch.cat((kept_boxes, boxes[index]))
         kept_classes = torch.cat((kept_classes, classes[index]))

@@ -32,10 +32,13 @@ class DataSpec:
         """
         if wanted == "keypoints":
             return self.pose_shape()
-        if wanted == "polygons" and self.keypoints is not None:
+        if wanted != "boxes" and self.keypoints is not None:
+            learnt, row = {
+                "polygons": ("outlines", "class x1 y1 x2 y2 x3 y3 ..."), "oriented": ("oriented boxes", "class x1 y1 x2 y2 x3 y3 x4 y4"),
+            }[wanted]  # fmt: skip
             raise DatasetError(
-                f"{self.file} has kpt_shape: its rows are boxes with keypoints, and this task learns outlines; leave it out and write "
-                "rows class x1 y1 x2 y2 x3 y3 ..."
+                f"{self.file} has kpt_shape: its rows are boxes with keypoints, and this task learns {learnt}; leave it out and write "
+                f"rows {row}"
             )
         return wanted if self.keypoints is None else self.keypoints
 

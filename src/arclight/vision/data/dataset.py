@@ -36,6 +36,7 @@ from arclight.vision.data.labels import (
 from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
+from arclight.vision.rotated import smallest_rectangles
 
 cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ class Sample:
     image: Tensor
     """(3, S, S) uint8 RGB."""
     targets: Tensor
-    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN where not labelled."""
+    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN where not labelled; (n, 6) of
+    oriented boxes, with the angle r in radians, see `rotated`."""
     path: str
     """The file; of a training image, which may hold parts of several, the first one."""
     shape: tuple[int, int] | None = None
@@ -88,7 +90,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
     Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square, and then as many
-    columns as `Sample` has for keypoints. Batches of validation also have ``shapes`` (height, width) and ``letterbox`` (scale,
+    columns as `Sample` has for keypoints; of oriented boxes one row is ``image in batch, class, cx, cy, w, h, r``. Batches of validation also have ``shapes`` (height, width) and ``letterbox`` (scale,
     pad_x, pad_y), one of each per image. Batches of outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation,
     ``outlines``; see `Sample`.
     """
@@ -146,7 +148,7 @@ class DetectionDataset(Dataset[Sample]):
     share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
     outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
-    not labelled.
+    not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
@@ -172,6 +174,7 @@ class DetectionDataset(Dataset[Sample]):
         image_weights: bool = False,
         outlines: Sequence[Sequence[Points]] | None = None,
         keypoints: KeypointShape | None = None,
+        oriented: bool = False,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
@@ -193,7 +196,7 @@ class DetectionDataset(Dataset[Sample]):
         self._weights = draw_weights(self.labels) if image_weights else None
         self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
         self._points = max((len(points) for of_image in self.outlines or () for points in of_image), default=0)
-        self.keypoints = keypoints
+        self.keypoints, self.oriented = keypoints, oriented
         if keypoints is not None:
             self._points = keypoints.count
             if keypoints.flip is None and augment is not None and (augment.fliplr or augment.flipud):
@@ -265,7 +268,8 @@ class DetectionDataset(Dataset[Sample]):
             for rows in labels:
                 rows[:, 0] = 0
         mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
-        return cls(images, labels, outlines=outlines, keypoints=keypoints, mix=mixed, **settings)
+        oriented = geometry == "oriented"
+        return cls(images, labels, outlines=outlines, keypoints=keypoints, oriented=oriented, mix=mixed, **settings)
 
     @property
     def damaged(self) -> int:
@@ -327,7 +331,9 @@ class DetectionDataset(Dataset[Sample]):
             outlines = tuple(
                 points * np.array([width, height], np.float32) * scale + corner for points in self.outlines[index]
             )
-            if self.keypoints is None:
+            if self.oriented:
+                targets = _oriented_targets(self.labels[index][:, :1], outlines, self.image_size)
+            elif self.keypoints is None:
                 more = {"mask": draw_masks(outlines, self.image_size), "outlines": outlines}
             else:
                 points = np.array(outlines, np.float32).reshape(len(targets), 2 * self._points) / self.image_size
@@ -357,7 +363,10 @@ class DetectionDataset(Dataset[Sample]):
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
         outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (samples.size / self.image_size)
-        masked = self.outlines is not None and self.keypoints is None
+        if self.oriented:
+            seen = [augmentation.clip_outline(points, self.image_size) for points in boxes[:, 5:].reshape(-1, 4, 2)]
+            targets = _oriented_targets(boxes[:, :1], seen, self.image_size)
+        masked = self.outlines is not None and self.keypoints is None and not self.oriented
         mask = draw_masks(list(outlines), samples.size) if masked else None
         samples.add(image, targets, self._decoded(index).path, mask=mask)
 
@@ -466,6 +475,15 @@ class DetectionDataset(Dataset[Sample]):
         if not self._damaged[index]:
             self._damaged[index] = 1
             log.warning("%s: %s; %s", self.images[index], error, consequence)
+
+
+def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], size: int) -> NDArray[np.float32]:
+    """Return (n, 6) class, then the smallest rectangle around each outline (k, 2): xywh as shares of ``size`` pixels, angle."""
+    longest = max((len(points) for points in outlines), default=4)
+    padded = [np.concatenate((points, np.repeat(points[-1:], longest - len(points), axis=0))) for points in outlines]
+    found = smallest_rectangles(np.array(padded, np.float64).reshape(len(outlines), longest, 2))
+    found[:, :4] /= size
+    return np.concatenate((classes, found), 1, dtype=np.float32)
 
 
 def decode_at(path: Path, size: int) -> Image:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from arclight.vision.data.image_headers import ImageError, ImageHeader, file_header
 from arclight.vision.data.images import MAX_PIXELS
+from arclight.vision.rotated import refusal_of_quadrilateral
 
 TOLERANCE = 1e-3
 """Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
@@ -43,10 +44,10 @@ class KeypointShape:
         return f"{self.count} keypoints of {self.dims} numbers"
 
 
-TaskGeometry = Literal["boxes", "polygons", "keypoints"]
-"""What a task learns from rows of labels: boxes, of which every row has one, polygons alone, or boxes with keypoints."""
+TaskGeometry = Literal["boxes", "polygons", "keypoints", "oriented"]
+"""What a task learns from rows of labels: boxes, of which every row has one, polygons alone, boxes with keypoints, or oriented boxes."""
 Geometry = TaskGeometry | KeypointShape
-"""What rows of labels are read as: boxes, of which a polygon has one, polygons alone, or boxes with keypoints."""
+"""What rows of labels are read as: boxes, of which a polygon has one, polygons alone, boxes with keypoints, or four corners each."""
 
 
 class DatasetError(ValueError):
@@ -198,7 +199,8 @@ def names_below(images: Sequence[Path]) -> list[PurePosixPath]:
 def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "boxes") -> LabelRows:
     """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
 
-    The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults. With keypoints all rows are boxes with
+    The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults, and of oriented all that are not four
+    corners ``class x1 y1 x2 y2 x3 y3 x4 y4`` in turn around a convex shape. With keypoints all rows are boxes with
     keypoints behind them, ``class cx cy w h x1 y1 [v1] x2 y2 [v2] ...``. ``path`` names the file in the problems found.
     """
     result = LabelRows()
@@ -249,6 +251,11 @@ def _parse_row(
             )
         row, clipped, _ = _parse_row(fields[:5], num_classes, "boxes")
         return row, clipped, _keypoints(fields[5:], values[5:], geometry)
+    if geometry == "oriented" and len(values) != 9:
+        what = "a box of 5 numbers, which has no angle" if len(values) == 5 else f"{len(values)} numbers"
+        raise ValueError(
+            f"{what}, and this task learns oriented boxes: write the four corners, class x1 y1 x2 y2 x3 y3 x4 y4"
+        )
     if len(values) != 5 and (len(values) < 7 or len(values) % 2 == 0):
         raise ValueError(
             f"{len(values)} numbers: a box has 5 (class cx cy w h), a polygon 1 + 2 for each of 3 or more points"
@@ -278,6 +285,8 @@ def _parse_row(
     if right <= left or bottom <= top:
         raise ValueError("the box has no area")
     outline = () if geometry == "boxes" else tuple(min(max(value, 0.0), 1.0) for value in coordinates)
+    if geometry == "oriented" and (why := refusal_of_quadrilateral(np.array(outline).reshape(4, 2))) is not None:
+        raise ValueError(why)
     return (label, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top), clipped, outline
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from arclight.vision.models.blocks import ConvBNAct
+from arclight.vision.prob_iou import angle_of
 
 OBJECTS_PER_IMAGE, IMAGE_SIDE = 8, 640  # the prior that the head starts from
 
@@ -171,6 +172,23 @@ class SegmentHead(DetectHead):
         """Rows (N, A, 5 + C + masks), and the prototypes; at least float32."""
         levels, prototypes = raw
         return self.decode_levels(levels), prototypes if prototypes.dtype == torch.float64 else prototypes.float()
+
+
+class OrientedHead(DetectHead):
+    """A detection head that gives each box an angle."""
+
+    def __init__(self, c_in: Sequence[int], num_classes: int, anchors_px: Tensor, strides: Sequence[int]) -> None:
+        super().__init__(c_in, num_classes, anchors_px, strides, extra=1)
+        with torch.no_grad():
+            for conv in self.m:
+                assert isinstance(conv, nn.Conv2d)
+                assert conv.bias is not None
+                conv.bias.view(-1, 6 + num_classes)[:, -1] = math.log(1 / 3)  # the angle 0
+
+    def decode(self, raw: list[Tensor]) -> Tensor:
+        """(N, A, 5 + C + 1): as `decode_levels`, then the angle in (-pi / 4, 3 pi / 4) radians."""
+        rows = self.decode_levels(raw)
+        return torch.cat((rows[..., :-1], angle_of(rows[..., -1:])), dim=-1)
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -16,6 +16,7 @@ from torch import Tensor
 from arclight.vision.boxes import complete_iou
 from arclight.vision.keypoints import AREA_SHARE
 from arclight.vision.models.anchors import ANCHOR_T
+from arclight.vision.prob_iou import angle_of, prob_iou
 
 THREE_LEVELS = (4.0, 1.0, 0.4)
 OTHER_LEVELS = (4.0, 1.0, 0.25, 0.06, 0.02)
@@ -105,11 +106,14 @@ def yolo_loss(
     options: LossOptions = LossOptions(),  # noqa: B008 (it cannot be changed)
     balance: Tensor | None = None,
     learns_balance: bool = False,
+    *,
+    oriented: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
 
     raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
-    centre y, width, height as shares of the image. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
+    centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the logit of their angle as a last
+    column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
     weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
@@ -126,7 +130,7 @@ def yolo_loss(
             zip(raw, anchors, level_balance(len(raw)), strict=True)
         ):
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, options)
+            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, options, oriented)
             level_losses.append(level_obj)
             box, cls = box + level_box, cls + level_cls
             obj = obj + (weight if balance is None else balance[level].clone()) * level_obj
@@ -195,18 +199,24 @@ def _cross_entropy(
 
 
 def _level_loss(
-    logits: Tensor, targets: Tensor, anchors: Tensor, options: LossOptions
+    logits: Tensor, targets: Tensor, anchors: Tensor, options: LossOptions, oriented: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Box, objectness and class loss of one level, unweighted."""
-    num_classes = logits.shape[-1] - 5
+    num_classes = logits.shape[-1] - 5 - oriented
     match = assign(targets.to(logits.dtype), anchors, (logits.shape[2], logits.shape[3]), options.anchor_t)
     matches = match.mask.sum().clamp(min=1)
     answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
 
     xy = answers[:, 0:2].sigmoid() * 2 - 0.5
     wh = (answers[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size
-    iou = complete_iou(torch.cat((xy, wh), dim=-1), match.box)
-    box_loss = torch.where(match.mask, 1 - iou, 0.0).sum() / matches
+    if oriented:
+        found = torch.cat((xy, wh, angle_of(answers[:, -1:])), dim=-1)
+        angles = targets[:, 6:].to(logits.dtype).repeat_interleave(3 * len(anchors), dim=0)
+        iou, error = oriented_error(found, torch.cat((match.box, angles), dim=-1))
+    else:
+        iou = complete_iou(torch.cat((xy, wh), dim=-1), match.box)
+        error = 1 - iou
+    box_loss = torch.where(match.mask, error, 0.0).sum() / matches
 
     # Several objects may claim one position: the best answered one sets its target, whatever their order.
     positions = logits[..., 4]
@@ -221,8 +231,24 @@ def _level_loss(
     one_hot = (match.label[:, None] == torch.arange(num_classes, device=logits.device)).to(logits.dtype)
     if options.label_smoothing:
         one_hot = one_hot * (1 - options.label_smoothing) + options.label_smoothing / 2
-    per_match = _cross_entropy(answers[:, 5:], one_hot, options, options.cls_pos_weight).mean(-1)
+    per_match = _cross_entropy(answers[:, 5 : 5 + num_classes], one_hot, options, options.cls_pos_weight).mean(-1)
     return box_loss, obj_loss, torch.where(match.mask, per_match, 0.0).sum() / matches
+
+
+SQUARE_WEIGHT = 0.5
+"""Weight of the angle's error for a square, beside 1 - IoU."""
+
+
+def oriented_error(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilistic IoU (...) of rotated boxes (..., 5) with those wanted, and their error.
+
+    The error is 1 - IoU, and for boxes that are nearly square, whose angle that overlap does not see, the squared sine of twice
+    the difference of the angles beside it: it is 0 for quarter turns too, which map a square to itself.
+    """
+    iou = prob_iou(found, wanted)
+    square = torch.exp(-(wanted[..., 2] / wanted[..., 3]).log().square())
+    turned = torch.sin(2 * (found[..., 4] - wanted[..., 4])).square()
+    return iou, 1 - iou + SQUARE_WEIGHT * square * turned
 
 
 def mask_loss(
