@@ -10,18 +10,25 @@ from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.recipe import MISSING, RecipeError, Setting, explain, read, write
 from arclight.text.settings import LanguageTask
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, PoseTask, SegmentationTask
+from arclight.vision.tasks.settings import (
+    ClassificationTask,
+    DetectionTask,
+    OrientedDetectionTask,
+    PoseTask,
+    SegmentationTask,
+)
 
 shipped = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 TASKS = {
     "detection": DetectionTask,
     "segmentation": SegmentationTask,
     "pose": PoseTask,
+    "obb": OrientedDetectionTask,
     "classification": ClassificationTask,
     "language": LanguageTask,
 }
 BASE: dict[str, dict[str, object]] = {
-    **{kind: {"kind": kind, "data": "x"} for kind in ("detection", "segmentation", "pose", "classification")},
+    **{kind: {"kind": kind, "data": "x"} for kind in ("detection", "segmentation", "pose", "obb", "classification")},
     "language": {"kind": "language"},
 }
 settings = [("detection", setting) for setting in explain(Recipe) if not setting.path.startswith("task")]

@@ -10,6 +10,7 @@ import numpy as np
 
 NAMES = ("disc", "square")
 SIDE = 64
+CORNERS = ((-1, -1), (1, -1), (1, 1), (-1, 1))
 
 
 class Shape:
@@ -29,8 +30,22 @@ class Shape:
         reach = self.radius * (1 if self.label == 0 else np.sqrt(2))
         return self.centre + reach * np.stack((np.cos(angles), np.sin(angles)), 1)
 
+    @property
+    def turned(self) -> np.ndarray:
+        """(4, 2) corners of a rectangle in pixels, turned by an angle that is the shape's own."""
+        angle, length = self.centre.sum(), self.radius * np.array([0.95, 0.5])
+        along = np.array([np.cos(angle), np.sin(angle)])
+        across = np.array([-along[1], along[0]])
+        return np.array([self.centre + a * length[0] * along + b * length[1] * across for a, b in CORNERS])
+
     def draw(self, image: np.ndarray) -> None:
-        points = (self.outline * 16).round().astype(np.int32)
+        self._fill(image, self.outline)
+
+    def draw_turned(self, image: np.ndarray) -> None:
+        self._fill(image, self.turned)
+
+    def _fill(self, image: np.ndarray, outline: np.ndarray) -> None:
+        points = (outline * 16).round().astype(np.int32)
         cv2.fillPoly(image, [points], (230, 60, 40) if self.label == 0 else (40, 70, 220), cv2.LINE_AA, shift=4)
 
 
@@ -40,6 +55,11 @@ def box_row(shape: Shape) -> str:
 
 def polygon_row(shape: Shape) -> str:
     return f"{shape.label} " + " ".join(f"{v / SIDE:.6f}" for v in shape.outline.flatten())
+
+
+def corner_row(shape: Shape) -> str:
+    """The corners of a rectangle of unlike sides, turned by an angle of its own, that `draw_turned` draws."""
+    return f"{shape.label} " + " ".join(f"{v / SIDE:.6f}" for v in shape.turned.flatten())
 
 
 def keypoint_row(shape: Shape) -> str:
@@ -60,7 +80,7 @@ def draw_objects(
         for number in range(count):
             image = rng.integers(90, 140, (SIDE, SIDE, 3)).astype(np.uint8)
             shape = Shape(rng, number % 2)
-            shape.draw(image)
+            (shape.draw_turned if row is corner_row else shape.draw)(image)
             assert cv2.imwrite(str(root / "images" / split / f"{number}.png"), image[:, :, ::-1])
             (root / "labels" / split / f"{number}.txt").write_text(row(shape) + "\n")
     (root / "data.yaml").write_text(f"train: images/train\nval: images/val\nnames: [{', '.join(NAMES)}]\n{head}")

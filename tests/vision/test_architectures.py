@@ -37,7 +37,8 @@ FUSED_SEGMENTERS = {
 }  # fmt: skip
 
 
-OWN = {f"arc-{size}" for size in "nsmlx"} | {f"yolov5{size}-pose" for size in "nsmlx"}  # see test_one_to_one, test_pose
+OWN = {f"arc-{size}" for size in "nsmlx"} | {f"yolov5{size}-{task}" for size in "nsmlx" for task in ("pose", "obb")}
+# see test_one_to_one, test_pose, test_obb
 
 
 def test_all_are_known() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vision.drawn import box_row, draw_folders, draw_objects, keypoint_row, polygon_row
+from tests.vision.drawn import box_row, corner_row, draw_folders, draw_objects, keypoint_row, polygon_row
 
 from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
@@ -24,7 +24,14 @@ from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.dataset import DatasetError
 from arclight.vision.data.images import decode_image
 from arclight.vision.tasks.module import VisionModule
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, PoseTask, SegmentationTask, VisionTask
+from arclight.vision.tasks.settings import (
+    ClassificationTask,
+    DetectionTask,
+    OrientedDetectionTask,
+    PoseTask,
+    SegmentationTask,
+    VisionTask,
+)
 
 TABLE = """
 anchors: [[20,20, 26,26], [30,30, 40,40]]
@@ -74,6 +81,10 @@ CASES = {
         PoseTask, "[[4, 5], 1, Pose, [nc, anchors]]",
         lambda root, **how: draw_objects(root, keypoint_row, head="kpt_shape: [3, 3]\n", **how), "val/keypoint_map50", 200,
         GAINS | {"keypoint_sigmas": (0.1, 0.1, 0.1), "keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
+    ),
+    "obb": Case(
+        OrientedDetectionTask, "[[4, 5], 1, OBB, [nc, anchors]]", lambda root, **how: draw_objects(root, corner_row, **how), "val/map50", 200,
+        GAINS, "0 0.5 0.5 0.2 0.2", "a box of 5 numbers, which has no angle, and this task learns oriented boxes",
     ),
     "classification": Case(
         ClassificationTask, "[-1, 1, Classify, [nc]]", draw_folders, "val/top1", 120,

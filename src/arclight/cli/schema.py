@@ -13,7 +13,7 @@ from arclight.recipe import Imported
 from arclight.text.settings import LanguageTask
 from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
 from arclight.trainer.settings import TrainerSettings
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, PoseTask, SegmentationTask
+from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Recipe(TrainingRun):
 
     name: str = "run"
     """Name of the run; its folder is <root>/<name>/<number>/."""
-    task: DetectionTask | SegmentationTask | PoseTask | ClassificationTask | LanguageTask
+    task: DetectionTask | SegmentationTask | PoseTask | OrientedDetectionTask | ClassificationTask | LanguageTask
     """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from arclight.vision.results.detections import Detections as Detections
     from arclight.vision.tasks.classification import Classifier as Classifier
     from arclight.vision.tasks.detection import Detector as Detector
+    from arclight.vision.tasks.detection import OrientedDetector as OrientedDetector
     from arclight.vision.tasks.detection import PoseEstimator as PoseEstimator
     from arclight.vision.tasks.detection import Segmenter as Segmenter
 
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Classifier": "arclight.vision.tasks.classification",
         "Detections": "arclight.vision.results.detections",
         "Detector": "arclight.vision.tasks.detection",
+        "OrientedDetector": "arclight.vision.tasks.detection",
         "PoseEstimator": "arclight.vision.tasks.detection",
         "Segmenter": "arclight.vision.tasks.detection",
         "build_model": "arclight.vision.models.yolov5",

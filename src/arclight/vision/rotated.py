@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -69,12 +71,6 @@ def smallest_rectangles(points: ArrayLike) -> Floats:
     return regularise(np.concatenate((centre, size[rows, best], angles[rows, best, None]), 1))
 
 
-def clipped_to(xywhr: ArrayLike, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Return the corners (n, 4, 2) of boxes (n, 5), each moved to the nearest place in an image of ``shape`` (height, width)."""
-    height, width = shape
-    return corners_of(xywhr).clip(0, (width, height)).astype(np.float32)
-
-
 def refusal_of_quadrilateral(points: Floats) -> str | None:
     """Say why corners (4, 2) in turn around an object are not those of a convex shape with an area; None if they are."""
     sides = np.roll(points, -1, axis=0) - points
@@ -91,6 +87,40 @@ def refusal_of_quadrilateral(points: Floats) -> str | None:
             else "its corners are not convex: an oriented box has four corners that stick out"
         )
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class OrientedBoxes:
+    """Rotated boxes of one image, in its pixels."""
+
+    xywhr: NDArray[np.float32]
+    """(k, 5) centre x, centre y, width >= height, angle in [-pi / 4, 3 pi / 4) radians, clockwise from the x axis."""
+
+    def __post_init__(self) -> None:
+        array = regularise(self.xywhr).astype(np.float32)
+        array.setflags(write=False)
+        object.__setattr__(self, "xywhr", array)
+
+    def __len__(self) -> int:
+        return len(self.xywhr)
+
+    def __getitem__(self, chosen: Any) -> OrientedBoxes:
+        """Some of the boxes, chosen as by NumPy."""
+        return OrientedBoxes(self.xywhr[np.atleast_1d(np.arange(len(self))[chosen])])
+
+    @property
+    def corners(self) -> NDArray[np.float32]:
+        """(k, 4, 2) corners in turn, clockwise; they may lie beside the image."""
+        return corners_of(self.xywhr).astype(np.float32)
+
+    def label_corners(self, shape: tuple[int, int]) -> list[Floats | None]:
+        """Return each box's corners (4, 2) as a label has them: shares of an image of ``shape`` (height, width), none beyond its edge.
+
+        A corner that lies outside is moved to the nearest place of the image; None for a box of which nothing is left.
+        """
+        height, width = shape
+        shares = (corners_of(self.xywhr) / (width, height)).clip(0, 1)
+        return [None if refusal_of_quadrilateral(points) is not None else points for points in shares]
 
 
 # ---------------------------------------------------------------- exact overlap

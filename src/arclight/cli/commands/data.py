@@ -121,6 +121,9 @@ def _add_lint(verb: Any) -> None:
     verb.add_argument(
         "--no-hashes", action="store_true", help="decode no image: only files of equal bytes are duplicates"
     )
+    verb.add_argument(
+        "--obb", action="store_true", help="rows must be oriented boxes: class x1 y1 x2 y2 x3 y3 x4 y4, for kind = obb"
+    )
     verb.add_argument("--no-cache", action="store_true", help="write no cache beside the labels, and use none")
     verb.add_argument("--sheet", type=Path, metavar="FILE.html", help="draw the worst findings on a page")
     verb.add_argument("--fix", type=Path, metavar="DIR", help="write a mended copy into this new folder")
@@ -209,6 +212,7 @@ def lint(options: Namespace) -> int:
             hashes=hashes,
             cache=not options.no_cache,
             progress=progress,
+            rows="oriented" if options.obb else "boxes",
         )
     print(f"{spec.file}: {', '.join(spec.names[:8])}{', ...' * (len(spec.names) > 8)}")
     print(report)

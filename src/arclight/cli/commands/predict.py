@@ -391,7 +391,7 @@ class _Member:
 
 
 def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
-    """Raise UsageError for what was asked for and a classifier, a segmenter or a pose estimator cannot do."""
+    """Raise UsageError for what was asked for and a classifier, a segmenter, a pose estimator or an oriented detector cannot do."""
     again = {"--slice": options.slice is not None, "--augment": options.augment, "several runs": len(members) > 1}
     boxes = {
         "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None,
@@ -400,7 +400,7 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
     heads = {member.head for member in members}
     if "classify" in heads and (asked := [flag for flag, given in (boxes | again).items() if given]):
         raise UsageError(f"{asked[0]}: that is for boxes, and a classifier finds none: leave it out")
-    for head, part in (("segment", "masks"), ("pose", "keypoints")):
+    for head, part in (("segment", "masks"), ("pose", "keypoints"), ("obb", "angles")):
         if head in heads and (asked := [flag for flag, given in again.items() if given]):
             raise UsageError(
                 f"{asked[0]}: boxes that are brought together lose their {part}: leave it out, or use a detector"

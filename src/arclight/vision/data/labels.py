@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -146,6 +146,8 @@ class LabelledImages:
     outlines: list[list[Points]] | None = None
     """Per image the outline (k, 2) of each of its boxes, or its keypoints (K, 2), NaN where not labelled, in [0, 1] of the
     image; None for boxes alone."""
+    oriented: bool = False
+    """Whether the outlines are the four corners of oriented boxes."""
 
 
 @dataclass
@@ -353,7 +355,7 @@ def check_labels(
             _write_cache(file, fingerprint, unique, found)
     if found.report.boxes == 0 and (found.report.malformed or not found.report.empty_labels):
         raise DatasetError(_nothing_usable(unique, found.report))
-    return found
+    return replace(found, oriented=geometry == "oriented")
 
 
 def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int, geometry: Geometry) -> LabelledImages:

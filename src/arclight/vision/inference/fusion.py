@@ -21,13 +21,15 @@ Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
 
 
 def refuse_parts(parts: Sequence[Detections]) -> None:
-    """Raise ValueError for detections with masks or keypoints: boxes that are brought together would lose theirs."""
+    """Raise ValueError for detections with masks, keypoints or angles: boxes that are brought together would lose theirs."""
     if any(part.masks is not None for part in parts):
         raise ValueError("boxes of several looks are brought together without masks: use a detector, not a segmenter")
     if any(part.keypoints is not None for part in parts):
         raise ValueError(
             "boxes of several looks are brought together without keypoints: use a detector, not a pose estimator"
         )
+    if any(part.obb is not None for part in parts):
+        raise ValueError("boxes of several looks are brought together without angles: use a detector of upright boxes")
 
 
 def concatenated(parts: Sequence[Detections]) -> Detections:

@@ -15,9 +15,9 @@ from arclight.fabric.extras import require
 
 Block = Literal[
     "conv", "ghost_conv", "bottleneck", "c3", "c3_ghost", "c3_transformer", "spp", "sppf", "max_pool", "pad", "upsample",
-    "concat", "detect", "one_to_one", "segment", "pose", "classify",
+    "concat", "detect", "one_to_one", "segment", "pose", "obb", "classify",
 ]  # fmt: skip
-HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "classify"]
+HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "obb", "classify"]
 HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
@@ -81,7 +81,7 @@ class Architecture(NamedTuple):
 
     @property
     def has_anchors(self) -> bool:
-        return self.rows[-1].block in ("detect", "segment", "pose")
+        return self.rows[-1].block in ("detect", "segment", "pose", "obb")
 
     @property
     def levels(self) -> int:
@@ -130,6 +130,10 @@ def _with_masks(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 def _with_keypoints(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
     return (*rows[:-1], rows[-1]._replace(block="pose"))
+
+
+def _with_angles(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    return (*rows[:-1], rows[-1]._replace(block="obb"))
 
 
 _UP = Layer("upsample")
@@ -231,6 +235,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **{f"yolov5{size}6": Architecture(YOLOV5_P6, scale, COCO_P6) for size, scale in SCALES.items()},
     **{f"yolov5{size}-seg": Architecture(_with_masks(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}-pose": Architecture(_with_keypoints(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
+    **{f"yolov5{size}-obb": Architecture(_with_angles(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}-cls": Architecture(YOLOV5_CLS, scale, ()) for size, scale in SCALES.items()},
     "yolov5-p2": Architecture(YOLOV5_P2, SCALES["l"], (_P2, _P3, _P4, _P5)),
     "yolov5-p34": Architecture(YOLOV5_P34, SCALES["s"], (_P3, _P4)),
@@ -301,7 +306,7 @@ def name_of(architecture: Architecture) -> str | None:
 _MODULES: dict[str, Block] = {
     "Conv": "conv", "GhostConv": "ghost_conv", "Bottleneck": "bottleneck", "C3": "c3", "C3Ghost": "c3_ghost",
     "C3TR": "c3_transformer", "SPP": "spp", "SPPF": "sppf", "nn.MaxPool2d": "max_pool", "nn.ZeroPad2d": "pad",
-    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "DetectOneToOne": "one_to_one", "Segment": "segment", "Pose": "pose",
+    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "DetectOneToOne": "one_to_one", "Segment": "segment", "Pose": "pose", "OBB": "obb",
     "Classify": "classify",
 }  # fmt: skip
 """What a .yaml calls the blocks."""
@@ -388,12 +393,12 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     block = _MODULES[module]
     if (block in HEADS) != last:
         raise ValueError(
-            f"{module if block in HEADS else 'Detect, Segment, Pose or Classify'} is the last row, and only that"
+            f"{module if block in HEADS else 'Detect, Segment, Pose, OBB or Classify'} is the last row, and only that"
         )
     sources = tuple(origin) if isinstance(origin, list) else (origin,)
     if not sources or not all(_whole(s) and (s == -1 or -number <= s < number) for s in sources):
         raise ValueError(f"from = {origin} must name rows before this one")
-    if len(sources) > 1 and block not in ("concat", "detect", "one_to_one", "segment", "pose"):
+    if len(sources) > 1 and block not in ("concat", "detect", "one_to_one", "segment", "pose", "obb"):
         raise ValueError(f"{module} takes one map, from = {origin} names {len(sources)}")
     if not (_whole(repeats) and 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"number = {repeats} must be 1 to {MAX_REPEATS}")

@@ -175,7 +175,7 @@ class SegmentHead(DetectHead):
 
 
 class OrientedHead(DetectHead):
-    """A detection head that gives each box an angle."""
+    """A detection head that gives each box an angle, in (-pi / 4, 3 pi / 4) radians: x, y, w, h are of the box before it is turned."""
 
     def __init__(self, c_in: Sequence[int], num_classes: int, anchors_px: Tensor, strides: Sequence[int]) -> None:
         super().__init__(c_in, num_classes, anchors_px, strides, extra=1)
@@ -185,10 +185,8 @@ class OrientedHead(DetectHead):
                 assert conv.bias is not None
                 conv.bias.view(-1, 6 + num_classes)[:, -1] = math.log(1 / 3)  # the angle 0
 
-    def decode(self, raw: list[Tensor]) -> Tensor:
-        """(N, A, 5 + C + 1): as `decode_levels`, then the angle in (-pi / 4, 3 pi / 4) radians."""
-        rows = self.decode_levels(raw)
-        return torch.cat((rows[..., :-1], angle_of(rows[..., -1:])), dim=-1)
+    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+        return angle_of(logits)
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

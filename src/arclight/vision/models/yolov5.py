@@ -31,7 +31,7 @@ from arclight.vision.models.blocks import (
     ConvBNAct,
     GhostConv,
 )
-from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, PoseHead, SegmentHead
+from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, OrientedHead, PoseHead, SegmentHead
 from arclight.vision.models.one_to_one import OneToOneHead
 
 
@@ -128,7 +128,7 @@ def build_model(
     """Build a freshly initialised network.
 
     name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
-    yolov5n-pose, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths
+    yolov5n-pose, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths
     and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the
     published ones where not given. table: the text of that .yaml file, where it is known; the file is read where not. keypoints:
     how many a head to pose finds, and numbers of each. Raises
@@ -178,6 +178,8 @@ def _build_layers(
             case "pose":
                 count, dims = keypoints
                 module = PoseHead(c_in, num_classes, anchors_px, architecture.strides, (count, dims))
+            case "obb":
+                module = OrientedHead(c_in, num_classes, anchors_px, architecture.strides)
             case "classify":
                 module = ClassifyHead(c_in[0], num_classes, architecture.strides[0])
             case _:

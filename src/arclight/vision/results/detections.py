@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision.keypoints import SEEN
 from arclight.vision.results.masks import Masks
+from arclight.vision.rotated import OrientedBoxes
 
 Floats = NDArray[np.float32]
 
@@ -74,6 +75,8 @@ class Detections:
     """Mask of each box, from a segmenter."""
     keypoints: Floats | None = None
     """(k, K, 2) x and y in pixels of each box's keypoints, which may lie beside the photo, or (k, K, 3) with how likely each is there."""
+    obb: OrientedBoxes | None = None
+    """Rotated box of each object, from an oriented detector; ``boxes`` are then the upright ones around them, within the photo."""
 
     @classmethod
     def from_arrays(
@@ -87,8 +90,9 @@ class Detections:
         path: str | Path | None = None,
         masks: Masks | None = None,
         keypoints: ArrayLike | None = None,
+        obb: OrientedBoxes | None = None,
     ) -> Detections:
-        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order; their masks, or keypoints.
+        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order; their masks, keypoints or rotated boxes.
 
         Raises ValueError where these are not as many, or a class has no name.
         """
@@ -99,6 +103,8 @@ class Detections:
             raise ValueError(f"classes must lie in 0 to {len(names) - 1}, there are {np.unique(boxes.cls).tolist()}")
         if masks is not None and len(masks) != len(boxes):
             raise ValueError(f"masks must be as many as boxes, they are {len(masks)} and {len(boxes)}")
+        if obb is not None and len(obb) != len(boxes):
+            raise ValueError(f"rotated boxes must be as many as boxes, they are {len(obb)} and {len(boxes)}")
         ordered = None if masks is None else masks[order]
         points = None if keypoints is None else np.asarray(keypoints, np.float32)
         if points is not None and not (points.ndim == 3 and len(points) == len(boxes) and points.shape[2] in (2, 3)):
@@ -106,7 +112,8 @@ class Detections:
                 f"keypoints must be ({len(boxes)}, K, 2 or 3), one of each box, their shape is {points.shape}"
             )
         marked = None if points is None else points[order]
-        return cls(boxes, tuple(names), image, None if path is None else str(path), masks=ordered, keypoints=marked)
+        place, turned = None if path is None else str(path), None if obb is None else obb[order]
+        return cls(boxes, tuple(names), image, place, masks=ordered, keypoints=marked, obb=turned)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -118,7 +125,8 @@ class Detections:
         ids = None if self.ids is None else self.ids[picked]
         masks = None if self.masks is None else self.masks[picked]
         keypoints = None if self.keypoints is None else self.keypoints[picked]
-        return dataclasses.replace(self, boxes=boxes, ids=ids, masks=masks, keypoints=keypoints)
+        obb = None if self.obb is None else self.obb[picked]
+        return dataclasses.replace(self, boxes=boxes, ids=ids, masks=masks, keypoints=keypoints, obb=obb)
 
     def of(self, *names: str) -> Detections:
         """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
@@ -137,7 +145,7 @@ class Detections:
         return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"
 
     def plot(self) -> NDArray[np.uint8]:
-        """Draw masks, boxes, keypoints, class names and confidences on the photo, RGB; ValueError if it was not kept."""
+        """Draw masks, boxes (turned where they have an angle), keypoints, class names and confidences on the photo, RGB; ValueError if it was not kept."""
         from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_masks
 
         if self.image is None:
@@ -147,7 +155,8 @@ class Detections:
             texts = [f"{number} {text}" for number, text in zip(self.ids.tolist(), texts, strict=True)]
         classes = self.boxes.cls.astype(int).tolist()
         image = self.image if self.masks is None else draw_masks(self.image, self.masks, classes)
-        drawn = draw_boxes(image, self.boxes.xyxy, texts, classes)
+        corners = None if self.obb is None else self.obb.corners
+        drawn = draw_boxes(image, self.boxes.xyxy, texts, classes, corners)
         return drawn if self.keypoints is None else draw_keypoints(drawn, self.keypoints, classes)
 
     def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
@@ -170,7 +179,7 @@ class Detections:
         """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked.
 
         With masks also outline_xy_px, the points around the largest piece of each; with keypoints keypoints_xy_px, and of three
-        numbers keypoint_confidence.
+        numbers keypoint_confidence; of rotated boxes obb_xywhr (pixels, radians) and corners_xy_px.
         """
         rows: list[dict[str, Any]] = [
             {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
@@ -184,12 +193,17 @@ class Detections:
             row["keypoints_xy_px"] = [[round(value, 1) for value in point[:2]] for point in points.tolist()]
             if points.shape[1] == 3:
                 row["keypoint_confidence"] = [round(point[2], 4) for point in points.tolist()]
+        if self.obb is not None:
+            for row, (*box, angle), corners in zip(rows, self.obb.xywhr.tolist(), self.obb.corners.tolist(), strict=True):
+                row["obb_xywhr"] = [*(round(value, 1) for value in box), round(angle, 4)]
+                row["corners_xy_px"] = [[round(value, 1) for value in corner] for corner in corners]
         return rows
 
     def to_txt(self, shape: Sequence[int] | None = None) -> str:
         """Write a line for each box: class, then centre and size as shares of the width and height of the image (YOLO).
 
-        With masks the outline takes the place of the box, where it has three points; keypoints follow the box, as labels have them;
+        With masks the outline takes the place of the box, where it has three points, and of a rotated box its four corners do, moved
+        into the image; one that has nothing in the image gets no line. Keypoints follow the box, as labels have them;
         a track's id comes last. ``shape``: (height, width, ...) of the image, if it was not kept. Raises ValueError where it is not
         known.
         """
@@ -204,13 +218,16 @@ class Detections:
         if self.keypoints is not None:
             points = _as_labels(self.keypoints, height, width)
             shares = [np.concatenate((row, of_box.flatten())) for row, of_box in zip(shares, points, strict=True)]
+        if self.obb is not None:
+            corners = self.obb.label_corners((height, width))
+            shares = [np.zeros(0) if points is None else points.flatten() for points in corners]
         lines = [
             " ".join([str(int(cls)), *(f"{share:.6g}" for share in row.tolist())])
             for cls, row in zip(self.boxes.cls, shares)
         ]
         if self.ids is not None:
             lines = [f"{line} {number}" for line, number in zip(lines, self.ids.tolist(), strict=True)]
-        return "".join(f"{line}\n" for line in lines)
+        return "".join(f"{line}\n" for line, row in zip(lines, shares, strict=True) if len(row))
 
     def save(self, path: str | Path) -> Path:
         """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""

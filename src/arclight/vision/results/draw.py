@@ -34,8 +34,10 @@ GROUND: Colour = (26, 28, 31)
 """Behind the images of a grid."""
 
 
-def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Sequence[int]) -> Image:
-    """Draw boxes (k, 4) in pixels on a copy of ``image``, each with its text, coloured by class.
+def draw_boxes(
+    image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Sequence[int], corners: ArrayLike | None = None
+) -> Image:
+    """Draw boxes (k, 4) in pixels on a copy of ``image``, each with its text, coloured by class; ``corners`` (k, 4, 2) of turned ones.
 
     Lines and letters grow with the image. The first box is drawn last, so that the most confident one stays readable.
     Letters that the font lacks appear as question marks.
@@ -44,12 +46,16 @@ def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Seq
     side = math.sqrt(canvas.shape[0] * canvas.shape[1])
     line = max(round(side / 320), 1)
     boxes = np.asarray(xyxy, dtype=np.float64).reshape(-1, 4)
-    for box, text, label in reversed(list(zip(boxes, texts, classes, strict=True))):
+    turned = None if corners is None else np.asarray(corners, np.float64).clip(-1e6, 1e6).round().astype(np.int32)
+    for number, (box, text, label) in reversed(list(enumerate(zip(boxes, texts, classes, strict=True)))):
         colour = PALETTE[int(label) % len(PALETTE)]
         left, top, right, bottom = (round(float(v)) for v in np.clip(box, -1e6, 1e6))
         # a pale edge under the line keeps it visible on any ground
-        cv2.rectangle(canvas, (left, top), (right, bottom), (255, 255, 255), line + 2, cv2.LINE_AA)
-        cv2.rectangle(canvas, (left, top), (right, bottom), colour, line, cv2.LINE_AA)
+        for shade, width in (((255, 255, 255), line + 2), (colour, line)):
+            if turned is None:
+                cv2.rectangle(canvas, (left, top), (right, bottom), shade, width, cv2.LINE_AA)
+            else:
+                cv2.polylines(canvas, [turned[number]], True, shade, width, cv2.LINE_AA)
         if text:
             _draw_label(canvas, text, (left, top), colour, height=max(side / 38, 11))
     return canvas

@@ -15,6 +15,7 @@ from arclight.deploy.settings import Quantization, calibration_batches
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
+from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.classification import ClassificationData
 from arclight.vision.tasks.detection import DetectionData
@@ -94,5 +95,6 @@ _SCORED: dict[str, tuple[Callable[[Program], TaskMetrics], Callable[[Any], dict[
     "detect": (_by_classes(DetectionMetrics), DetectionData.collate),
     "segment": (_by_classes(SegmentationMetrics), DetectionData.collate),
     "pose": (_pose_metrics, DetectionData.collate),
+    "obb": (_by_classes(OrientedMetrics), DetectionData.collate),
     "classify": (_by_classes(ClassificationMetrics), ClassificationData.collate),
 }

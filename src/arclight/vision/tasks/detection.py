@@ -217,8 +217,11 @@ class Detector(VisionModule):
         if stage != "fit" or self.one_to_one or not isinstance(data, DetectionData):
             return
         if any(map(len, data.train.labels)):
-            shares = np.concatenate([labels[:, 3:5] for labels in data.train.labels])
-            self._fit_anchors(torch.from_numpy(shares) * self.settings.image_size)
+            self._fit_anchors(torch.from_numpy(self._box_sizes(data.train)) * self.settings.image_size)
+
+    def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
+        """Return width and height (n, 2) float32 of all boxes that anchors answer for, as shares of the image."""
+        return np.concatenate([labels[:, 3:5] for labels in dataset.labels])
 
     def _fit_anchors(self, sizes_px: Tensor) -> None:
         """Set the anchors as the settings say, for boxes (n, 2); say if there are boxes that none answers for."""

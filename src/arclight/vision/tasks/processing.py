@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from arclight.deploy import Program
 
 
-PROGRAM_TASKS = ("detect", "segment", "pose", "classify")
+PROGRAM_TASKS = ("detect", "segment", "pose", "obb", "classify")
 """What the programs of vision tasks say of themselves."""
 
 

@@ -80,6 +80,8 @@ class DetectionTask(VisionTask):
     """Train an object detector on a YOLO-format data set."""
 
     recipe_kind: ClassVar[str] = "detection"
+    linted_rows: ClassVar[Literal["boxes", "oriented"]] = "boxes"
+    """What rows of labels are checked as before a fit."""
 
     data: Path
     """The data set: a data.yaml with train, val and names."""
@@ -164,7 +166,9 @@ class DetectionTask(VisionTask):
             levels = find_architecture(self.model).anchors_px if self.anchors == "coco" else ()
             anchors = [anchor for level in levels for anchor in level]
             spec = read_data_yaml(self.data)
-            log_before_fit(spec, self.image_size, anchors, cache=self.cache_labels, anchor_t=self.anchor_t)
+            log_before_fit(
+                spec, self.image_size, anchors, cache=self.cache_labels, anchor_t=self.anchor_t, rows=self.linted_rows
+            )
 
     def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""
@@ -235,6 +239,33 @@ class PoseTask(DetectionTask):
         from arclight.vision.tasks.detection import PoseData
 
         return PoseData
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrientedDetectionTask(DetectionTask):
+    """Train a detector of rotated boxes on a YOLO-format data set of their corners."""
+
+    recipe_kind: ClassVar[str] = "obb"
+    linted_rows: ClassVar[Literal["boxes", "oriented"]] = "oriented"
+
+    data: Path
+    """The data set: a data.yaml with train, val and names, and rows `class x1 y1 x2 y2 x3 y3 x4 y4`."""
+    model: str = "yolov5n-obb"
+    """Architecture: yolov5n-obb to yolov5x-obb, or your .yaml that ends with OBB."""
+    iou_threshold: Fraction = 0.45
+    """Threshold of non-maximum suppression, in [0, 1], of the probabilistic IoU of rotated boxes."""
+
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
+        from arclight.vision.tasks.obb import OrientedDetector
+
+        return OrientedDetector
+
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
+        from arclight.vision.tasks.obb import OrientedData
+
+        return OrientedData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from arclight.vision.data.lint.fingerprints import (
     linked_groups,
     similar_pairs,
 )
+from arclight.vision.rotated import rotated_iou, smallest_rectangles
 
 _LOG = logging.getLogger("arclight")
 
@@ -39,6 +41,8 @@ MIN_SIDE_PX = 3.0
 """Boxes with a side below this many pixels at the training size are too small to be learned."""
 NEAR_EQUAL_IOU = 0.9
 """Overlap above which two boxes of an image are taken for one object labelled twice."""
+UPRIGHT = math.radians(0.5)
+"""Angle up to which an oriented box is upright: rounding turns small boxes by as much."""
 COVERING = 0.99
 """Share of both sides above which a box covers its whole image."""
 MAX_ANCHOR_RATIO = 4.0
@@ -75,6 +79,7 @@ CHECKS: dict[str, Check] = {
     "near-equal-box": Check("warning", "boxes that all but equal another one of their class and image"),
     "disputed-box": Check("warning", "boxes that another class of their image has, too"),
     "tiny-box": Check("warning", "boxes too small at the training size"),
+    "upright-box": Check("warning", "splits of oriented boxes that are all upright"),
     "covering-box": Check("warning", "boxes that cover their whole image"),
     "class": Check("warning", "classes with too few boxes"),
     "anchors": Check("warning", "anchors that do not fit the boxes"),
@@ -199,20 +204,27 @@ def lint(
     hashes: Hashes = "all",
     cache: bool = True,
     progress: Progress | None = None,
+    rows: Literal["boxes", "oriented"] = "boxes",
 ) -> LintReport:
     """Check all splits of a data set; nothing of it is changed.
 
     image_size: the training size, pixels: the longer side of an image is scaled to it. anchors: (width, height), pixels at
     that size, whose fit is measured; none for detectors without. hashes: decode all images and compare them ("all"), compare
     those that an earlier call has hashed ("cached"), or only files of equal bytes ("none"). cache: keep labels and hashes
-    beside the labels, so that only changed files are read again; see ``check_labels``.
+    beside the labels, so that only changed files are read again; see ``check_labels``. rows: what they must be, boxes or polygons, or
+    the four corners of oriented boxes.
     """
-    report = _lint_labels(spec, image_size, anchors, cache)
+    report = _lint_labels(spec, image_size, anchors, cache, rows=rows)
     return _with_look_alikes(report, hashes, cache, progress)
 
 
 def _lint_labels(
-    spec: DataSpec, image_size: int, anchors: Anchors, cache: bool, anchor_t: float = MAX_ANCHOR_RATIO
+    spec: DataSpec,
+    image_size: int,
+    anchors: Anchors,
+    cache: bool,
+    anchor_t: float = MAX_ANCHOR_RATIO,
+    rows: Literal["boxes", "oriented"] = "boxes",
 ) -> LintReport:
     """Check what headers, labels and lists say, which decodes no image."""
     started = time.perf_counter()
@@ -225,13 +237,14 @@ def _lint_labels(
         try:
             listed[split] = spec.images(split)
             splits[split] = check_labels(
-                listed[split], len(spec.names), name=split, cache=cache, geometry=spec.geometry()
+                listed[split], len(spec.names), name=split, cache=cache, geometry=spec.geometry(rows)
             )
         except DatasetError as error:  # the other splits are looked at as well
             findings.append(Finding(check="split", path=str(spec.file), message=str(error), split=split))
     for split, found in splits.items():
         findings += _of_files(split, found, listed[split])
         findings += _of_boxes(split, found, image_size)
+        findings += _of_angles(spec, split, found)
     findings += _orphans(listed)
     findings += _of_classes(spec, splits)
     recall = None
@@ -259,7 +272,13 @@ _SAID_AT_FIT = ("corrupt-image", "malformed-row", "shared-label")
 
 
 def log_before_fit(
-    spec: DataSpec, image_size: int, anchors: Anchors, *, cache: bool = True, anchor_t: float = MAX_ANCHOR_RATIO
+    spec: DataSpec,
+    image_size: int,
+    anchors: Anchors,
+    *,
+    cache: bool = True,
+    anchor_t: float = MAX_ANCHOR_RATIO,
+    rows: Literal["boxes", "oriented"] = "boxes",
 ) -> None:
     """Log errors and warnings about what a fit reads, train and val, from caches where nothing has changed.
 
@@ -267,7 +286,7 @@ def log_before_fit(
     cannot be used, before any image is decoded.
     """
     spec = replace(spec, test=())
-    report = _lint_labels(spec, image_size, anchors, cache, anchor_t)
+    report = _lint_labels(spec, image_size, anchors, cache, anchor_t, rows)
     if unusable := [finding for finding in report.findings if finding.check == "split"]:
         raise DatasetError(unusable[0].message)
     images = sum(found.report.images for found in report.splits.values())
@@ -356,9 +375,28 @@ def sizes_px(found: LabelledImages, image_size: int) -> NDArray[np.float32]:
     """Return width and height (M, 2) of all boxes of a split at the training size, pixels."""
     counts = [len(rows) for rows in found.labels]
     shapes = np.repeat(found.shapes.astype(np.float32), counts, axis=0)
+    if found.oriented:
+        scales = image_size / found.shapes.max(1, initial=1)
+        sizes = [boxes[:, 2:4] * scale for boxes, scale in zip(rotated_boxes_px(found), scales, strict=True)]
+        return np.concatenate([np.zeros((0, 2)), *sizes]).astype(np.float32)
     sizes = np.concatenate([np.zeros((0, 2), np.float32), *(rows[:, 3:5] for rows in found.labels)])
     scaled: NDArray[np.float32] = sizes * shapes[:, ::-1] * (image_size / shapes.max(1, initial=1)[:, None])
     return scaled
+
+
+def rotated_boxes_px(found: LabelledImages) -> list[NDArray[np.float64]]:
+    """Return the rotated boxes (n, 5) of each image of a split of oriented boxes, in its pixels."""
+    corners = [np.array(of_image, np.float64).reshape(-1, 4, 2) for of_image in found.outlines or ()]
+    return [smallest_rectangles(points * shape[::-1]) for points, shape in zip(corners, found.shapes, strict=True)]
+
+
+def _of_angles(spec: DataSpec, split: str, found: LabelledImages) -> Iterator[Finding]:
+    """Say of a split of oriented boxes that all of them are upright: its angles were lost, or a detector is all it needs."""
+    if found.oriented and found.report.boxes:
+        angles = np.concatenate([boxes[:, 4] for boxes in rotated_boxes_px(found)])
+        if (np.abs(np.sin(2 * angles)) < math.sin(2 * UPRIGHT)).all():
+            message = f"all {found.report.boxes:,} boxes of {split} are upright, no angle can be learned from them: use kind = detection"
+            yield Finding(check="upright-box", path=str(spec.file), message=message, split=split)
 
 
 def _of_boxes(split: str, found: LabelledImages, image_size: int) -> Iterator[Finding]:
@@ -372,8 +410,9 @@ def _of_boxes(split: str, found: LabelledImages, image_size: int) -> Iterator[Fi
         yield _of_box("tiny-box", split, found, starts, int(place), message, -float(min(width, height)))
     for place in np.flatnonzero((rows[:, 3:5] >= COVERING).all(1)):
         yield _of_box("covering-box", split, found, starts, int(place), "the box covers the whole image", 0.0)
+    turned = rotated_boxes_px(found) if found.oriented else None
     for index in np.flatnonzero(counts > 1):
-        for first, second, iou in _near_equal(found.labels[index]):
+        for first, second, iou in _near_equal(found.labels[index], None if turned is None else turned[index]):
             a, b = found.labels[index][[first, second]]
             line = found.lines[index][[first, second]]
             check = "near-equal-box" if a[0] == b[0] else "disputed-box"
@@ -401,16 +440,21 @@ def _box(row: NDArray[np.float32]) -> tuple[float, float, float, float]:
     return cx, cy, width, height
 
 
-def _near_equal(rows: NDArray[np.float32]) -> list[tuple[int, int, float]]:
-    """Find boxes of one image that repeat an earlier one: (earlier row, row, IoU)."""
+def _near_equal(
+    rows: NDArray[np.float32], turned: NDArray[np.float64] | None = None
+) -> list[tuple[int, int, float]]:
+    """Find boxes of one image that repeat an earlier one: (earlier row, row, IoU); of ``turned`` boxes (n, 5), those."""
     low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
     area = rows[:, 3] * rows[:, 4]
     found = []
     for start in range(0, len(rows), 512):  # bounded memory for an image of very many boxes
         part = slice(start, start + 512)
-        sides = np.minimum(high[part, None], high[None]) - np.maximum(low[part, None], low[None])
-        overlap = np.maximum(sides, 0).prod(2)
-        iou = overlap / (area[part, None] + area[None] - overlap)
+        if turned is None:
+            sides = np.minimum(high[part, None], high[None]) - np.maximum(low[part, None], low[None])
+            overlap = np.maximum(sides, 0).prod(2)
+            iou = overlap / (area[part, None] + area[None] - overlap)
+        else:
+            iou = rotated_iou(turned[part], turned)
         later, earlier = np.nonzero(iou >= NEAR_EQUAL_IOU)
         seen: set[int] = set()
         for row, other in zip((later + start).tolist(), earlier.tolist()):
