@@ -58,8 +58,8 @@ def polygon_row(shape: Shape) -> str:
 
 
 def corner_row(shape: Shape) -> str:
-    """The corners of a rectangle of unlike sides, turned by an angle of its own, that `draw_turned` draws."""
-    return f"{shape.label} " + " ".join(f"{v / SIDE:.6f}" for v in shape.turned.flatten())
+    """The corners of a rectangle of unlike sides, turned by an angle of its own, that `draw_turned` draws: OpenCV counts from pixels' middles."""
+    return f"{shape.label} " + " ".join(f"{(v + 0.5) / SIDE:.6f}" for v in shape.turned.flatten())
 
 
 def keypoint_row(shape: Shape) -> str:

@@ -13,7 +13,13 @@ from arclight.recipe import Imported
 from arclight.text.settings import LanguageTask
 from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
 from arclight.trainer.settings import TrainerSettings
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
+from arclight.vision.tasks.settings import (
+    ClassificationTask,
+    DetectionTask,
+    OrientedDetectionTask,
+    PoseTask,
+    SegmentationTask,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

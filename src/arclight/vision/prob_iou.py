@@ -60,9 +60,7 @@ def rotated_nms(
     Returns N tensors (k, 7), k <= max_det: xywhr, confidence, class. As `boxes.nms`, where the overlap is `prob_iou`: it costs the
     same for boxes of any angle, at most ``top_k`` candidates are considered, and no clock is asked.
     """
-    candidates = nms(
-        predictions, conf_threshold, None, max_det=top_k, top_k=top_k, multi_label=multi_label, extra=1
-    )
+    candidates = nms(predictions, conf_threshold, None, max_det=top_k, top_k=top_k, multi_label=multi_label, extra=1)
     kept = []
     for rows in candidates:
         boxes, classes = torch.cat((xyxy_to_xywh(rows[:, :4]), rows[:, 6:]), 1), rows[:, 5]

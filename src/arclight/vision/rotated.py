@@ -134,7 +134,9 @@ def rotated_iou(a: ArrayLike, b: ArrayLike) -> Floats:
     first, second = (np.asarray(boxes, np.float64).reshape(-1, 5) for boxes in (a, b))
     iou = np.zeros((len(first), len(second)))
     hulls_a, hulls_b = hulls_of(first), hulls_of(second)
-    sides = np.minimum(hulls_a[:, None, 2:], hulls_b[None, :, 2:]) - np.maximum(hulls_a[:, None, :2], hulls_b[None, :, :2])
+    sides = np.minimum(hulls_a[:, None, 2:], hulls_b[None, :, 2:]) - np.maximum(
+        hulls_a[:, None, :2], hulls_b[None, :, :2]
+    )
     areas_a, areas_b = first[:, 2] * first[:, 3], second[:, 2] * second[:, 3]
     rows, columns = np.nonzero((sides > 0).all(-1) & (areas_a[:, None] > 0) & (areas_b[None] > 0))
     corners_a, corners_b = corners_of(first), corners_of(second)
@@ -163,9 +165,7 @@ def _common_areas(a: Floats, b: Floats) -> Floats:
     tolerance = 1e-12 * (scale**2)[:, None, None]
 
     def inside(points: Floats, corners: Floats, sides: Floats) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = (
-            _cross(sides[:, None], points[:, :, None] - corners[:, None]) >= -tolerance
-        ).all(-1)
+        found: NDArray[np.bool_] = (_cross(sides[:, None], points[:, :, None] - corners[:, None]) >= -tolerance).all(-1)
         return found
 
     turned = _cross(sides_a[:, :, None], sides_b[:, None])  # (n, 4, 4)

@@ -90,9 +90,9 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
     Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square, and then as many
-    columns as `Sample` has for keypoints; of oriented boxes one row is ``image in batch, class, cx, cy, w, h, r``. Batches of validation also have ``shapes`` (height, width) and ``letterbox`` (scale,
-    pad_x, pad_y), one of each per image. Batches of outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation,
-    ``outlines``; see `Sample`.
+    columns as `Sample` has for keypoints; of oriented boxes one row is ``image in batch, class, cx, cy, w, h, r``. Batches of
+    validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image. Batches of
+    outlined objects have ``masks`` (N, S / 4, S / 4) int16 and, for validation, ``outlines``; see `Sample`.
     """
     rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
     if isinstance(samples, BatchBuffer):

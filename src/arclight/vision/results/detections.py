@@ -194,7 +194,9 @@ class Detections:
             if points.shape[1] == 3:
                 row["keypoint_confidence"] = [round(point[2], 4) for point in points.tolist()]
         if self.obb is not None:
-            for row, (*box, angle), corners in zip(rows, self.obb.xywhr.tolist(), self.obb.corners.tolist(), strict=True):
+            for row, (*box, angle), corners in zip(
+                rows, self.obb.xywhr.tolist(), self.obb.corners.tolist(), strict=True
+            ):
                 row["obb_xywhr"] = [*(round(value, 1) for value in box), round(angle, 4)]
                 row["corners_xy_px"] = [[round(value, 1) for value in corner] for corner in corners]
         return rows

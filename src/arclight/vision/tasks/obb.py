@@ -68,7 +68,9 @@ class OrientedDetector(Detector):
         return {**super().output_parts(predictions[..., :-1]), "angles": predictions[..., -1]}
 
     def keep_records(self) -> None:
-        raise ValueError("records are of upright boxes, and this network finds rotated ones: keep_records is for a Detector")
+        raise ValueError(
+            "records are of upright boxes, and this network finds rotated ones: keep_records is for a Detector"
+        )
 
     def write_charts(self, folder: Path) -> dict[str, str]:
         from arclight.vision.results.plots import write_charts

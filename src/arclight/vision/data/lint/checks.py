@@ -377,8 +377,8 @@ def sizes_px(found: LabelledImages, image_size: int) -> NDArray[np.float32]:
     shapes = np.repeat(found.shapes.astype(np.float32), counts, axis=0)
     if found.oriented:
         scales = image_size / found.shapes.max(1, initial=1)
-        sizes = [boxes[:, 2:4] * scale for boxes, scale in zip(rotated_boxes_px(found), scales, strict=True)]
-        return np.concatenate([np.zeros((0, 2)), *sizes]).astype(np.float32)
+        turned = [boxes[:, 2:4] * scale for boxes, scale in zip(rotated_boxes_px(found), scales, strict=True)]
+        return np.concatenate([np.zeros((0, 2)), *turned]).astype(np.float32)
     sizes = np.concatenate([np.zeros((0, 2), np.float32), *(rows[:, 3:5] for rows in found.labels)])
     scaled: NDArray[np.float32] = sizes * shapes[:, ::-1] * (image_size / shapes.max(1, initial=1)[:, None])
     return scaled
@@ -440,9 +440,7 @@ def _box(row: NDArray[np.float32]) -> tuple[float, float, float, float]:
     return cx, cy, width, height
 
 
-def _near_equal(
-    rows: NDArray[np.float32], turned: NDArray[np.float64] | None = None
-) -> list[tuple[int, int, float]]:
+def _near_equal(rows: NDArray[np.float32], turned: NDArray[np.float64] | None = None) -> list[tuple[int, int, float]]:
     """Find boxes of one image that repeat an earlier one: (earlier row, row, IoU); of ``turned`` boxes (n, 5), those."""
     low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
     area = rows[:, 3] * rows[:, 4]
