@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from pathlib import Path
@@ -14,13 +13,8 @@ import pytest
 import torch
 from tests.vision.drawn import corner_row, draw_objects
 
-from arclight import seed_everything
 from arclight.cli.command import main
 from arclight.deploy import Program
-from arclight.deploy.settings import Int8
-from arclight.optim.schedule_settings import Cosine
-from arclight.optim.settings import AdamW
-from arclight.trainer import Trainer
 from arclight.vision.boxes import TOP_K
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import read_data_yaml
@@ -34,7 +28,6 @@ from arclight.vision.inference.test_time import augmented
 from arclight.vision.models.loss import Gains, oriented_error, yolo_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.prob_iou import prob_iou, rotated_nms
-from arclight.vision.qris.scenes.generate import generate
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
@@ -47,7 +40,7 @@ from arclight.vision.rotated import (
     smallest_rectangles,
 )
 from arclight.vision.tasks.deployment import evaluate_program, export_module
-from arclight.vision.tasks.obb import OrientedDetector
+from arclight.vision.tasks.detection import OrientedDetector
 from arclight.vision.tasks.processing import Context
 from arclight.vision.tasks.settings import OrientedDetectionTask
 from arclight.vision.tracking.byte_track import ByteTrack
@@ -471,54 +464,3 @@ def test_a_program_finds_the_rotated_boxes_of_its_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores.average_precision, metrics.compute().average_precision, atol=0.02)
     with pytest.raises(ValueError, match="keep_records is for a Detector"):
         module.keep_records()
-
-
-@pytest.mark.slow
-def test_turned_codes_are_found_turned(tmp_path: Path) -> None:
-    """A small network learns drawn codes and their angles, in float and as int8."""
-    generate(tmp_path / "set", 260, seed=1, size=192, workers=2)
-    codes = json.loads((tmp_path / "set" / "codes.json").read_text())
-    for name, found in codes.items():
-        rows = [np.array(code["corners_px"]).clip(0, 192).flatten() / 192 for code in found]
-        label = tmp_path / "set" / "labels" / Path(name).relative_to("images").with_suffix(".txt")
-        label.write_text("".join("0 " + " ".join(f"{value:.6f}" for value in row) + "\n" for row in rows))
-    settings = OrientedDetectionTask(
-        data=tmp_path / "set" / "data.yaml", image_size=192, workers=0, memory_format="contiguous", cache=True,
-        augment=Augment(mosaic=0.3, degrees=45, fliplr=0), optimizer=AdamW(lr=2e-3), schedule=Cosine(warmup=0.05, final=0.02),
-    )  # fmt: skip
-    seed_everything(0, workers=True)
-    module, data = settings.build()
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
-    run = Trainer(max_epochs=30, check_val_every_n_epoch=30, accelerator="cpu", default_root_dir=tmp_path, **quiet)
-    run.fit(module, datamodule=data)
-    results = module.results
-    assert results.map50 > 0.6
-    predicted, true = [], []
-    for sample in data.val:
-        photo = sample.image.permute(1, 2, 0).numpy()
-        (found,) = module.predict([photo])
-        predicted.append(found.obb.xywhr)
-        boxes_px = sample.targets[:, 1:].double().numpy()
-        boxes_px[:, :4] *= 192
-        true.append(boxes_px)
-    close = [
-        (rotated_iou(t[None], p).max(), rotated_iou(t[None], hulls_as_boxes(p)).max())
-        for p, of_image in zip(predicted, true)
-        for t in of_image
-        if len(p) and abs(math.sin(2 * t[4])) > 0.4
-    ]
-    turned, upright = np.array([pair for pair in close if pair[0] > 0.5]).mean(0)
-    assert turned > upright + 0.05, "the angle tells more than a hull"
-    program = export_module(module, tmp_path / "int8.onnx", data.calibration_dataset(), Int8(calibration_batches=4))
-    assert evaluate_program(program, data.val).map50 > results.map50 - 0.1
-
-
-def hulls_as_boxes(xywhr: np.ndarray) -> np.ndarray:
-    hulls = hulls_of(xywhr)
-    low, high = hulls[:, :2], hulls[:, 2:]
-    return np.concatenate(((low + high) / 2, high - low, np.zeros((len(hulls), 1))), 1)

@@ -36,11 +36,18 @@ from arclight.vision.models.yolov5 import build_model, fitting_tensors
 from arclight.vision.results.analysis import stage_times
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.metrics import EVALUATION_IOU, DetectionMetrics, SegmentationMetrics
+from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.results.records import RecordingMetrics
+from arclight.vision.rotated import smallest_rectangles
 from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
-from arclight.vision.tasks.processing import DetectionProcessing, PoseProcessing, SegmentationProcessing
-from arclight.vision.tasks.settings import DetectionTask, PoseTask, SegmentationTask
+from arclight.vision.tasks.processing import (
+    DetectionProcessing,
+    OrientedProcessing,
+    PoseProcessing,
+    SegmentationProcessing,
+)
+from arclight.vision.tasks.settings import DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
 
 _LOG = logging.getLogger("arclight")
 
@@ -492,3 +499,63 @@ class PoseData(DetectionData):
     def network_arguments(self) -> dict[str, Any]:
         shape = self.spec.pose_shape()
         return {**super().network_arguments, "keypoints": (shape.count, shape.dims)}
+
+
+class OrientedDetector(Detector):
+    """Trains and runs a detector of rotated boxes.
+
+    >>> detector = OrientedDetector(OrientedDetectionTask(data="data.yaml", model="yolov5n-obb"), names=["ship"])
+    >>> found = detector.predict([photo])[0]                # photo: RGB uint8 (H, W, 3)
+    >>> found.obb.xywhr, found.obb.corners                  # (k, 5) pixels and radians, (k, 4, 2) pixels
+    """
+
+    head: ClassVar[HeadBlock] = "obb"
+    settings: OrientedDetectionTask
+
+    @classmethod
+    def settings_class(cls) -> type[OrientedDetectionTask]:
+        return OrientedDetectionTask
+
+    @property
+    def processing(self) -> OrientedProcessing:
+        s = self.settings
+        return OrientedProcessing(
+            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
+        )
+
+    def loss(self, raw: list[Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        learns = self.training and torch.is_grad_enabled()
+        loss, parts = yolo_loss(
+            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns, oriented=True
+        )  # fmt: skip
+        if len(self.names) == 1:
+            del parts["cls"]  # a single class has nothing to tell apart
+        return loss, parts
+
+    def _build_metrics(self) -> TaskMetrics:
+        return OrientedMetrics(len(self.names))
+
+    def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
+        corners = [points for of_image in dataset.outlines or () for points in of_image]
+        return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
+
+    def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
+        """Boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
+        (predictions,) = outputs
+        return {**super().output_parts(predictions[..., :-1]), "angles": predictions[..., -1]}
+
+    def keep_records(self) -> None:
+        raise ValueError(
+            "records are of upright boxes, and this network finds rotated ones: keep_records is for a Detector"
+        )
+
+    def write_charts(self, folder: Path) -> dict[str, str]:
+        from arclight.vision.results.plots import write_charts
+
+        return write_charts(self.results, self.names, folder, of="rotated boxes")
+
+
+class OrientedData(DetectionData):
+    """Loaders over a YOLO-format data set whose rows are the four corners of each object."""
+
+    geometry: ClassVar[TaskGeometry] = "oriented"

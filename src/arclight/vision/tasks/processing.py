@@ -12,8 +12,10 @@ import torch
 
 from arclight.vision.boxes import MAX_DET, nms
 from arclight.vision.data.letterbox import Letterbox, letterbox, unletterbox
+from arclight.vision.prob_iou import rotated_nms
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.masks import Masks
+from arclight.vision.rotated import OrientedBoxes, hulls_of
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -137,6 +139,33 @@ class PoseProcessing(DetectionProcessing):
                 Detections.from_arrays(
                     boxes, rows[:, 4], rows[:, 5], names=self.names, image=image, keypoints=points.astype(np.float32)
                 )
+            )
+        return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrientedProcessing(DetectionProcessing):
+    """Letterbox before, non-maximum suppression of rotated boxes after."""
+
+    iou_threshold: float = 0.45
+    """Threshold of non-maximum suppression, in [0, 1], of the probabilistic IoU of rotated boxes."""
+
+    def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
+        """Rows (N, A, 5 + classes + 1) as one :class:`Detections` with ``obb`` per photo, in its own pixels."""
+        predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
+        kept = rotated_nms(
+            predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, agnostic=self.agnostic
+        )
+        results = []
+        for found, image, (scale, pad_x, pad_y) in zip(kept, context.images, context.placements, strict=True):
+            rows = found.cpu().double().numpy()
+            height, width = image.shape[:2]
+            rows[:, :2] -= (pad_x, pad_y)
+            rows[:, :4] /= scale
+            boxes = hulls_of(rows[:, :5]).clip(0, (width, height, width, height))
+            obb = OrientedBoxes(rows[:, :5])
+            results.append(
+                Detections.from_arrays(boxes, rows[:, 5], rows[:, 6], names=self.names, image=image, obb=obb)
             )
         return results
 

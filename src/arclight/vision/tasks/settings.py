@@ -257,13 +257,13 @@ class OrientedDetectionTask(DetectionTask):
 
     @classmethod
     def module_class(cls) -> type[VisionModule]:
-        from arclight.vision.tasks.obb import OrientedDetector
+        from arclight.vision.tasks.detection import OrientedDetector
 
         return OrientedDetector
 
     @classmethod
     def data_class(cls) -> type[VisionData]:
-        from arclight.vision.tasks.obb import OrientedData
+        from arclight.vision.tasks.detection import OrientedData
 
         return OrientedData
 
