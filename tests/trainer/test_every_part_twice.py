@@ -476,7 +476,13 @@ def ranks() -> Iterator[Ranks]:
     pair.close()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+BY_NAME = set(STRATEGY_REGISTRY.available_strategies()) - {"fsdp_cpu_offload"}
+"""Names of what is there as a class already, without options."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in BY_NAME else name for name in STRATEGIES]
+)
 def test_a_strategy_serves_two_fits_and_two_resumes(ranks: Ranks, tmp_path: Path, name: str) -> None:
     for whole, again, resumed in ranks(fit_twice, str(tmp_path), name):
         assert whole
