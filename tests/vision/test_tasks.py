@@ -83,7 +83,7 @@ CASES = {
         GAINS | {"keypoint_sigmas": (0.1, 0.1, 0.1), "keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
     ),
     "obb": Case(
-        OrientedDetectionTask, "[[4, 5], 1, OBB, [nc, anchors]]", lambda root, **how: draw_objects(root, corner_row, **how), "val/map50", 200,
+        OrientedDetectionTask, "[[4, 5], 1, OBB, [nc, anchors]]", lambda root, **how: draw_objects(root, corner_row, **how), "val/map50", 300,
         GAINS, "0 0.5 0.5 0.2 0.2", "a box of 5 numbers, which has no angle, and this task learns oriented boxes",
     ),
     "classification": Case(
