@@ -29,7 +29,13 @@ from arclight.text.data.data_settings import Pretrained
 from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision.data.mix import MixedData
-from arclight.vision.tasks.settings import ClassificationTask, DetectionTask, SegmentationTask
+from arclight.vision.tasks.settings import (
+    ClassificationTask,
+    DetectionTask,
+    OrientedDetectionTask,
+    PoseTask,
+    SegmentationTask,
+)
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {
@@ -40,7 +46,10 @@ WHOLE_LINE = {
 """Numbers without an interval, and why."""
 REQUIRED: dict[type, dict[str, Any]] = {
     Noise: {"clip": 1.0, "multiplier": 1.0}, Pretrained: {"path": Path("tok")},
-    **{task: {"data": Path("data.yaml")} for task in (DetectionTask, SegmentationTask, ClassificationTask)},
+    **{
+        task: {"data": Path("data.yaml")}
+        for task in (DetectionTask, SegmentationTask, PoseTask, OrientedDetectionTask, ClassificationTask)
+    },
     MixedData: {"data": Path("more.yaml")}, Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
 }  # fmt: skip
 Member = tuple[type, tuple[Interval, ...]]
