@@ -58,6 +58,10 @@ RENAMED = {
     "arclight.trainer.tuner.batch_size_scaling:BatchSizeFinder": f"{_CALLBACKS}.batch_size_finder:BatchSizeFinder",
     "arclight.trainer.tuner.lr_finder:LearningRateFinder": f"{_CALLBACKS}.learning_rate_finder:LearningRateFinder",
     **{
+        f"arclight.optim.settings:{name}": f"arclight.optim.schedule_settings:{name}"
+        for name in ("Constant", "Cosine", "InverseSqrt", "Linear", "WSD")
+    },
+    **{
         f"arclight.trainer.settings:{name}": f"{_CALLBACKS}.settings:{name}"
         for name in ("Checkpointing", "Diloco", "EMA", "Guard", "Stopping", "Timeline")
     },
