@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from arclight._intervals import Checked, FiniteFloat, PositiveInt
 
@@ -113,7 +113,12 @@ class LowBit(Checked):
 
 def calibration_batches(recipe: Quantization | None) -> int:
     """Return how many batches a recipe is calibrated on, at least one, to compare the program on."""
-    return recipe.calibration_batches if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration else 1
+    return recipe.calibration_batches if recipe is not None and is_calibrated(recipe) else 1
+
+
+def is_calibrated(recipe: Quantization) -> TypeGuard[Int8 | LowBit]:
+    """Return True for a recipe that takes ranges of activations from calibration batches."""
+    return recipe.needs_calibration
 
 
 @dataclass(frozen=True, kw_only=True)

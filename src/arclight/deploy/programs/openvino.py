@@ -13,6 +13,10 @@ from arclight.fabric.extras import require
 
 LAYERS = {"FullyConnected", "Convolution", "Deconvolution", "MatMul"}
 """OpenVINO's kernels of layers with weights."""
+_ONNX_TYPES = {
+    "f32": "float", "f64": "double", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
+}  # fmt: skip
+"""OpenVINO's names of types: ONNX's."""
 
 
 def check_bfloat16() -> None:
@@ -72,16 +76,7 @@ def _core() -> Any:
 
 
 def _described(port: Any) -> SimpleNamespace:
-    kind = port.get_element_type()
-    name = {
-        "f32": "float",
-        "f64": "double",
-        "i64": "int64",
-        "i32": "int32",
-        "i8": "int8",
-        "u8": "uint8",
-        "boolean": "bool",
-    }
+    kind = port.get_element_type().get_type_name()
     shape = [None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
-    text = f"tensor({name.get(kind.get_type_name(), kind.get_type_name())})"
+    text = f"tensor({_ONNX_TYPES.get(kind, kind)})"
     return SimpleNamespace(name=port.get_any_name(), type=text, shape=shape)

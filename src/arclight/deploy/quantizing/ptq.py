@@ -22,7 +22,7 @@ from arclight.deploy.quantizing.bfloat16 import round_layers
 from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
-from arclight.deploy.settings import BFloat16, Int8, LowBit, Quantization
+from arclight.deploy.settings import BFloat16, Int8, LowBit, Quantization, is_calibrated
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def quantize(
     reference = frozen_copy(model)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     graph = capture(frozen_copy(reference), inputs).module()
-    if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration:
+    if is_calibrated(recipe):
         graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
     else:
         assert not isinstance(recipe, Int8)
@@ -207,7 +207,7 @@ def _inputs(
     recipe: Quantization, calibration: Iterable[Tensor | Sequence[Tensor]] | None, example: Any
 ) -> tuple[Inputs, list[Inputs]]:  # fmt: skip
     """Return the inputs to capture on, and the calibration batches; QuantizeError where they are not what is needed."""
-    if isinstance(recipe, Int8 | LowBit) and recipe.needs_calibration:
+    if is_calibrated(recipe):
         if calibration is None:
             raise QuantizeError(
                 f"{type(recipe).__name__} takes ranges of activations from calibration batches, and none were given"

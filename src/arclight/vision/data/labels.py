@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from arclight.vision.data.image_headers import ImageError, ImageHeader, file_header
 from arclight.vision.data.images import MAX_PIXELS
-from arclight.vision.rotated import refusal_of_quadrilateral
+from arclight.vision.rotated import refusal_of_quadrilateral, smallest_rectangles
 
 TOLERANCE = 1e-3
 """Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
@@ -148,6 +149,12 @@ class LabelledImages:
     image; None for boxes alone."""
     oriented: bool = False
     """Whether the outlines are the four corners of oriented boxes."""
+
+    @cached_property
+    def rotated_px(self) -> list[NDArray[np.float64]]:
+        """The rotated boxes (n, 5) of each image, in its pixels, where boxes are oriented."""
+        corners = [np.array(of_image, np.float64).reshape(-1, 4, 2) for of_image in self.outlines or ()]
+        return [smallest_rectangles(points * shape[::-1]) for points, shape in zip(corners, self.shapes, strict=True)]
 
 
 @dataclass

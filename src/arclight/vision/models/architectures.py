@@ -19,6 +19,8 @@ Block = Literal[
 ]  # fmt: skip
 HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "obb", "classify"]
 HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
+ANCHOR_HEADS: tuple[HeadBlock, ...] = ("detect", "segment", "pose", "obb")
+"""Heads that answer for objects by anchors."""
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
 MAX_LEVELS, MAX_ROWS, MAX_CHANNELS, MAX_REPEATS = 5, 200, 8192, 200
@@ -81,7 +83,7 @@ class Architecture(NamedTuple):
 
     @property
     def has_anchors(self) -> bool:
-        return self.rows[-1].block in ("detect", "segment", "pose", "obb")
+        return self.rows[-1].block in ANCHOR_HEADS
 
     @property
     def levels(self) -> int:
@@ -128,12 +130,8 @@ def _with_masks(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
     return (*rows[:-1], rows[-1]._replace(block="segment", channels=256))
 
 
-def _with_keypoints(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    return (*rows[:-1], rows[-1]._replace(block="pose"))
-
-
-def _with_angles(rows: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    return (*rows[:-1], rows[-1]._replace(block="obb"))
+def _with_head(rows: tuple[Layer, ...], head: HeadBlock) -> tuple[Layer, ...]:
+    return (*rows[:-1], rows[-1]._replace(block=head))
 
 
 _UP = Layer("upsample")
@@ -234,8 +232,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     **{f"yolov5{size}": Architecture(YOLOV5, scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}6": Architecture(YOLOV5_P6, scale, COCO_P6) for size, scale in SCALES.items()},
     **{f"yolov5{size}-seg": Architecture(_with_masks(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
-    **{f"yolov5{size}-pose": Architecture(_with_keypoints(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
-    **{f"yolov5{size}-obb": Architecture(_with_angles(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
+    **{
+        f"yolov5{size}-pose": Architecture(_with_head(YOLOV5, "pose"), scale, COCO_P5) for size, scale in SCALES.items()
+    },
+    **{f"yolov5{size}-obb": Architecture(_with_head(YOLOV5, "obb"), scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}-cls": Architecture(YOLOV5_CLS, scale, ()) for size, scale in SCALES.items()},
     "yolov5-p2": Architecture(YOLOV5_P2, SCALES["l"], (_P2, _P3, _P4, _P5)),
     "yolov5-p34": Architecture(YOLOV5_P34, SCALES["s"], (_P3, _P4)),
@@ -398,7 +398,7 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     sources = tuple(origin) if isinstance(origin, list) else (origin,)
     if not sources or not all(_whole(s) and (s == -1 or -number <= s < number) for s in sources):
         raise ValueError(f"from = {origin} must name rows before this one")
-    if len(sources) > 1 and block not in ("concat", "detect", "one_to_one", "segment", "pose", "obb"):
+    if len(sources) > 1 and block not in ("concat", "one_to_one", *ANCHOR_HEADS):
         raise ValueError(f"{module} takes one map, from = {origin} names {len(sources)}")
     if not (_whole(repeats) and 1 <= repeats <= MAX_REPEATS):
         raise ValueError(f"number = {repeats} must be 1 to {MAX_REPEATS}")

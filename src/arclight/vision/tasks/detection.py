@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
-from arclight.vision.models.heads import PoseHead, SegmentHead
+from arclight.vision.models.heads import OrientedHead, PoseHead, SegmentHead
 from arclight.vision.models.loss import (
     Gains,
     LossOptions,
@@ -50,6 +50,7 @@ from arclight.vision.tasks.processing import (
 from arclight.vision.tasks.settings import DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
 
 _LOG = logging.getLogger("arclight")
+ProcessingT = TypeVar("ProcessingT", bound=DetectionProcessing)
 
 
 class Detector(VisionModule):
@@ -169,10 +170,13 @@ class Detector(VisionModule):
 
     @property
     def processing(self) -> DetectionProcessing:
+        return self._processing_of(DetectionProcessing)
+
+    def _processing_of(self, kind: type[ProcessingT], **more: Any) -> ProcessingT:
         s = self.settings
-        return DetectionProcessing(
+        return kind(
             names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold,
-            iou_threshold=None if self.one_to_one else s.iou_threshold,
+            iou_threshold=None if self.one_to_one else s.iou_threshold, **more,
         )  # fmt: skip
 
     def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,8 +187,9 @@ class Detector(VisionModule):
             return one_to_one_loss(raw, batch["targets"], head, box_gain, cls_gain)
         learns = self.training and torch.is_grad_enabled()
         loss, parts = yolo_loss(
-            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns
-        )
+            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns,
+            oriented=isinstance(head, OrientedHead),
+        )  # fmt: skip
         if len(self.names) == 1:
             del parts["cls"]  # a single class has nothing to tell apart
         return loss, parts
@@ -338,10 +343,7 @@ class Segmenter(Detector):
 
     @property
     def processing(self) -> SegmentationProcessing:
-        s = self.settings
-        return SegmentationProcessing(
-            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
-        )
+        return self._processing_of(SegmentationProcessing)
 
     def loss(self, raw: tuple[list[Tensor], Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the mask loss, weighted as boxes are, to the detector's."""
@@ -423,29 +425,18 @@ class PoseEstimator(Detector):
 
     @property
     def processing(self) -> PoseProcessing:
-        s = self.settings
-        return PoseProcessing(
-            names=self.names,
-            image_size=s.image_size,
-            conf_threshold=s.conf_threshold,
-            iou_threshold=s.iou_threshold,
-            keypoints=self.keypoints,
-            sigmas=self.sigmas,
-        )
+        return self._processing_of(PoseProcessing, keypoints=self.keypoints, sigmas=self.sigmas)
 
     def setup(self, stage: str) -> None:
         """Check that the data set has the keypoints that the network has. Raises DatasetError."""
         data = self.trainer.datamodule
-        if (
-            isinstance(data, PoseData)
-            and (shape := data.spec.pose_shape())
-            and ((shape.count, shape.dims) != self.keypoints)
-        ):
-            count, dims = self.keypoints
-            raise DatasetError(
-                f"{data.spec.file} has {shape}, this network finds {count} keypoints of {dims} numbers: use data of these, or train "
-                "a network for those"
-            )
+        if isinstance(data, PoseData):
+            shape, (count, dims) = data.spec.pose_shape(), self.keypoints
+            if (shape.count, shape.dims) != (count, dims):
+                raise DatasetError(
+                    f"{data.spec.file} has {shape}, this network finds {count} keypoints of {dims} numbers: use data of these, or "
+                    "train a network for those"
+                )
         super().setup(stage)
 
     def loss(self, raw: list[Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -518,19 +509,7 @@ class OrientedDetector(Detector):
 
     @property
     def processing(self) -> OrientedProcessing:
-        s = self.settings
-        return OrientedProcessing(
-            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
-        )
-
-    def loss(self, raw: list[Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        learns = self.training and torch.is_grad_enabled()
-        loss, parts = yolo_loss(
-            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns, oriented=True
-        )  # fmt: skip
-        if len(self.names) == 1:
-            del parts["cls"]  # a single class has nothing to tell apart
-        return loss, parts
+        return self._processing_of(OrientedProcessing)
 
     def _build_metrics(self) -> TaskMetrics:
         return OrientedMetrics(len(self.names))

@@ -33,7 +33,7 @@ from arclight.vision.data.lint.fingerprints import (
     linked_groups,
     similar_pairs,
 )
-from arclight.vision.rotated import rotated_iou, smallest_rectangles
+from arclight.vision.rotated import rotated_iou
 
 _LOG = logging.getLogger("arclight")
 
@@ -377,23 +377,17 @@ def sizes_px(found: LabelledImages, image_size: int) -> NDArray[np.float32]:
     shapes = np.repeat(found.shapes.astype(np.float32), counts, axis=0)
     if found.oriented:
         scales = image_size / found.shapes.max(1, initial=1)
-        turned = [boxes[:, 2:4] * scale for boxes, scale in zip(rotated_boxes_px(found), scales, strict=True)]
+        turned = [boxes[:, 2:4] * scale for boxes, scale in zip(found.rotated_px, scales, strict=True)]
         return np.concatenate([np.zeros((0, 2)), *turned]).astype(np.float32)
     sizes = np.concatenate([np.zeros((0, 2), np.float32), *(rows[:, 3:5] for rows in found.labels)])
     scaled: NDArray[np.float32] = sizes * shapes[:, ::-1] * (image_size / shapes.max(1, initial=1)[:, None])
     return scaled
 
 
-def rotated_boxes_px(found: LabelledImages) -> list[NDArray[np.float64]]:
-    """Return the rotated boxes (n, 5) of each image of a split of oriented boxes, in its pixels."""
-    corners = [np.array(of_image, np.float64).reshape(-1, 4, 2) for of_image in found.outlines or ()]
-    return [smallest_rectangles(points * shape[::-1]) for points, shape in zip(corners, found.shapes, strict=True)]
-
-
 def _of_angles(spec: DataSpec, split: str, found: LabelledImages) -> Iterator[Finding]:
     """Say of a split of oriented boxes that all of them are upright: its angles were lost, or a detector is all it needs."""
     if found.oriented and found.report.boxes:
-        angles = np.concatenate([boxes[:, 4] for boxes in rotated_boxes_px(found)])
+        angles = np.concatenate([boxes[:, 4] for boxes in found.rotated_px])
         if (np.abs(np.sin(2 * angles)) < math.sin(2 * UPRIGHT)).all():
             message = f"all {found.report.boxes:,} boxes of {split} are upright, no angle can be learned from them: use kind = detection"
             yield Finding(check="upright-box", path=str(spec.file), message=message, split=split)
@@ -410,7 +404,7 @@ def _of_boxes(split: str, found: LabelledImages, image_size: int) -> Iterator[Fi
         yield _of_box("tiny-box", split, found, starts, int(place), message, -float(min(width, height)))
     for place in np.flatnonzero((rows[:, 3:5] >= COVERING).all(1)):
         yield _of_box("covering-box", split, found, starts, int(place), "the box covers the whole image", 0.0)
-    turned = rotated_boxes_px(found) if found.oriented else None
+    turned = found.rotated_px if found.oriented else None
     for index in np.flatnonzero(counts > 1):
         for first, second, iou in _near_equal(found.labels[index], None if turned is None else turned[index]):
             a, b = found.labels[index][[first, second]]
