@@ -52,6 +52,11 @@ def test_several_shards_read_as_one_stream(
         assert made.document(number).tolist() == list(range(ends[number] - length, ends[number]))
 
 
+def test_a_shard_of_empty_documents_has_boundaries_like_any_other(tmp_path: Path) -> None:
+    for number, shards in enumerate(([[2, 0], [1]], [[2], [0], [1]], [[2], [0], [], [1]])):
+        assert corpus(tmp_path / str(number), shards).boundaries(0, 3).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(("vocab_size", "bytes_each"), [(65_536, 2), (65_537, 4)])
 def test_ids_take_two_bytes_where_they_can(tmp_path: Path, vocab_size: int, bytes_each: int) -> None:
     made = corpus(tmp_path / "c", [[1000]], vocab_size)

@@ -191,10 +191,13 @@ class TokenShards:
     def boundaries(self, start: int, stop: int) -> Ints:
         """Return the document boundaries strictly between ``start`` and ``stop`` of the stream, ascending."""
         found = []
-        for shard, a, b in self._spans(self._first_token, start, stop):
-            ends = self._map(shard)[1]
-            low, high = np.searchsorted(ends, np.array([a, b + 1], ends.dtype))
-            found.append(ends[low:high].astype(np.int64) + self._first_token[shard])
+        spans = self._spans(self._first_token, start, stop)
+        for shard in range(spans[0][0], spans[-1][0] + 1) if spans else ():  # also those of empty documents alone
+            if self.facts[shard].documents:
+                ends, first = self._map(shard)[1], self._first_token[shard]
+                a, b = max(start - first, 0), min(stop - first, self.facts[shard].tokens)
+                low, high = np.searchsorted(ends, np.array([a, b + 1], ends.dtype))
+                found.append(ends[low:high].astype(np.int64) + first)
         inside = np.concatenate([np.empty(0, np.int64), *found])
         return inside[(inside > start) & (inside < stop)]
 
