@@ -7,13 +7,15 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from tests.waiting import patiently
 
 from arclight.fabric.distributed import rendezvous
-from arclight.fabric.distributed.hang_report import RankMissingError
+from arclight.fabric.distributed.hang_report import RankMissingError, main_thread_location
 from arclight.fabric.distributed.rendezvous import agree_on_attempt
 from arclight.fabric.distributed.stop_signal import StopSignal
 from arclight.fabric.distributed.watchdog import Watchdog
@@ -70,6 +72,34 @@ def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
         assert f"{missing} did not come to the meeting of all" in said[came[0]], said
 
     patiently(check, 1, 15)
+
+
+def test_ranks_that_ask_at_the_same_time_answer_each_other() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    watches = [Watchdog(store, rank, 2, 600.0, StopSignal()) for rank in range(2)]
+    for watch in watches:
+        watch.close()  # each asks in a thread of this test
+    both, answers = threading.Barrier(2), {}
+
+    def ask(watch: Watchdog) -> None:
+        watch._end.clear()
+        both.wait()
+        answers[watch.rank] = watch._question(30)
+
+    threads = [threading.Thread(target=ask, args=(watch,)) for watch in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answer is not None for of_rank in answers.values() for answer in of_rank)
+
+
+def test_the_users_line_is_named_in_a_checkout_that_is_called_like_the_package(tmp_path: Path) -> None:
+    file = tmp_path / "arclight" / "mine.py"
+    code = "def wait(look):\n    return look()\n"
+    space: dict[str, Any] = {}
+    exec(compile(code, str(file), "exec"), space)
+    assert "mine.py:2 wait" in space["wait"](main_thread_location)
 
 
 def test_a_collective_that_times_out_before_the_watch_has_looked_names_who_is_behind() -> None:

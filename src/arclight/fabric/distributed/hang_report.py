@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 _FAILURE = re.compile(r"timed? ?out|timeout|connection|peer|gloo|nccl|socket", re.IGNORECASE)
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "<")
+"""Where files begin whose lines are not the user's: a checkout of the user's may lie in a folder called arclight, too."""
 
 
 class RankMissingError(RuntimeError):
@@ -40,7 +46,7 @@ def main_thread_location() -> str:
             called = called or name
             if file.endswith("distributed_c10d.py"):
                 operation = operation or name
-        elif not line and "/torch/" not in file and "/arclight/" not in file and not file.startswith("<"):
+        elif not line and not file.startswith(_LIBRARIES):
             line = f"{file.rpartition('/')[2]}:{frame.f_lineno} {name}"
         if (module := _module_of(frame)) is not None:
             modules.append(module)

@@ -91,10 +91,9 @@ class Watchdog:
         now = time.monotonic()
         if mark != self._mark:
             self._mark, self._since, self._told, self.verdict = mark, now, False, ""
-        question = self.store.add("arclight/hang/question", 0)
-        if question > self._answered:
-            self._answer(question)
-        elif now - self._since > self.patience and not self._told:
+        if self._answer_new():
+            return
+        if now - self._since > self.patience and not self._told:
             self._told = True
             self._ask()
         elif self._told and not self.verdict and self.store.check([VERDICT_KEY]):
@@ -107,9 +106,11 @@ class Watchdog:
             os._exit(1)
 
     def _answer(self, question: int) -> None:
-        self._answered = question
+        """Answer all questions up to this one: ranks in different collectives may ask at the same time."""
         answer = {"entered": collective_counts(), "stack": main_thread_stack(), "place": main_thread_location()}
-        self.store.set(f"arclight/hang/{question}/{self.rank}", json.dumps(answer))
+        for number in range(self._answered + 1, question + 1):
+            self.store.set(f"arclight/hang/{number}/{self.rank}", json.dumps(answer))
+        self._answered = question
 
     def _ask(self) -> None:
         claim = f"arclight/hang/claim/{json.dumps(self._mark)}"
@@ -124,12 +125,22 @@ class Watchdog:
             self.store.set(VERDICT_KEY, json.dumps([behind, places]))
             self._conclude(behind, places)
 
+    def _answer_new(self) -> bool:
+        question = self.store.add("arclight/hang/question", 0)
+        if question <= self._answered:
+            return False
+        self._answer(question)
+        return True
+
     def _question(self, patience: float = ANSWER_TIMEOUT_S) -> list[Any]:
-        """Ask every rank; None for those that give no answer in time."""
+        """Ask every rank; None for those that give no answer in time.
+
+        Others' questions are answered meanwhile: two ranks that ask each other would both take the other for silent.
+        """
         question = self.store.add("arclight/hang/question", 1)
         self._answer(question)
         keys = [f"arclight/hang/{question}/{rank}" for rank in range(self.world_size)]
-        wait_until(lambda: self.store.check(keys) or self._end.is_set(), patience)
+        wait_until(lambda: not self._answer_new() and (self.store.check(keys) or self._end.is_set()), patience)
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
     def _conclude(self, behind: list[int], places: list[str]) -> None:
