@@ -26,7 +26,7 @@ from arclight.vision.inference.fusion import ensemble
 from arclight.vision.inference.slicing import sliced
 from arclight.vision.inference.test_time import augmented
 from arclight.vision.keypoints import sigmas_of
-from arclight.vision.models.loss import assign, keypoint_loss
+from arclight.vision.models.loss import assign, assign_levels, keypoint_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.pose_metrics import PoseMetrics
@@ -184,12 +184,13 @@ def test_keypoint_loss_is_the_mean_over_matches_of_what_their_labelled_points_la
                 presences.append(F.binary_cross_entropy_with_logits(answer[:, 2], there))
         place = place + torch.stack(places).mean() if places else place
         presence = presence + torch.stack(presences).mean() if presences else presence
-    found = keypoint_loss(levels, targets, model.anchors, 2, (3, dims), sigmas)
+    found = keypoint_loss(levels, targets, assign_levels(levels, targets, model.anchors), 2, (3, dims), sigmas)
     torch.testing.assert_close(found, (place, presence), check_dtype=False)
     assert place > 0.1
     (found[0] + found[1]).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    assert keypoint_loss(levels, targets[:0], model.anchors, 2, (3, dims), sigmas)[0] == 0
+    nothing = assign_levels(levels, targets[:0], model.anchors)
+    assert keypoint_loss(levels, targets[:0], nothing, 2, (3, dims), sigmas)[0] == 0
 
 
 def test_keypoint_average_precision_equals_pycocotools() -> None:

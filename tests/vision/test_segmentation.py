@@ -22,7 +22,7 @@ from arclight.vision.data.dataset import DetectionDataset, collate, draw_masks
 from arclight.vision.data.labels import check_labels, parse_labels
 from arclight.vision.inference.fusion import ensemble
 from arclight.vision.inference.slicing import sliced
-from arclight.vision.models.loss import mask_loss
+from arclight.vision.models.loss import assign_levels, mask_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.masks import Masks, mask_iou
 from arclight.vision.results.metrics import SegmentationMetrics
@@ -166,10 +166,10 @@ def test_mask_loss_is_the_mean_over_matches_of_the_error_inside_their_boxes() ->
                 parts.append((error * inside).mean() / (w * h))
             if parts:
                 expected = expected + torch.stack(parts).mean() / 2
-    found = mask_loss(levels, prototypes, masks, targets, model.anchors, 2)
+    found = mask_loss(levels, prototypes, masks, targets, assign_levels(levels, targets, model.anchors), 2)
     assert expected > 0.1
     torch.testing.assert_close(found, expected)
-    nothing = mask_loss(levels, prototypes, masks, targets[:0], model.anchors, 2)
+    nothing = mask_loss(levels, prototypes, masks, targets[:0], assign_levels(levels, targets[:0], model.anchors), 2)
     assert nothing == 0
     nothing.backward()
 

@@ -60,6 +60,8 @@ AUTOBALANCE_RATE = 1e-4
 class Assignment(NamedTuple):
     """Predictions of one level that answer for objects: K = 3 k M candidates, those in ``mask`` count."""
 
+    target: Tensor
+    """(K,) row of the object in the targets."""
     image: Tensor
     anchor: Tensor
     row: Tensor
@@ -108,13 +110,15 @@ def yolo_loss(
     learns_balance: bool = False,
     *,
     oriented: bool = False,
+    matches: Sequence[Assignment] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
 
     raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
     centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the logit of their angle as a last
     column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
-    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``.
+    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``. matches: what
+    `assign_levels` gave, where another loss needs it too.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
@@ -124,13 +128,13 @@ def yolo_loss(
     assert len(raw) == len(anchors)
     device = raw[0].device
     box = obj = cls = torch.zeros((), device=device)
+    if matches is None:
+        matches = assign_levels(raw, targets, anchors, options.anchor_t)
     with torch.autocast(device.type, enabled=False):
         level_losses: list[Tensor] = []
-        for level, (logits, level_anchors, weight) in enumerate(
-            zip(raw, anchors, level_balance(len(raw)), strict=True)
-        ):
+        for level, (logits, match, weight) in enumerate(zip(raw, matches, level_balance(len(raw)), strict=True)):
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, options, oriented)
+            level_box, level_obj, level_cls = _level_loss(logits, targets, match, options, oriented)
             level_losses.append(level_obj)
             box, cls = box + level_box, cls + level_cls
             obj = obj + (weight if balance is None else balance[level].clone()) * level_obj
@@ -171,6 +175,7 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
         return values.expand(m, a, 3, *values.shape[3:]).flatten(0, 2)
 
     return Assignment(
+        target=every(torch.arange(m, device=targets.device).view(m, 1, 1)),
         image=every(targets[:, 0].long().view(m, 1, 1)),
         anchor=every(torch.arange(a, device=targets.device).view(1, a, 1)),
         row=every(cell[:, None, :, 1].clamp(0, height - 1)),
@@ -180,6 +185,21 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
         label=every(targets[:, 1].long().view(m, 1, 1)),
         mask=every(fits[:, :, None] & reachable[:, None]),
     )
+
+
+def assign_levels(
+    raw: Sequence[Tensor], targets: Tensor, anchors: Tensor, anchor_t: float = ANCHOR_T
+) -> list[Assignment]:
+    """Assign predictions of every level to ``targets`` (M, 6 or more), in float32 at least; see `assign`.
+
+    raw: per level (N, k, H_l, W_l, ...). anchors: (levels, k, 2) in cells.
+    """
+    return [
+        assign(
+            targets.to(torch.promote_types(level.dtype, torch.float32)), own, (level.shape[2], level.shape[3]), anchor_t
+        )
+        for level, own in zip(raw, anchors, strict=True)
+    ]
 
 
 def _cross_entropy(
@@ -199,11 +219,10 @@ def _cross_entropy(
 
 
 def _level_loss(
-    logits: Tensor, targets: Tensor, anchors: Tensor, options: LossOptions, oriented: bool
+    logits: Tensor, targets: Tensor, match: Assignment, options: LossOptions, oriented: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Box, objectness and class loss of one level, unweighted."""
     num_classes = logits.shape[-1] - 5 - oriented
-    match = assign(targets.to(logits.dtype), anchors, (logits.shape[2], logits.shape[3]), options.anchor_t)
     matches = match.mask.sum().clamp(min=1)
     answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
 
@@ -211,7 +230,7 @@ def _level_loss(
     wh = (answers[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size
     if oriented:
         found = torch.cat((xy, wh, angle_of(answers[:, -1:])), dim=-1)
-        angles = targets[:, 6:].to(logits.dtype).repeat_interleave(3 * len(anchors), dim=0)
+        angles = targets[match.target, 6:].to(logits.dtype)
         iou, error = oriented_error(found, torch.cat((match.box, angles), dim=-1))
     else:
         iou = complete_iou(torch.cat((xy, wh), dim=-1), match.box)
@@ -256,14 +275,13 @@ def mask_loss(
     prototypes: Tensor,
     masks: Tensor,
     targets: Tensor,
-    anchors: Tensor,
+    matches: Sequence[Assignment],
     num_classes: int,
-    anchor_t: float = ANCHOR_T,
 ) -> Tensor:
     """Return the mask loss of a batch, unweighted: how far the masks of predictions that answer for objects are from these.
 
     raw: per level (N, k, H_l, W_l, 5 + C + P) logits. prototypes: (N, P, h, w). masks: (N, h', w') number of the object seen there,
-    from 1 in the order of the image's targets, 0 for none. Others as in `yolo_loss`.
+    from 1 in the order of the image's targets, 0 for none. matches: what `assign_levels` gave. Others as in `yolo_loss`.
 
     Binary cross-entropy inside the object's box, divided by the box's share of the image; a mean over an image's matches on a
     level, summed over levels, a mean over images (YOLOv5). It reads how many matches there are, so it waits for the device.
@@ -274,10 +292,9 @@ def mask_loss(
         wanted = _sampled(masks, maps.shape[-2:])
         number = _number_in_image(targets)
         total = maps.sum() * 0  # no match on any level: a loss that still has a gradient
-        for logits, level_anchors in zip(raw, anchors, strict=True):
-            match = assign(targets.to(maps.dtype), level_anchors, (logits.shape[2], logits.shape[3]), anchor_t)
+        for logits, match in zip(raw, matches, strict=True):
             chosen = torch.nonzero(match.mask).squeeze(1)
-            target = chosen // (3 * len(level_anchors))  # candidates are laid out by target, anchor and cell
+            target = match.target[chosen]
             answers = logits[
                 match.image[chosen], match.anchor[chosen], match.row[chosen], match.column[chosen], 5 + num_classes :
             ]
@@ -296,16 +313,15 @@ def mask_loss(
 def keypoint_loss(
     raw: Sequence[Tensor],
     targets: Tensor,
-    anchors: Tensor,
+    matches: Sequence[Assignment],
     num_classes: int,
     keypoints: tuple[int, int],
     sigmas: Sequence[float],
-    anchor_t: float = ANCHOR_T,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of the places of keypoints and that of their presence, unweighted, of predictions that answer for objects.
 
     raw: per level (N, k, H_l, W_l, 5 + C + K * dims) logits. targets: (M, 6 + 2 K), keypoints as shares of the image, NaN where
-    not labelled. sigmas: (K,) deviations, see `keypoints.sigmas_of`. Others as in `yolo_loss`.
+    not labelled. sigmas: (K,) deviations, see `keypoints.sigmas_of`. matches: what `assign_levels` gave. Others as in `yolo_loss`.
 
     Place: 1 - object keypoint similarity, and `FAR_WEIGHT` times the distance over the root of the object's area, which still has a
     gradient where the similarity is 0; a mean over an object's labelled keypoints and over matches that have one. Presence, of 3
@@ -316,16 +332,13 @@ def keypoint_loss(
     device = raw[0].device
     place = presence = torch.zeros((), device=device)
     with torch.autocast(device.type, enabled=False):
-        for logits, level_anchors in zip(raw, anchors, strict=True):
+        for logits, match in zip(raw, matches, strict=True):
             logits = logits if logits.dtype == torch.float64 else logits.float()
             height, width = logits.shape[2], logits.shape[3]
-            match = assign(targets.to(logits.dtype), level_anchors, (height, width), anchor_t)
             answers = logits[match.image, match.anchor, match.row, match.column, 5 + num_classes :]
             answers = answers.unflatten(-1, keypoints)
             size = torch.tensor((width, height), device=device)
-            wanted = (targets[:, 6:].to(logits.dtype).view(-1, count, 2) * size).repeat_interleave(
-                3 * len(level_anchors), dim=0
-            )  # candidates are laid out by target, anchor and cell
+            wanted = targets[match.target, 6:].to(logits.dtype).view(-1, count, 2) * size
             wanted = wanted - torch.stack((match.column, match.row), dim=-1)[:, None]
             labelled = wanted.isfinite().all(-1) & match.mask[:, None]
             apart = torch.where(labelled[..., None], answers[..., :2] * match.anchor_size[:, None] + 0.5 - wanted, 0.0)

@@ -23,8 +23,10 @@ from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, ev
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
 from arclight.vision.models.heads import OrientedHead, PoseHead, SegmentHead
 from arclight.vision.models.loss import (
+    Assignment,
     Gains,
     LossOptions,
+    assign_levels,
     keypoint_loss,
     level_balance,
     mask_loss,
@@ -185,10 +187,20 @@ class Detector(VisionModule):
             s = self.settings
             box_gain, cls_gain = s.box_gain / DetectionTask.box_gain, s.cls_gain / DetectionTask.cls_gain
             return one_to_one_loss(raw, batch["targets"], head, box_gain, cls_gain)
+        return self._anchored_loss(raw, batch, self._matches(raw, batch))
+
+    def _matches(self, levels: Sequence[Tensor], batch: dict[str, Any]) -> list[Assignment]:
+        """Assign the predictions of a network with anchors to the batch's objects."""
+        return assign_levels(levels, batch["targets"], self.model.anchors, self.settings.anchor_t)
+
+    def _anchored_loss(
+        self, levels: Sequence[Tensor], batch: dict[str, Any], matches: list[Assignment]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of boxes, objectness and classes: logits per level (N, k, H_l, W_l, 5 + C), or with an angle."""
         learns = self.training and torch.is_grad_enabled()
         loss, parts = yolo_loss(
-            raw, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns,
-            oriented=isinstance(head, OrientedHead),
+            levels, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns,
+            oriented=isinstance(self.model.head, OrientedHead), matches=matches,
         )  # fmt: skip
         if len(self.names) == 1:
             del parts["cls"]  # a single class has nothing to tell apart
@@ -350,11 +362,9 @@ class Segmenter(Detector):
         levels, prototypes = raw
         head, targets = self.model.head, batch["targets"]
         assert isinstance(head, SegmentHead)
-        classes = head.num_classes
-        loss, parts = super().loss([level[..., : 5 + classes] for level in levels], batch)
-        found = mask_loss(
-            levels, prototypes, batch["masks"], targets, self.model.anchors, classes, self.settings.anchor_t
-        )
+        classes, matches = head.num_classes, self._matches(levels, batch)
+        loss, parts = self._anchored_loss([level[..., : 5 + classes] for level in levels], batch, matches)
+        found = mask_loss(levels, prototypes, batch["masks"], targets, matches, classes)
         of_masks = self.gains.box * found
         return loss + of_masks * len(prototypes), {**parts, "mask": of_masks.detach()}
 
@@ -441,11 +451,9 @@ class PoseEstimator(Detector):
 
     def loss(self, raw: list[Tensor], batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the loss of keypoints to the detector's."""
-        s, classes = self.settings, len(self.names)
-        loss, parts = super().loss([level[..., : 5 + classes] for level in raw], batch)
-        points, visible = keypoint_loss(
-            raw, batch["targets"], self.model.anchors, classes, self.keypoints, self.sigmas, s.anchor_t
-        )
+        s, classes, matches = self.settings, len(self.names), self._matches(raw, batch)
+        loss, parts = self._anchored_loss([level[..., : 5 + classes] for level in raw], batch, matches)
+        points, visible = keypoint_loss(raw, batch["targets"], matches, classes, self.keypoints, self.sigmas)
         per_level = 3 / len(raw)
         added = {"keypoint": s.keypoint_gain * per_level * points}
         if self.keypoints[1] == 3:
