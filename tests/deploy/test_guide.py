@@ -27,3 +27,10 @@ def test_recipes(tmp_path: Path) -> None:
     assert first.startswith("{'MatMulNBits': 2} {'float': "), first
     assert second.endswith(" dB"), second
     assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
+
+
+def test_verifying(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
+    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+    assert printed.startswith("static: 3 integer layers, "), printed
+    assert "integer_share: onnxruntime runs " in printed

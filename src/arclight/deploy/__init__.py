@@ -1,7 +1,8 @@
 """Deployment: quantize, export, run and benchmark any trained ``nn.Module``.
 
 A module and example inputs come in; `quantizing` makes it int8, `formats` writes it as a program that is compared
-with it, and `programs` runs and times what was written. `capture` and `parity` are what these share. Open `formats.export` first.
+with it, and `programs` runs and times what was written; `verifying` judges any quantizer. `capture` and `parity` are what
+these share. Open `formats.export` first.
 
 >>> quantized = quantize(model, calibration_batches)
 >>> program = export(quantized, "model.onnx", example_inputs=images)
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from arclight.deploy.settings import Int8 as Int8
     from arclight.deploy.settings import LowBit as LowBit
     from arclight.deploy.settings import WeightOnly as WeightOnly
+    from arclight.deploy.verifying.verify import verify_quantizer as verify_quantizer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -55,5 +57,6 @@ __getattr__, __dir__, __all__ = lazy(
         "export": "arclight.deploy.formats.export",
         "prepare_qat": "arclight.deploy.quantizing.qat",
         "quantize": "arclight.deploy.quantizing.ptq",
+        "verify_quantizer": "arclight.deploy.verifying.verify",
     },
 )

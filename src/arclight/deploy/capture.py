@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +54,80 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
-def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) -> ExportedProgram:
+FreeDimensions = Sequence[Mapping[int, str]]
+"""For each input, the dimensions that may have any size, and their names; equal names stand for equal sizes."""
+
+
+def free_dimensions(
+    model: nn.Module, example: Inputs, dynamic: Mapping[str, Mapping[int, str]]
+) -> list[dict[int, str]]:  # fmt: skip
+    """Return the free dimensions of each of ``example``, named in ``dynamic`` by the parameters of ``model.forward``.
+
+    ``{"tokens": {0: "batch", 1: "time"}}`` frees two dimensions of the input that ``forward`` calls tokens. Raises
+    ExportError for an input or dimension that is not there, and for two sizes under one name.
+    """
+    names = list(inspect.signature(model.forward).parameters)[: len(example)]
+    if unknown := sorted(set(dynamic) - set(names)):
+        raise ExportError(f"dynamic names the inputs {unknown}; the model takes {names}")
+    sizes: dict[str, int] = {}
+    for name, value in zip(names, example):
+        for place, free in dynamic.get(name, {}).items():
+            if not 0 <= place < value.dim():
+                raise ExportError(
+                    f"dynamic names dimension {place} of {name}, which has shape {tuple(value.shape)}: count from 0"
+                )
+            if sizes.setdefault(free, value.shape[place]) != value.shape[place]:
+                raise ExportError(
+                    f"dimension {place} of {name} is {value.shape[place]} long, another one called {free!r} is "
+                    f"{sizes[free]}: equal names stand for equal sizes"
+                )
+    return [dict(dynamic.get(name, {})) for name in names]
+
+
+def with_sizes(inputs: Inputs, free: FreeDimensions, sizes: Mapping[str, int]) -> Inputs:
+    """Resize the free dimensions of ``inputs`` to ``sizes`` by name: the first values, repeated in order if too few."""
+    resized_inputs = []
+    for value, dimensions in zip(inputs, free):
+        for place, name in dimensions.items():
+            if name in sizes:
+                value = value.index_select(place, torch.arange(sizes[name]) % value.shape[place])
+        resized_inputs.append(value)
+    return tuple(resized_inputs)
+
+
+def free_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, int]:
+    """Return how large each free dimension of ``inputs`` is."""
+    return {name: value.shape[place] for value, named in zip(inputs, free) for place, name in named.items()}
+
+
+def dimensions_to_export(
+    example: Inputs, free: FreeDimensions, *, least: int = 1
+) -> tuple[Inputs, tuple[dict[int, Any], ...]]:  # fmt: skip
+    """Return the inputs to capture on, with at least 2 of each free dimension, and the dimensions as torch.export takes them.
+
+    ``least`` is the smallest size that is allowed later.
+    """
+    sizes = free_sizes(example, free)
+    dims = {name: Dim(name, min=least) for name in sizes}
+    # torch.export takes a size of 1 for a constant
+    inputs = with_sizes(example, free, {name: max(2, size) for name, size in sizes.items()})
+    return inputs, tuple({place: dims[name] for place, name in named.items()} for named in free)
+
+
+def capture(
+    model: nn.Module, example: Inputs, *, dynamic_batch: bool = True, free: FreeDimensions | None = None
+) -> ExportedProgram:
     """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
 
-    Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number, and for
-    inputs that hold no sample, or do not share a batch size that is to be free.
+    ``free`` names the dimensions that may, in place of the first ones. Raises ExportError where the model cannot be
+    captured, say because it turns its batch size into a plain number, and for inputs that hold no sample, or do not share
+    a batch size that is to be free.
     """
-    shapes, samples = None, batch_size(example)
-    if dynamic_batch:
+    shapes: tuple[dict[int, Any], ...] | None = None
+    samples = batch_size(example)
+    if free is not None:
+        example, shapes = dimensions_to_export(example, free)
+    elif dynamic_batch:
         if len({len(value) for value in example if value.dim()}) > 1:
             raise ExportError(
                 f"the first dimension of every input is the batch, and the inputs have shapes "
@@ -77,6 +144,8 @@ def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) ->
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         hint = "; a model that needs a fixed batch size is exported with dynamic_batch=False" if dynamic_batch else ""
+        if free is not None:
+            hint = "; a dimension that the model fixes or bounds cannot be named in dynamic"
         raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
     return exported
 

@@ -13,3 +13,11 @@ class ProgramError(ValueError):
 
 class ExportError(ProgramError):
     """A model could not be exported, or its program does not compute what the model computes."""
+
+
+class VerificationError(QuantizeError):
+    """A quantizer does not do what was expected of it; ``report`` holds what was measured until then."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report

@@ -130,6 +130,8 @@ def _tidy(model: onnx.ModelProto) -> None:
         item.ClearField("metadata_props")
         item.ClearField("doc_string")
     free = {d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim if d.dim_param}
+    if len(free) > 1:  # several have the names that they were captured with
+        return
     for value in (*graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             for name in free:

@@ -200,6 +200,17 @@ def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
     graph.recompile()
 
 
+def set_training(graph: GraphModule, training: bool) -> None:
+    """Let batch norms and dropout of a graph that was captured in training mode compute as in training, or as in evaluation.
+
+    Nothing else of them is written; torchao's own switch sets epsilon, momentum and the probability of dropout, too.
+    """
+    for node in graph.graph.nodes:
+        if node.target in DROPOUT:
+            node.update_arg(2, training)
+    use_batch_statistics(graph, training)
+
+
 def literals(graph: GraphModule) -> dict[str, tuple[float, ...]]:
     """Return (momentum, epsilon) of each batch norm by the name of its running mean, and (p,) of each dropout by its place."""
     found: dict[str, tuple[float, ...]] = {}

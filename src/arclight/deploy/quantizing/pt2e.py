@@ -40,10 +40,13 @@ with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is 
     _quantizer = require("torchao.quantization.pt2e.quantizer", extra="deploy")
 
 Quantizer: Any = _quantizer.Quantizer
+QuantizationSpec: Any = _quantizer.QuantizationSpec
+FixedSpec: Any = _quantizer.FixedQParamsQuantizationSpec
 SharedSpec: Any = _quantizer.SharedQuantizationSpec
 DerivedSpec: Any = _quantizer.DerivedQuantizationSpec
 ObserverBase: Any = _pt2e.ObserverBase
 MinMaxObserver: Any = _pt2e.MinMaxObserver
+FakeQuantize: Any = _pt2e.FakeQuantizeBase
 OBSERVERS: Any = (_pt2e.ObserverBase, _pt2e.FakeQuantizeBase)
 # torch has these operators only after torchao's import
 QUANTIZE = {
@@ -67,7 +70,7 @@ def activation_spec(observer: Any, bits: int = 8, **options: Any) -> Any:
 
     ``observer`` is an ObserverBase, made with ``options``.
     """
-    return _quantizer.QuantizationSpec(
+    return QuantizationSpec(
         dtype=torch.uint8,
         observer_or_fake_quant_ctr=observer.with_args(eps=_ACTIVATION_EPS, **options),
         quant_min=0,
@@ -84,7 +87,7 @@ def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.Pe
     """
     largest = 2 ** (bits - 1) - 1
     eps = max(float(weight.detach().abs().max()) * _WEIGHT_EPS, torch.finfo(torch.float32).tiny)
-    return _quantizer.QuantizationSpec(
+    return QuantizationSpec(
         dtype=torch.int8,
         observer_or_fake_quant_ctr=observer.with_args(eps=eps),
         quant_min=-largest,
@@ -152,7 +155,13 @@ def prepare_qat(graph: GraphModule, quantizer: Any, fuse: Callable[[GraphModule]
     return prepared
 
 
-def convert(prepared: GraphModule) -> GraphModule:
-    """Replace each observer of ``prepared`` by a quantize and a dequantize; weights stay in float32, see `graphs`."""
-    converted: GraphModule = _prepare_convert.convert_pt2e(prepared, fold_quantize=False)
+def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = False) -> GraphModule:
+    """Replace each observer of ``prepared`` by a quantize and a dequantize (in place).
+
+    Weights stay in float32, see `graphs`; with ``fold`` they become integers under torchao's names. With ``reference``
+    torchao rewrites the operators between them to integer arithmetic, where it knows how.
+    """
+    converted: GraphModule = _prepare_convert.convert_pt2e(
+        prepared, fold_quantize=fold, use_reference_representation=reference
+    )
     return converted

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
-from arclight.deploy.capture import Inputs, as_outputs, batch_size, frozen_copy, quiet, resized
+from arclight.deploy.capture import (
+    FreeDimensions,
+    Inputs,
+    as_outputs,
+    batch_size,
+    dimensions_to_export,
+    frozen_copy,
+    quiet,
+    resized,
+)
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.parity import Parts, compare
 from arclight.deploy.quantizing import batch_norm, pt2e
@@ -193,7 +202,7 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
     with torch.no_grad():
         batch_norm.fold(graph)
         graph(*example)  # ranges of folded weights
-        _round_biases(graph)
+        round_biases(graph)
         with quiet():
             converted = pt2e.convert(graph)
     return QuantizedModel(
@@ -217,7 +226,7 @@ def _graphs(
         for kind in ("training", "inference"):
             if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
                 model.train(kind == "training")
-            graph = _capture(model, example, kind)
+            graph = capture_as(kind, model, example)
             quantizer = placement(recipe, qat=True)
             with torch.no_grad(), quiet():
                 graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
@@ -234,10 +243,20 @@ def _graphs(
     return graphs, quantizer
 
 
-def _capture(model: nn.Module, example: Inputs, kind: str) -> GraphModule:
+def capture_as(
+    kind: str, model: nn.Module, example: Inputs, *, free: FreeDimensions | None = None
+) -> GraphModule:  # fmt: skip
+    """Capture ``model`` in its mode, with gradients; ``kind`` names the purpose in errors.
+
+    The first dimension of inputs may have any size, or those that ``free`` names. Raises ExportError where the model cannot be
+    captured, takes its batch size for a constant, or writes into a tensor that others read.
+    """
     size = max(2, batch_size(example))
     inputs = resized(example, size)
-    shapes = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
+    shapes: tuple[dict[int, Any], ...] = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
+    if free is not None:
+        # batch norms in training refuse a single value
+        inputs, shapes = dimensions_to_export(example, free, least=2)
     try:
         with quiet():
             exported = torch.export.export(model, inputs, dynamic_shapes=shapes)
@@ -245,7 +264,7 @@ def _capture(model: nn.Module, example: Inputs, kind: str) -> GraphModule:
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         raise ExportError(f"torch.export cannot capture the model for {kind}: {error}") from error
     assert isinstance(graph, GraphModule)
-    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs):
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs if free is None else ()):
         if value.dim() and len(value) == size and not _is_free(node.meta["val"].shape[0], exported.range_constraints):
             raise ExportError(
                 f"for {kind}, the model takes the batch size of {node.name} ({size}) for a constant, so batches of other "
@@ -343,7 +362,7 @@ def _range_places(graph: GraphModule) -> dict[str, Node]:
     return places
 
 
-def _round_biases(graph: GraphModule) -> None:
+def round_biases(graph: GraphModule) -> None:
     """Let layers that multiply integers add their bias in int32, as runtimes do."""
     for node in list(graph.graph.nodes):
         if node.target not in batch_norm.FUSABLE or len(node.args) < 3 or not isinstance(node.args[2], Node):
