@@ -27,6 +27,9 @@ from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.deploy.verifying.judge import judge
 
+pytestmark = (
+    pytest.mark.slow
+)  # each verification captures, converts and judges a network: 5 to 40 s; the guide runs one in every suite
 aten = torch.ops.aten
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
 
