@@ -178,13 +178,7 @@ def verify_quantizer(
         literals=made.before,
         shapes=tuple(tuple(tuple(value.shape) for value in trial) for trial in trials),
     )
-    failures = [
-        *check_mode(mode, made.program),
-        *_check_literals(made.before, made.after),
-        *check_counts(expect or {}, counts(made.captured), counts(made.program)),
-        *(check_order(order, counts(made.captured), made.program) if order else []),
-        *check_qparams(made.program, qparams or {}),
-    ]
+    failures = _check_graph(made, mode, expect or {}, order, qparams or {})
     failures += _compare_outputs(made, report, trials, limits)
     if not failures:
         failures += _compare_rewritten(made, report, trials, limits)
@@ -194,6 +188,24 @@ def verify_quantizer(
     if failures:
         raise VerificationError(f"{name} fails {len(failures)} checks:\n" + "\n".join(failures), report)
     return report
+
+
+def _check_graph(
+    made: Conversion,
+    mode: Mode,
+    expect: Mapping[Operator, Count],
+    order: Sequence[Operator],
+    qparams: Mapping[str, Qparams],
+) -> list[str]:
+    """Check the converted graph, before anything is computed with it."""
+    captured = counts(made.captured)
+    return [
+        *check_mode(mode, made.program),
+        *_check_literals(made.before, made.after),
+        *check_counts(expect, captured, counts(made.program)),
+        *(check_order(order, captured, made.program) if order else []),
+        *check_qparams(made.program, qparams),
+    ]
 
 
 def _check_arguments(
