@@ -284,6 +284,22 @@ def test_clips_are_rounded_once(tmp_path: Path) -> None:
     assert sorted(rounded) == ["Clip", "Relu", "input"]
 
 
+def test_a_batch_norm_without_a_convolution_is_converted_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao looks for batch norms that its own preparation for training fuses, and traces 192 patterns for it."""
+
+    def trace(*_: object, **__: object) -> None:
+        raise AssertionError("a pattern is traced")
+
+    monkeypatch.setattr("torchao.quantization.pt2e.qat_utils._get_aten_graph_module_for_pattern", trace)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+    ).eval()
+    images = torch.randn(4, 4, 8, 8)
+    with torch.no_grad():
+        assert sqnr_db(model(images), quantize(model, [images])(images)) >= 30
+
+
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()

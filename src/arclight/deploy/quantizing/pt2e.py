@@ -37,6 +37,7 @@ with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is 
     _prepare_convert = require("torchao.quantization.pt2e.quantize_pt2e", extra="deploy")
     _prepare = require("torchao.quantization.pt2e.prepare", extra="deploy")
     _utils = require("torchao.quantization.pt2e.utils", extra="deploy")
+    _qat_utils = require("torchao.quantization.pt2e.qat_utils", extra="deploy")
     _quantizer = require("torchao.quantization.pt2e.quantizer", extra="deploy")
 
 Quantizer: Any = _quantizer.Quantizer
@@ -161,7 +162,20 @@ def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = Fals
     Weights stay in float32, see `graphs`; with ``fold`` they become integers under torchao's names. With ``reference``
     torchao rewrites the operators between them to integer arithmetic, where it knows how.
     """
-    converted: GraphModule = _prepare_convert.convert_pt2e(
-        prepared, fold_quantize=fold, use_reference_representation=reference
-    )
+    fold_patterns = _qat_utils._fold_conv_bn_qat_helper
+    _qat_utils._fold_conv_bn_qat_helper = _unchanged
+    try:
+        converted: GraphModule = _prepare_convert.convert_pt2e(
+            prepared, fold_quantize=fold, use_reference_representation=reference
+        )
+    finally:
+        _qat_utils._fold_conv_bn_qat_helper = fold_patterns
     return converted
+
+
+def _unchanged(graph: GraphModule, *_: Any, **__: Any) -> GraphModule:
+    """Return ``graph``, in place of torchao's fold of the batch norms that its own ``prepare_qat_pt2e`` fuses.
+
+    `prepare` and `prepare_qat` leave none of them, and where another batch norm stays, it traces 192 patterns: 20 s a model.
+    """
+    return graph
