@@ -179,11 +179,12 @@ def verify_quantizer(
         shapes=tuple(tuple(tuple(value.shape) for value in trial) for trial in trials),
     )
     failures = _check_graph(made, mode, expect or {}, order, qparams or {})
-    failures += _compare_outputs(made, report, trials, limits)
+    given = _outputs(made.program, trials)
+    failures += _compare_outputs(made, report, trials, given, limits)
     if not failures:
-        failures += _compare_rewritten(made, report, trials, limits)
+        failures += _compare_rewritten(made, report, trials, given, limits)
     for backend in backends:
-        failures += _run_backend(backend, made, report, trials, free, limits)
+        failures += _run_backend(backend, made, report, trials, given, free, limits)
     report.failures = tuple(failures)
     if failures:
         raise VerificationError(f"{name} fails {len(failures)} checks:\n" + "\n".join(failures), report)
@@ -279,14 +280,18 @@ def _check_literals(before: Literals, after: Sequence[Literals]) -> list[str]:
     ]
 
 
+def _outputs(program: Any, trials: Sequence[Inputs]) -> list[list[Tensor]]:
+    """Run ``program`` on each of ``trials``."""
+    with torch.no_grad():
+        return [as_outputs(program(*trial)) for trial in trials]
+
+
 def _parity(
-    reference: Any, program: Any, trials: Sequence[Inputs], *, what: str
+    reference: Sequence[list[Tensor]], program: Sequence[list[Tensor]], trials: Sequence[Inputs], *, what: str
 ) -> tuple[dict[str, Parity], list[str]]:  # fmt: skip
     """Return the worst of each output over ``trials``, and how outputs cannot be compared."""
     found: dict[str, list[Parity]] = {}
-    for trial in trials:
-        with torch.no_grad():
-            wanted, given = as_outputs(reference(*trial)), as_outputs(program(*trial))
+    for trial, wanted, given in zip(trials, reference, program):
         try:
             for name, parity in compare(wanted, given).items():
                 found.setdefault(name, []).append(parity)
@@ -304,21 +309,26 @@ def _below(found: Mapping[str, Parity], least: float, what: str) -> list[str]:
 
 
 def _compare_outputs(
-    made: Conversion, report: Verification, trials: Sequence[Inputs], limits: Mapping[str, float]
-) -> list[str]:  # fmt: skip
+    made: Conversion,
+    report: Verification,
+    trials: Sequence[Inputs],
+    given: Sequence[list[Tensor]],
+    limits: Mapping[str, float],
+) -> list[str]:
     """Fill in how far the program is from the model and from its judges; return what is beyond a bound."""
-    twin, failures = _parity(made.reference, made.twin, trials, what="annotation")
+    model = _outputs(made.reference, trials)
+    twin, failures = _parity(model, _outputs(made.twin, trials), trials, what="annotation")
     failures += _below(twin, TWIN_DB, "annotation: the graph that the quantizer has prepared, without rounding, output")
 
-    def judged(what: str, bound: str, reference: Any) -> Mapping[str, Parity]:
-        found, problems = _parity(reference, made.program, trials, what=what)
+    def judged(what: str, bound: str, reference: Sequence[list[Tensor]]) -> Mapping[str, Parity]:
+        found, problems = _parity(reference, given, trials, what=what)
         failures.extend([*problems, *_below(found, limits[bound], f"{bound}: output")])
         return found
 
-    report.outputs = judged("outputs", "sqnr_db", made.reference)
-    report.judge = judged("judge", "judge_db", lambda *trial: judge(made.program, trial))
+    report.outputs = judged("outputs", "sqnr_db", model)
+    report.judge = judged("judge", "judge_db", [judge(made.program, trial) for trial in trials])
     if made.trained is not None:
-        report.trained = judged("trained", "trained_db", made.trained)
+        report.trained = judged("trained", "trained_db", _outputs(made.trained, trials))
     report.nodes = compare_nodes(made.twin, made.program, trials[0])
     if not report.nodes:
         failures.append("nodes: no operator of the converted graph has its counterpart in the float graph")
@@ -326,14 +336,18 @@ def _compare_outputs(
 
 
 def _compare_rewritten(
-    made: Conversion, report: Verification, trials: Sequence[Inputs], limits: Mapping[str, float]
-) -> list[str]:  # fmt: skip
+    made: Conversion,
+    report: Verification,
+    trials: Sequence[Inputs],
+    given: Sequence[list[Tensor]],
+    limits: Mapping[str, float],
+) -> list[str]:
     """Fill in how far the program is from torchao's reference representation, where that rewrites anything."""
     rewritten = made.rewritten()
     report.rewritten_nodes = _rounding_nodes(made.program) - _rounding_nodes(rewritten)
     if not report.rewritten_nodes:
         return []
-    report.reference, failures = _parity(rewritten, made.program, trials, what="reference")
+    report.reference, failures = _parity(_outputs(rewritten, trials), given, trials, what="reference")
     return failures + _below(report.reference, limits["reference_db"], "reference_db: output")
 
 
@@ -346,6 +360,7 @@ def _run_backend(
     made: Conversion,
     report: Verification,
     trials: Sequence[Inputs],
+    given: Sequence[list[Tensor]],
     free: FreeDimensions,
     limits: Mapping[str, float],
 ) -> list[str]:
@@ -353,7 +368,7 @@ def _run_backend(
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         scratch = Path(folder)
         program = _written(made.program, trials[0], free, scratch / "quantized.onnx", backend)
-        found, failures = _parity(made.program, program, trials, what=backend)
+        found, failures = _parity(given, _outputs(program, trials), trials, what=backend)
         failures += _below(found, limits["backend_db"], f"backend_db: {backend}, output")
         kernels, integer = _kernels(backend, program, scratch)
         planned = len(report.integer_layers)
