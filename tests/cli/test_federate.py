@@ -30,7 +30,7 @@ from arclight.cli.federate.run_report import federated_report
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
-from arclight.federated.protocol import Beat, Doing
+from arclight.federated.protocol import ActiveWork, Heartbeat
 from arclight.federated.rounds.history import read_history
 from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
@@ -809,10 +809,10 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     told = Progress(3, stream, clock=lambda: float(next(seconds)))
     told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
     told.beat(
-        Beat(
+        Heartbeat(
             node="a",
             session="s",
-            doing=(Doing(client="0", round=1, steps=3, loss=2.5), Doing(client="7", round=1, steps=9)),
+            active_work=(ActiveWork(client="0", round=1, steps=3, loss=2.5), ActiveWork(client="7", round=1, steps=9)),
         )
     )
     told.told(accepted("1", metrics={"train/loss": 1.5}))
@@ -874,7 +874,11 @@ def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -
     told.told(accepted("0"))
     assert "|" not in stream.getvalue()  # nobody has begun the other one
     told.beat(
-        Beat(node="a", session="s", doing=(Doing(client="0", round=2, steps=3), Doing(client="1", round=1, steps=1)))
+        Heartbeat(
+            node="a",
+            session="s",
+            active_work=(ActiveWork(client="0", round=2, steps=3), ActiveWork(client="1", round=1, steps=1)),
+        )
     )
     told.say("")
     assert "round 1/3  waiting for client 1 at 1 of 4  |  round 2  0 at 3 of 4" in stream.getvalue()

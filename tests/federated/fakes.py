@@ -24,14 +24,13 @@ from arclight.federated.codecs.settings import from_table
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import SessionError
 from arclight.federated.protocol import (
-    Ask,
-    Beat,
+    ActiveWork,
     Close,
-    Doing,
     Evaluate,
     Evaluated,
     Failed,
     Fit,
+    Heartbeat,
     Join,
     Leave,
     Manifest,
@@ -40,6 +39,7 @@ from arclight.federated.protocol import (
     Update,
     Wait,
     Welcome,
+    WorkRequest,
 )
 from arclight.federated.transports.link import InProcessLink, Link
 
@@ -110,8 +110,8 @@ class ScriptedNode:
 
     def ask(self, wait: float = 20.0, having: Sequence[Fit] = ()) -> Message:
         """What there is to do; ``having``: orders that are here already."""
-        doing = tuple(Doing(client=order.client, round=order.round) for order in having)
-        return self.link.send(Ask(node=self.name, session=self.session, wait=wait, doing=doing))
+        active = tuple(ActiveWork(client=order.client, round=order.round) for order in having)
+        return self.link.send(WorkRequest(node=self.name, session=self.session, hold_s=wait, active_work=active))
 
     def weights(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         opened = open_manifest(manifest, self.link.blobs)
@@ -198,20 +198,20 @@ class EchoServer:
         if isinstance(message, Join):
             session = f"session-of-{message.node}-{len(self.said)}"
             self.sessions[session] = message.node
-            return Welcome(session=session, run="run", beat_every=0.5, recipe={"steps": 3})
+            return Welcome(session=session, run="run", heartbeat_interval_s=0.5, recipe={"steps": 3})
         if getattr(message, "session", None) not in self.sessions:
             raise SessionError("the server does not know this session: join again")
-        if isinstance(message, Ask):
+        if isinstance(message, WorkRequest):
             with self._work:
                 self.held += 1
                 self._work.notify_all()
-                self._work.wait_for(lambda: self._awake, message.wait)
+                self._work.wait_for(lambda: self._awake, message.hold_s)
                 self.held -= 1
-                return Close(why="woken") if self._awake else Wait(seconds=0.0, about="nothing")
+                return Close(reason="woken") if self._awake else Wait(retry_after_s=0.0, waiting_for="nothing")
         if isinstance(message, Update):
             lost = [blob for blob in message.manifest.blobs if self.blobs.size(blob) is None]
             return Receipt(accepted=not lost, reason="damaged" if lost else None, committed=message.round)
-        assert isinstance(message, Beat | Evaluated), message
+        assert isinstance(message, Heartbeat | Evaluated), message
         return Receipt(accepted=True)
 
     def wait_until_held(self, count: int, seconds: float = 30.0) -> None:
@@ -263,7 +263,7 @@ class AveragingServer:
 
     def answer(self, message: Message) -> Message:
         with self.lock:
-            if not isinstance(message, Ask | Beat):
+            if not isinstance(message, WorkRequest | Heartbeat):
                 self.said.append(message)
             session = getattr(message, "session", None)
             if session is not None and session not in self.sessions:
@@ -274,19 +274,19 @@ class AveragingServer:
                     for client in message.clients:
                         self.given.pop(client, None)
                     self.sessions[str(self.joined)] = message
-                    return Welcome(session=str(self.joined), run=self.run, beat_every=0.05)
-                case Ask():
+                    return Welcome(session=str(self.joined), run=self.run, heartbeat_interval_s=0.05)
+                case WorkRequest():
                     return self._work(self.sessions[message.session].clients)
-                case Beat():
+                case Heartbeat():
                     self.last_beat = message
-                    return self._receipt(cancel=tuple(one for one in message.doing if one.client in self.cancel))
+                    return self._receipt(cancel=tuple(one for one in message.active_work if one.client in self.cancel))
                 case Update():
                     return self._take(message)
                 case Evaluated():
                     self.measured.setdefault(message.round, {})[message.client] = message
                     return self._receipt()
                 case Failed():
-                    if not message.again:
+                    if not message.retryable:
                         self.clients = tuple(client for client in self.clients if client != message.client)
                     self.given.pop(message.client, None)
                     self._close()
@@ -308,11 +308,11 @@ class AveragingServer:
                         run=self.run, client=client, round=self.round, base=manifest.digest, weights=manifest
                     )
             if len(self.measured[self.round]) < len(clients):
-                return Wait(seconds=0.02, about="measurements")
+                return Wait(retry_after_s=0.02, waiting_for="measurements")
         if self.round > self.rounds or not self.clients:
             if self.evaluate and not set(self.clients) <= self.measured.get(self.round, {}).keys():
-                return Wait(seconds=0.02, about="measures that are under way")
-            return Close(why="all rounds are done")
+                return Wait(retry_after_s=0.02, waiting_for="measures that are under way")
+            return Close(reason="all rounds are done")
         for client in clients:
             if client in self.clients and client not in {*self.given, *self.updates}:
                 self.given[client] = time.monotonic()
@@ -329,7 +329,7 @@ class AveragingServer:
                         **self.order,
                     }
                 )
-        return Wait(seconds=0.02, about="the other clients")
+        return Wait(retry_after_s=0.02, waiting_for="the other clients")
 
     def _take(self, update: Update) -> Receipt:
         if (answer := self.on_update(update)) is not None:

@@ -54,8 +54,8 @@ class CancelledError(FederatedError):
 
 
 class ClientError(FederatedError):
-    """A client's training or measuring failed, in words for the server; ``again``: whether another attempt may do better."""
+    """A client's training or measuring failed, in words for the server; ``retryable``: whether another attempt may do better."""
 
-    def __init__(self, message: str, *, again: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
-        self.again = again
+        self.retryable = retryable

@@ -121,7 +121,7 @@ class Federation(Checked):
         """Return the rounds of a client whose updates may be under way while its next one is trained."""
         return self.streaming.overlap if self.streaming is not None else 0
 
-    def lane(self, round: int) -> int:
+    def residual_slot(self, round: int) -> int:
         """Return the residual slot of a round: rounds under way at the same time have slots of their own."""
         return round % max(self.streaming.fragments, self.overlap + 1) if self.streaming is not None else 0
 

@@ -11,7 +11,7 @@ from tests.federated.clients.sites import fit_order
 
 from arclight.fabric import atomic_replace
 from arclight.federated.clients.client_store import ClientStore, FinishedUpdates, Residuals
-from arclight.federated.protocol import Fit, Held, Manifest, Update
+from arclight.federated.protocol import Fit, HeldRound, Manifest, Update
 
 
 class Killed(BaseException):
@@ -39,7 +39,7 @@ def finish(finished: FinishedUpdates, order: Fit, left: float | None = None) -> 
             seconds=1.0, fragment=order.fragment,
         )  # fmt: skip
         if left is not None:
-            Residuals.save(staging / "residuals" / str(order.lane), {"model/w": torch.tensor([left])})
+            Residuals.save(staging / "residuals" / str(order.residual_slot), {"model/w": torch.tensor([left])})
         (staging / "update.json").write_text(update.to_json())
 
 
@@ -53,7 +53,7 @@ def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
         folder.start(round)
     finish(FinishedUpdates(tmp_path), fit_order(1, 4, 0))  # as another process does, which writes nothing else
     again = ClientStore(tmp_path, "a", "run")
-    held = [Held(client="a", round=1, finished=True), Held(client="a", round=2, finished=False)]
+    held = [HeldRound(client="a", round=1, finished=True), HeldRound(client="a", round=2, finished=False)]
     assert folder.held() == again.held() == held
     again.end(2)
     again.start(3)
@@ -98,10 +98,10 @@ def test_a_round_that_was_forgotten_half_way_is_forgotten_at_the_next_start(
 def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, at: int
 ) -> None:
-    """Two lanes; the update of lane 0 comes for the second time."""
+    """Two slots; the update of slot 0 comes for the second time."""
     folder = ClientStore(tmp_path, "a", "run")
-    for number, lane in enumerate((0, 1, 0), 1):
-        finish(folder.finished, fit_order(number, 4, 0, lane=lane), left=float(number))
+    for number, slot in enumerate((0, 1, 0), 1):
+        finish(folder.finished, fit_order(number, 4, 0, residual_slot=slot), left=float(number))
     for number in (1, 2):
         folder.finished.accept(number, "s")
     assert not folder.finished.is_accepted(3)
@@ -115,7 +115,7 @@ def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_ki
     again = ClientStore(tmp_path, "a", "run").finished
     if not again.is_accepted(3):  # it is sent again, and the server says again that it has it
         again.accept(3, "s")
-    assert [again.residuals(lane).load(4)["model/w"].item() for lane in (0, 1)] == [3.0, 2.0]
+    assert [again.residuals(slot).load(4)["model/w"].item() for slot in (0, 1)] == [3.0, 2.0]
     again.accept(3, "s")
     assert again.residuals(0).load(4)["model/w"].item() == 3.0
 
@@ -140,12 +140,12 @@ def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path
 
 
 def test_residuals_that_two_threads_settle_are_dropped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to a heartbeat and that to an update may settle a lane at the same moment."""
-    lane = Residuals(tmp_path)
+    """The answer to a heartbeat and that to an update may settle a slot at the same moment."""
+    slot = Residuals(tmp_path)
     for round in (1, 2, 3):
         (tmp_path / str(round)).mkdir()
-    listed = lane._rounds()
-    lane.settle(3)
-    monkeypatch.setattr(lane, "_rounds", lambda: listed)  # what the other thread had listed before
-    lane.settle(3)
+    listed = slot._rounds()
+    slot.settle(3)
+    monkeypatch.setattr(slot, "_rounds", lambda: listed)  # what the other thread had listed before
+    slot.settle(3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]

@@ -20,7 +20,7 @@ from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.cluster import Assignment
 from arclight.federated.coordination.events import FitPlan
 from arclight.federated.coordination.settings import Streaming, Waiting
-from arclight.federated.protocol import Ask, Beat, Failed, Fit, Held, Join, Receipt, Update
+from arclight.federated.protocol import Failed, Fit, Heartbeat, HeldRound, Join, Receipt, Update, WorkRequest
 from arclight.federated.settings import Federation
 
 PATIENT = Waiting(lease_s=1e6, join_timeout_s=1e6, no_progress_timeout_s=1e6, attempts=1000, retries=1000)
@@ -93,8 +93,8 @@ class Site:
         return None
 
     def join(self) -> None:
-        held = [Held(client=client, round=round, finished=True) for client, round in self.disk]
-        held += [Held(client=client, round=round, finished=False) for client, round in self.begun]
+        held = [HeldRound(client=client, round=round, finished=True) for client, round in self.disk]
+        held += [HeldRound(client=client, round=round, finished=False) for client, round in self.begun]
         session = next(self.world._sessions)
         process = f"{self.name} {self.lives}"
         join = Join(node=self.name, process=process, clients=self.clients, held=tuple(held))
@@ -106,8 +106,8 @@ class Site:
             self.join()
         number = self.jobs.next_request(self.overlap, self.clients, 8) if self.session else None
         if number is not None:
-            doing = self.jobs.doing_for_request()
-            ask = Ask(node=self.name, session=self.session, wait=20.0, doing=doing)
+            active = self.jobs.active_work_for_request()
+            ask = WorkRequest(node=self.name, session=self.session, hold_s=20.0, active_work=active)
             self.ask = (number, self.world.ask(ask, self.session))
 
     def answered(self) -> None:
@@ -141,7 +141,7 @@ class Site:
         self.ask = None
 
     def beat(self) -> None:
-        beat = Beat(node=self.name, session=self.session, doing=self.jobs.doing())
+        beat = Heartbeat(node=self.name, session=self.session, active_work=self.jobs.active_work())
         receipt = self.say(lambda: self.world.said(beat, self.session))
         if receipt is not None:
             self.jobs.cancel(receipt.cancel)
@@ -174,7 +174,7 @@ class Site:
         self.failures -= 1
         self.training.remove(job)
         self.begun.pop((job.client, job.round), None)
-        failed = Failed(node="", session="", client=job.client, round=job.round, error="no room", again=True)
+        failed = Failed(node="", session="", client=job.client, round=job.round, error="no room", retryable=True)
         self.jobs.done(job, failed)
 
     # -- telling -------------------------------------------------------------------------------------------------------
@@ -260,10 +260,10 @@ def test_an_ask_that_is_sent_again_is_answered_anew() -> None:
 
     first = jobs.next_request(0, ("0",), 8)
     assert first is not None
-    jobs.doing_for_request()
+    jobs.active_work_for_request()
     job = order()
     assert jobs.add(job, first)
     jobs.finish(job)
     assert not jobs.add(order(), first), "it may have been on its way"
-    jobs.doing_for_request()
+    jobs.active_work_for_request()
     assert jobs.add(order(), first)

@@ -92,10 +92,13 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert all(update.samples == 16 and update.metrics["train/loss"] > 0 for update in together.of(Update))
 
 
-@pytest.mark.parametrize("journal_every", [50, 0])
-def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path, journal_every: int) -> None:
+@pytest.mark.parametrize("checkpoint_every_steps", [50, 0])
+def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path, checkpoint_every_steps: int) -> None:
     """Those whose progress is not saved stay in memory."""
-    names, order = ("a", "bb", "ccc"), {"rounds": 3, "steps": 4, "form": "delta", "journal_every": journal_every}
+    names, order = (
+        ("a", "bb", "ccc"),
+        {"rounds": 3, "steps": 4, "form": "delta", "checkpoint_every_steps": checkpoint_every_steps},
+    )
     servers = [AveragingServer(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
     for number, (server, resident) in enumerate(zip(servers, (None, 1), strict=True)):
         crew = InProcessExecutor([client_of(name) for name in names], resident=resident)
@@ -124,7 +127,7 @@ def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> 
     ]
     run_node(Node(InProcessLink(server), clients, tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
-    assert (failed.client, failed.round, failed.again) == ("a", 2, False)
+    assert (failed.client, failed.round, failed.retryable) == ("a", 2, False)
     assert "OutOfMemoryError: HIP out of memory. Tried to allocate 3 GiB" in failed.error
     assert server.round == 4
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb", "bb"]
@@ -140,7 +143,7 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
             "n",
         )
     )
-    assert [failed.again for failed in server.of(Failed)] == [True]
+    assert [failed.retryable for failed in server.of(Failed)] == [True]
     clean = AveragingServer(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
     run_node(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
@@ -165,7 +168,7 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
     monkeypatch.setattr(Residuals, "save", staticmethod(full))
     counting = Fails(10_000, RuntimeError())
     run_node(Node(InProcessLink(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
-    assert [(failed.round, failed.again) for failed in server.of(Failed)] == [(2, True)]
+    assert [(failed.round, failed.retryable) for failed in server.of(Failed)] == [(2, True)]
     assert counting.steps == 12
     assert_equal(server.weights, clean.weights)
 
@@ -246,7 +249,7 @@ def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path
 
     server.on_update = lose
     run_node(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
-    assert [(failed.client, failed.again) for failed in server.of(Failed)] == [("a", True)]
+    assert [(failed.client, failed.retryable) for failed in server.of(Failed)] == [("a", True)]
     clean = AveragingServer(tmp_path / "clean", beginning(), ("a", "bb"), rounds=2, steps=4)
     run_node(Node(InProcessLink(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
@@ -295,7 +298,7 @@ def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
             time.sleep(0.1 if self.steps < 50 else 0)
 
     slow = Slow()
-    server.order = {"journal_every": 0}
+    server.order = {"checkpoint_every_steps": 0}
     server.steps = 100
     run_node(Node(InProcessLink(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
     assert slow.steps < 50
@@ -304,7 +307,7 @@ def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
-    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline_s=0.3)
     run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
     assert "round 1 has run out of time after" in failed.error
@@ -320,7 +323,7 @@ def test_a_stopped_node_goes_on_where_it_was(
     power: the second time by a power failure, which loses what has not waited for the disk.
     """
     torch.manual_seed(1)
-    order: dict[str, Any] = {"form": "delta", "codec": codec, "journal_every": 3}
+    order: dict[str, Any] = {"form": "delta", "codec": codec, "checkpoint_every_steps": 3}
     begin = beginning(width=256)
     clean = AveragingServer(tmp_path / "clean", begin, ("a",), rounds=3, steps=8, **order)
     run_node(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
@@ -367,7 +370,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
     tmp_path: Path, counts: bool, restarted: bool
 ) -> None:
     """A power failure took the server's copy, and the round was closed without it; or the server has only been started again."""
-    order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}, "journal_every": 3}
+    order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}, "checkpoint_every_steps": 3}
     begin, reasons = beginning(width=256), list[str]()
 
     def refused(name: str) -> Manifest:

@@ -64,7 +64,7 @@ def reached(file: Path, step: int) -> bool:
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    order = {"rounds": 2, "steps": 10, "form": "delta", "journal_every": 3}
+    order = {"rounds": 2, "steps": 10, "form": "delta", "checkpoint_every_steps": 3}
     ends = []
     for killed in (False, True):
         server, folder = (
@@ -134,7 +134,7 @@ def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weigh
 @pytest.mark.slow
 def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
     server = AveragingServer(
-        tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", journal_every=5
+        tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", checkpoint_every_steps=5
     )
     with HttpServer(server) as http:
         with node(http.address, tmp_path / "node", 2, "a", "bb") as process:

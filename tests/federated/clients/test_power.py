@@ -52,7 +52,9 @@ class Site:
         """Rounds begin from the same weights: what others do to them is not what this is about."""
         torch.manual_seed(1)
         manifest = write_blobs(weights_of(Net()), self.store, kind="weights")
-        return fit_order(round, 6, 6 * (round - 1), base=manifest.digest, weights=manifest, journal_every=2, **more)
+        return fit_order(
+            round, 6, 6 * (round - 1), base=manifest.digest, weights=manifest, checkpoint_every_steps=2, **more
+        )
 
     def fit(self, order: Fit, stop: int = 1000) -> Update:
         def progress(steps: int, loss: float | None) -> None:
@@ -70,12 +72,12 @@ def test_an_update_that_both_sides_lost_is_the_same_again(
 ) -> None:
     """With overlap the client is within the round after it: from there its training cannot go back."""
     undisturbed = Site(tmp_path / "undisturbed")
-    orders = [undisturbed.order(round, overlap=overlap, lane=round % (overlap + 1)) for round in (1, 2)]
+    orders = [undisturbed.order(round, overlap=overlap, residual_slot=round % (overlap + 1)) for round in (1, 2)]
     expected = [undisturbed.fit(order).manifest for order in orders]
 
     disk = Disk(monkeypatch)
     site = Site(tmp_path / "site")
-    orders = [site.order(round, overlap=overlap, lane=round % (overlap + 1)) for round in (1, 2)]
+    orders = [site.order(round, overlap=overlap, residual_slot=round % (overlap + 1)) for round in (1, 2)]
     assert site.fit(orders[0]).manifest == expected[0]
     if overlap:
         with pytest.raises(CancelledError):

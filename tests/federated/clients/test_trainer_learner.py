@@ -126,13 +126,13 @@ def test_an_evaluation_is_that_of_the_given_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("killed_at", [1, 4, 9, 10])
 def test_a_broken_round_goes_on_from_its_journal(tmp_path: Path, killed_at: int) -> None:
-    """At most ``journal_every`` steps are done again, and the end has the same bits."""
+    """At most ``checkpoint_every_steps`` steps are done again, and the end has the same bits."""
     torch.manual_seed(1)
     begin = weights_of(Net())
     clean, broken = learner_of(tmp_path / "clean", Net()), learner_of(tmp_path / "broken", Net())
     first = [learner.fit(fit_order(0, 5, 0), begin, quiet) for learner in (clean, broken)]
     weights = {key: first[0].tensors[key] for key in first[0].tensors}
-    order = fit_order(1, 10, 5, journal_every=3)
+    order = fit_order(1, 10, 5, checkpoint_every_steps=3)
     wanted = clean.fit(order, weights, quiet)
 
     class Killed(Callback):
@@ -187,13 +187,13 @@ def test_a_finished_round_that_is_asked_for_again_costs_no_state(tmp_path: Path)
     ends = []
     for again in (False, True):
         learner = learner_of(tmp_path / str(again), Net())
-        first = learner.fit(fit_order(1, 7, 0, journal_every=0), begin, quiet)
+        first = learner.fit(fit_order(1, 7, 0, checkpoint_every_steps=0), begin, quiet)
         weights = {key: first.tensors[key] for key in first.tensors}
         if again:
-            repeated = learner.fit(fit_order(1, 7, 0, journal_every=0), begin, quiet)
+            repeated = learner.fit(fit_order(1, 7, 0, checkpoint_every_steps=0), begin, quiet)
             assert_equal({key: repeated.tensors[key] for key in repeated.tensors}, weights)
             assert repeated.samples == first.samples
-        second = learner.fit(fit_order(2, 7, 7, journal_every=0), weights, quiet)
+        second = learner.fit(fit_order(2, 7, 7, checkpoint_every_steps=0), weights, quiet)
         ends.append({key: second.tensors[key] for key in second.tensors})
         assert not (tmp_path / str(again) / "states").exists()
     assert_equal(*ends)
@@ -275,7 +275,7 @@ def test_personal_frozen_and_randomised_weights(tmp_path: Path) -> None:
     learner = learner_of(tmp_path, module)
 
     def train(number: int, **keep: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        outcome = learner.fit(fit_order(number, 2, 2 * number, keep=keep, seed=9), begin, quiet)
+        outcome = learner.fit(fit_order(number, 2, 2 * number, local_policy=keep, seed=9), begin, quiet)
         return {key: outcome.tensors[key] for key in outcome.tensors}, weights_of(module)
 
     sent, after = train(0, masks={"personal": ["net.4."]})
@@ -302,7 +302,7 @@ def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
     names = [name for name, _ in Net().named_parameters()]
     send = tuple(f"{kind}/{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in names)
     keep = {"moments": ["exp_avg", "exp_avg_sq"]}
-    outcome = learner.fit(fit_order(0, 5, 0, keep=keep), begin, quiet)
+    outcome = learner.fit(fit_order(0, 5, 0, local_policy=keep), begin, quiet)
     sent = {key: outcome.tensors[key] for key in outcome.tensors}
     assert set(sent) == set(send), "what is averaged is sent"
     for name, entries in zip(names, optimizer_state(learner.trainer), strict=True):
@@ -314,7 +314,7 @@ def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
             seen.setdefault("state", copy.deepcopy(optimizer_state(trainer)))
 
     other.trainer.callbacks.insert(0, Look())
-    back = other.fit(fit_order(1, 2, 5, keep=keep), sent, quiet)
+    back = other.fit(fit_order(1, 2, 5, local_policy=keep), sent, quiet)
     assert set(back.tensors) == set(send)
     for name, entries in zip(names, seen["state"], strict=True):
         assert torch.equal(sent[f"exp_avg_sq/{name}"], entries["exp_avg_sq"])

@@ -82,7 +82,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
     """Three clients on two workers; one worker is killed in the middle of a round."""
-    names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "journal_every": 4}
+    names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "checkpoint_every_steps": 4}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)
     server = AveragingServer(tmp_path / "server", beginning(), names, evaluate=True, **order)
@@ -141,7 +141,7 @@ def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: lis
     join_node(*start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
     (failed,) = server.of(Failed)
     assert "FileNotFoundError: [Errno 2] No such file or directory" in failed.error
-    assert not failed.again
+    assert not failed.retryable
     assert [update.client for update in server.of(Update)] == ["bb"]
 
 
@@ -172,7 +172,13 @@ def alive(pid: int) -> bool:
 def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
     """Two ranks share a client's model (FSDP), and its moments travel; one of them is killed in the second round."""
     keep = TransferMask(moments=("exp_avg", "exp_avg_sq")).to_table()
-    order: dict[str, Any] = {"rounds": 2, "steps": 6, "form": "delta", "journal_every": 2, "keep": keep}
+    order: dict[str, Any] = {
+        "rounds": 2,
+        "steps": 6,
+        "form": "delta",
+        "checkpoint_every_steps": 2,
+        "local_policy": keep,
+    }
     ends = []
     for disturbed in (False, True):
         folder = tmp_path / str(disturbed)

@@ -9,7 +9,7 @@ from tests.federated.coordination.worlds import NodeSends, Plan, World, kind_of,
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
-from arclight.federated.protocol import Ask, Beat, Close, Doing, Evaluated, Held, Join, Receipt
+from arclight.federated.protocol import ActiveWork, Close, Evaluated, Heartbeat, HeldRound, Join, Receipt, WorkRequest
 
 
 class Killed(BaseException):
@@ -39,18 +39,18 @@ class Agent:
         """One beat of the node's life."""
         if not self.closed and (self.session or self._join()):
             self._deliver()
-            doing = [] if self.work is None else [self.work]
+            active = [] if self.work is None else [self.work]
             self._say(
-                Beat,
-                doing=tuple(
-                    Doing(
+                Heartbeat,
+                active_work=tuple(
+                    ActiveWork(
                         client=x.client,
                         round=x.round,
                         kind=kind_of(x),
                         steps=self.done,
                         attempt=getattr(x, "discarded", 0),
                     )
-                    for x in doing
+                    for x in active
                 ),
             )
             if self.work is None:
@@ -63,9 +63,9 @@ class Agent:
         self.session, self.joined = "", self.joined + 1
 
     def _join(self) -> bool:
-        held = [Held(client=client, round=round, finished=True) for client, round in self.kept]
+        held = [HeldRound(client=client, round=round, finished=True) for client, round in self.kept]
         if isinstance(self.work, FitPlan):
-            held.append(Held(client=self.work.client, round=self.work.round, finished=False))
+            held.append(HeldRound(client=self.work.client, round=self.work.round, finished=False))
         session = next(self.world._sessions)
         process = f"{self.name} {self.joined}"
         plan = self.world.said(Join(node=self.name, process=process, clients=self.clients, held=tuple(held)), session)
@@ -92,7 +92,7 @@ class Agent:
     def _take(self) -> None:
         if not self.session:
             return
-        plan = self._say(Ask, wait=0.0)
+        plan = self._say(WorkRequest, hold_s=0.0)
         self.closed = isinstance(plan, Close)
         if isinstance(plan, FitPlan | EvaluatePlan):
             if isinstance(plan, FitPlan):

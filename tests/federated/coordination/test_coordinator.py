@@ -15,7 +15,19 @@ from arclight.federated.coordination.records import ClientFailed, RoundEvaluated
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Ask, Beat, Close, Doing, Evaluated, Failed, Held, Join, Leave, Receipt, Wait
+from arclight.federated.protocol import (
+    ActiveWork,
+    Close,
+    Evaluated,
+    Failed,
+    Heartbeat,
+    HeldRound,
+    Join,
+    Leave,
+    Receipt,
+    Wait,
+    WorkRequest,
+)
 from arclight.federated.settings import Federation
 
 
@@ -79,7 +91,7 @@ def test_a_held_ask_ends_with_who_is_waited_for() -> None:
     run.pass_(5.0)
     plan = run.answers[request]
     assert isinstance(plan, Wait)
-    assert plan.about == "round 1: 1 of 2 updates; waiting for b (node second, given)"
+    assert plan.waiting_for == "round 1: 1 of 2 updates; waiting for b (node second, given)"
 
 
 def test_a_quorum_closes_a_round_after_its_grace() -> None:
@@ -264,7 +276,7 @@ def test_a_restarted_node_goes_on_with_what_it_held() -> None:
     other.beat({})
     done = other.run()
     assert done == 1
-    back = run.node("n", process="second", held=[Held(client=plan.client, round=1, finished=False)])
+    back = run.node("n", process="second", held=[HeldRound(client=plan.client, round=1, finished=False)])
     assert back.take() == plan
     back.deliver(plan.client)
     assert len(run.closed()[1]) == 2
@@ -311,7 +323,7 @@ def test_the_owner_of_a_client_that_was_given_up_may_still_deliver_while_the_rou
         run.until(second / 4)
         other.beat()
     assert "a (no node that could do it is here)" in run.coordinator.status(run.now)
-    back = run.node("owner", "a", held=[Held(client="a", round=1, finished=True)])
+    back = run.node("owner", "a", held=[HeldRound(client="a", round=1, finished=True)])
     assert back.deliver("a", 1).accepted
     assert other.deliver("b").accepted
     assert run.closed()[1] == ("a", "b")
@@ -359,7 +371,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     run.pass_(1.0)
     b.beat()
     assert run.coordinator.cluster.nodes["a"].lost is not None
-    told = run.said(Leave(node="a", session=a.session, why="the data cannot be divided"), a.session)
+    told = run.said(Leave(node="a", session=a.session, reason="the data cannot be divided"), a.session)
     assert told.accepted  # type: ignore[union-attr]
     assert [one.why for one in run.commands if isinstance(one, ev.NodeLost)][1:] == [
         "it has left: the data cannot be divided"
@@ -367,7 +379,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     assert "a" not in run.coordinator.cluster.nodes
     assert b.run() == 8
     assert kept in run.closed()[1], "its lease is not waited for"
-    again = run.said(Leave(node="a", session=a.session, why="once more"), a.session)
+    again = run.said(Leave(node="a", session=a.session, reason="once more"), a.session)
     assert (again.accepted, again.reason) == (False, "session")  # type: ignore[union-attr]
 
 
@@ -381,7 +393,7 @@ def test_two_processes_of_one_name_are_told_apart() -> None:
         first.beat()
     closed = second.join()
     assert isinstance(closed, Close)
-    assert "another process works as node 'n'" in closed.why
+    assert "another process works as node 'n'" in closed.reason
     assert first.beat().accepted
 
 
@@ -391,7 +403,7 @@ def test_a_restarted_process_gets_in_when_the_dead_one_is_silent_long_enough() -
     second = run.node("n", "a", process="two")
     wait = second.join()
     assert isinstance(wait, Wait)
-    run.pass_(wait.seconds)
+    run.pass_(wait.retry_after_s)
     assert isinstance(second.join(), ev.SessionGranted)
 
 
@@ -412,11 +424,11 @@ def test_a_restarted_server_lets_nodes_go_on_and_gives_begun_work_to_nobody_else
     assert isinstance(mine, FitPlan)
     assert isinstance(yours, FitPlan)
     run.restart()
-    second.join([Held(client=yours.client, round=1, finished=False)])
+    second.join([HeldRound(client=yours.client, round=1, finished=False)])
     second.beat({yours.client: 3})
     assert isinstance(second.take(), Wait)  # a moment for the others to come back
     run.pass_(0.2)
-    first.join([Held(client=mine.client, round=1, finished=True)])
+    first.join([HeldRound(client=mine.client, round=1, finished=True)])
     assert first.deliver(mine.client).accepted
     for _ in range(8):
         run.pass_(0.25)
@@ -863,7 +875,7 @@ def test_a_node_does_not_take_work_of_another_nodes_client_by_saying_that_it_hol
     for clients in ("b", ""):
         run = world(clients=["a", "b"], waiting=Waiting(nodes=2))
         owner, _ = run.node("owner", "a"), run.node("other", "b")
-        other = run.node("other", clients, held=[Held(client="a", round=1, finished=False)])
+        other = run.node("other", clients, held=[HeldRound(client="a", round=1, finished=False)])
         plan = owner.take()
         assert isinstance(plan, FitPlan)
         assert plan.client == "a"
@@ -889,10 +901,10 @@ def test_what_a_node_still_says_of_a_discarded_attempt_is_not_the_new_one() -> N
     node = run.node("n", "a")
     plan = node.take()
     assert isinstance(plan, FitPlan)
-    late = Doing(client="a", round=1, steps=5, attempt=plan.discarded)
+    late = ActiveWork(client="a", round=1, steps=5, attempt=plan.discarded)
     node.deliver("a")
     failed_fold(run)
-    run.said(Beat(node="n", session=node.session, doing=(late,)), node.session)
-    again = run.said(Ask(node="n", session=node.session, wait=0.0, doing=(late,)), node.session)
+    run.said(Heartbeat(node="n", session=node.session, active_work=(late,)), node.session)
+    again = run.said(WorkRequest(node="n", session=node.session, hold_s=0.0, active_work=(late,)), node.session)
     assert isinstance(again, FitPlan)
     assert again.discarded == 1

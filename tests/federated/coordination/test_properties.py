@@ -101,7 +101,7 @@ class Anything(RuleBasedStateMachine):
         elif what == "deliver":
             node.deliver(client, plan.round)
         elif what in ("fail", "again"):
-            self.world.said(Failed(**common, error="x", again=what == "again"), node.session)  # type: ignore[arg-type]
+            self.world.said(Failed(**common, error="x", retryable=what == "again"), node.session)  # type: ignore[arg-type]
         else:
             update = update_of(node.session, client, plan.round)
             self.world.rejected(update, "damaged" if what == "damaged" else "not_finite", "x")
@@ -377,7 +377,7 @@ def test_closing_tells_everybody() -> None:
     world.tell(ev.StopRequested(why="a person said so"))
     plan = world.answers[waiting]
     assert isinstance(plan, Close)
-    assert plan.why == "a person said so"
+    assert plan.reason == "a person said so"
     assert world.coordinator.next_deadline() is None
 
 

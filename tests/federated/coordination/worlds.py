@@ -15,23 +15,23 @@ from arclight.federated.coordination.records import Record, RoundClosed, RoundOp
 from arclight.federated.coordination.run_database import decode, encode
 from arclight.federated.errors import Reason
 from arclight.federated.protocol import (
-    Ask,
-    Beat,
+    ActiveWork,
     Close,
-    Doing,
     Evaluated,
     Failed,
-    Held,
+    Heartbeat,
+    HeldRound,
     Join,
     Leave,
     Manifest,
     Receipt,
     Update,
     Wait,
+    WorkRequest,
 )
 from arclight.federated.settings import Federation
 
-NodeSends = Join | Ask | Beat | Evaluated | Failed | Leave
+NodeSends = Join | WorkRequest | Heartbeat | Evaluated | Failed | Leave
 Plan = ev.SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
 
 
@@ -147,7 +147,9 @@ class World:
     def pass_(self, seconds: float) -> None:
         self.until(self.now + seconds)
 
-    def node(self, name: str, clients: Sequence[str] = (), *, process: str = "", held: Sequence[Held] = ()) -> NodeHere:
+    def node(
+        self, name: str, clients: Sequence[str] = (), *, process: str = "", held: Sequence[HeldRound] = ()
+    ) -> NodeHere:
         node = NodeHere(self, name, tuple(clients), process or name)
         node.join(held)
         return node
@@ -170,7 +172,7 @@ class NodeHere:
     plans: list[FitPlan | EvaluatePlan] = field(default_factory=list)
     """All that it has said that it has."""
 
-    def join(self, held: Sequence[Held] = ()) -> Plan:
+    def join(self, held: Sequence[HeldRound] = ()) -> Plan:
         session = next(self.world._sessions)
         join = Join(node=self.name, process=self.process, clients=self.clients, held=tuple(held))
         plan = self.world.said(join, session)
@@ -178,11 +180,11 @@ class NodeHere:
             self.session = session
         return plan
 
-    def doing(self, steps: dict[str, int] | None = None) -> tuple[Doing, ...]:
+    def active_work(self, steps: dict[str, int] | None = None) -> tuple[ActiveWork, ...]:
         """What it has, or of that what is of the clients in ``steps``."""
         here = [plan for plan in (*self.plans, *self.work.values()) if steps is None or plan.client in steps]
         return tuple(
-            Doing(
+            ActiveWork(
                 client=plan.client,
                 round=plan.round,
                 kind=kind_of(plan),
@@ -193,7 +195,9 @@ class NodeHere:
         )
 
     def beat(self, steps: dict[str, int] | None = None) -> Receipt:
-        plan = self.world.said(Beat(node=self.name, session=self.session, doing=self.doing(steps)), self.session)
+        plan = self.world.said(
+            Heartbeat(node=self.name, session=self.session, active_work=self.active_work(steps)), self.session
+        )
         assert isinstance(plan, Receipt)
         for one in plan.cancel:
             self.forget(one.client, one.round)
@@ -205,7 +209,9 @@ class NodeHere:
             del self.work[client]
 
     def hold(self, wait: float = 20.0) -> str:
-        return self.world.ask(Ask(node=self.name, session=self.session, wait=wait, doing=self.doing()), self.session)
+        return self.world.ask(
+            WorkRequest(node=self.name, session=self.session, hold_s=wait, active_work=self.active_work()), self.session
+        )
 
     def take(self, wait: float = 0.0) -> Plan:
         """What there is to do now."""
@@ -241,7 +247,7 @@ class NodeHere:
         round = self.work[client].round
         self.forget(client, round)
         who = {"node": self.name, "session": self.session, "client": client}
-        plan = self.world.said(Failed(**who, round=round, error=error, again=again), self.session)  # type: ignore[arg-type]
+        plan = self.world.said(Failed(**who, round=round, error=error, retryable=again), self.session)  # type: ignore[arg-type]
         assert isinstance(plan, Receipt)
         return plan
 

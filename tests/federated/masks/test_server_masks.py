@@ -39,7 +39,7 @@ class Masked(ScriptedNode):
     def trained(self, order: Fit) -> Update:
         before = self.weights(order.weights)
         names = [key.removeprefix("model/") for key in before if key.startswith("model/")]
-        table = {key: value for key, value in order.keep.items() if key != "reset_optimizer"}
+        table = {key: value for key, value in order.local_policy.items() if key != "reset_optimizer"}
         travel = TransferMask.from_table(table, names)
         outcome = self.learners[order.client].fit(order, before, lambda steps, loss: None)
         state = {f"{kind}/{name}": torch.full_like(START[name], 2.0) for kind in self.moments for name in names}

@@ -44,7 +44,7 @@ class Site:
     def train(self, number: int, weights: dict[str, torch.Tensor], **keep: Any) -> dict[str, torch.Tensor]:
         """What it sends of a round of two steps."""
         manifest = write_blobs(weights, TemporaryStore(), kind="weights")
-        order = fit_order(number, 2, 2 * (number - 1), weights=manifest, keep=keep)
+        order = fit_order(number, 2, 2 * (number - 1), weights=manifest, local_policy=keep)
         tensors = self.learner.fit(order, weights, lambda steps, loss: None).tensors
         return {key: tensors[key] for key in tensors}
 
@@ -160,7 +160,7 @@ def test_weights_are_measured_with_the_experts_that_a_client_has(tmp_path: Path,
 
 def _evaluate(weights: dict[str, torch.Tensor], keep: dict[str, Any]) -> Evaluate:
     manifest = write_blobs(weights, TemporaryStore(), kind="weights")
-    return Evaluate(run="r", client="c", round=2, base="2" * 64, weights=manifest, keep=keep)
+    return Evaluate(run="r", client="c", round=2, base="2" * 64, weights=manifest, local_policy=keep)
 
 
 def _loss(module: Module) -> float:

@@ -17,8 +17,8 @@ from arclight.federated.clients.node import Node
 from arclight.federated.privacy.key_agreement import PublicKeys
 from arclight.federated.privacy.secure_aggregation import ENCRYPTED_SHARE_BYTES, Participant
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Message, Secure, Secured
-from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
+from arclight.federated.protocol import Message, SecureSumReply, SecureSumRequest
+from arclight.federated.server.secure_sums import SecureSumRelay, cohort_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
@@ -45,11 +45,13 @@ class Sum:
         self.values = {name: torch.tensor([7 * k + 1, -k]) for k, name in enumerate(self.names)}
         self.over: set[str] = set()
 
-    def hear(self, client: str, **said: Any) -> Secured:
+    def hear(self, client: str, **said: Any) -> SecureSumReply:
         began = time.thread_time()
-        told = self.exchange.handle(Secure(node="n", session="s", client=client, round=1, **self.changed(client, said)))
+        told = self.exchange.handle(
+            SecureSumRequest(node="n", session="s", client=client, round=1, **self.changed(client, said))
+        )
         self.seconds, self.messages = self.seconds + time.thread_time() - began, self.messages + 1
-        if told.over:
+        if told.finished:
             self.over.add(client)
         return told
 
@@ -63,29 +65,31 @@ class Sum:
             keys = self.people[name].keys
             self.hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})
         for name in self.left:
-            told = self.hear(name, until="circle")
-            if told.over:
+            told = self.hear(name, waits_for="cohort")
+            if told.finished:
                 continue
-            circle = circle_of(self.settings, "run", 1, told.circle or ())
+            cohort = cohort_of(self.settings, "run", 1, told.cohort or ())
             keys = {
                 other: PublicKeys(
                     client=other, **{what: bytes.fromhex(said[what]) for what in ("mask", "cipher", "seal")}
                 )
                 for other, said in told.keys.items()
             }
-            self.hear(name, letters={to: text.hex() for to, text in self.people[name].share(circle, keys).items()})
+            self.hear(
+                name, encrypted_shares={to: text.hex() for to, text in self.people[name].share(cohort, keys).items()}
+            )
         inbox = {}
         for name in self.left:
-            told = self.hear(name, until="letters")
-            if told.over:
+            told = self.hear(name, waits_for="encrypted_shares")
+            if told.finished:
                 continue
-            inbox[name] = {sender: bytes.fromhex(text) for sender, text in (told.letters or {}).items()}
-            self.hear(name, bad=self.people[name].unreadable(inbox[name]))
+            inbox[name] = {sender: bytes.fromhex(text) for sender, text in (told.encrypted_shares or {}).items()}
+            self.hear(name, unreadable=self.people[name].unreadable(inbox[name]))
         sums = torch.zeros(2, dtype=torch.int64)
         for name in self.left:
-            told = self.hear(name, until="sure")
-            if not told.over:
-                received = {sender: text for sender, text in inbox[name].items() if sender in (told.sure or ())}
+            told = self.hear(name, waits_for="maskers")
+            if not told.finished:
+                received = {sender: text for sender, text in inbox[name].items() if sender in (told.maskers or ())}
                 sums += dict(self.people[name].mask(received, {"x": self.values[name]}))["x"]
         here = self.left
         opening = threading.Thread(target=self._reveal, args=(here,), daemon=True)
@@ -96,13 +100,13 @@ class Sum:
 
     def _reveal(self, here: list[str]) -> None:
         for name in here:
-            said = self.hear(name, until="here", wait=20.0).here
+            said = self.hear(name, waits_for="survivors", hold_s=20.0).survivors
             assert said is not None
             parts = self.people[name].reveal(said)
             self.hear(
                 name,
-                seeds={of: f"{part:x}" for of, part in parts.seeds.items()},
-                parts={of: f"{part:x}" for of, part in parts.keys.items()},
+                seed_shares={of: f"{part:x}" for of, part in parts.seeds.items()},
+                key_shares={of: f"{part:x}" for of, part in parts.keys.items()},
             )
 
     def exact(self, here: list[str]) -> torch.Tensor:
@@ -121,19 +125,19 @@ def keys_that_are(keys: Mapping[str, str]) -> Callable[[str, Said], Said]:
 
 def letters_that_are(text: Callable[[str], str]) -> Callable[[str, Said], Said]:
     def changed(client: str, said: Said) -> Said:
-        if client != "c001" or "letters" not in said:
+        if client != "c001" or "encrypted_shares" not in said:
             return said
-        return {**said, "letters": {to: text(sealed) for to, sealed in said["letters"].items()}}
+        return {**said, "encrypted_shares": {to: text(sealed) for to, sealed in said["encrypted_shares"].items()}}
 
     return changed
 
 
 def without_letters(client: str, said: Said) -> Said:
-    return {**said, "letters": {}} if client == "c001" and "letters" in said else said
+    return {**said, "encrypted_shares": {}} if client == "c001" and "encrypted_shares" in said else said
 
 
 def liar(client: str, said: Said) -> Said:
-    return {**said, "bad": ("c000", "c002", "c003")} if client == "c001" and "bad" in said else said
+    return {**said, "unreadable": ("c000", "c002", "c003")} if client == "c001" and "unreadable" in said else said
 
 
 INSIDERS = {
@@ -142,11 +146,11 @@ INSIDERS = {
     "no keys": lambda client, said: {**said, "keys": {}} if client == "c001" and "keys" in said else said,
     "low order": keys_that_are({"mask": "00" * 32}),
     "another low order": keys_that_are({"cipher": "01" + "00" * 31}),
-    "no letters": without_letters,
-    "letters of no hexadecimal": letters_that_are(lambda text: "g" + text[1:]),
-    "letters cut short": letters_that_are(lambda text: text[:-2]),
-    "letters that nobody can open": letters_that_are(lambda text: "00" * ENCRYPTED_SHARE_BYTES),
-    "lies about letters": liar,
+    "no encrypted shares": without_letters,
+    "encrypted shares of no hexadecimal": letters_that_are(lambda text: "g" + text[1:]),
+    "encrypted shares cut short": letters_that_are(lambda text: text[:-2]),
+    "encrypted shares that nobody can open": letters_that_are(lambda text: "00" * ENCRYPTED_SHARE_BYTES),
+    "lies about encrypted shares": liar,
 }  # fmt: skip
 
 
@@ -186,17 +190,17 @@ def test_wrong_parts_of_one_partner_are_left_out(tmp_path: Path) -> None:
 
 def test_one_bad_letter_costs_its_writer_the_round_and_not_its_reader(tmp_path: Path) -> None:
     def one(client: str, said: Said) -> Said:
-        if client == "c003" and "letters" in said:
-            return {**said, "letters": {**said["letters"], "c000": "00" * ENCRYPTED_SHARE_BYTES}}
+        if client == "c003" and "encrypted_shares" in said:
+            return {**said, "encrypted_shares": {**said["encrypted_shares"], "c000": "00" * ENCRYPTED_SHARE_BYTES}}
         return said
 
     here, _ = Sum(tmp_path / "secure.json", names(4), changed=one).played()
     assert here == ["c000", "c001", "c002"]
 
 
-@pytest.mark.parametrize("when", ["keys", "letters"])
+@pytest.mark.parametrize("when", ["keys", "encrypted_shares"])
 def test_a_round_goes_on_with_or_without_a_client_that_was_started_again(tmp_path: Path, when: str) -> None:
-    """Its secrets are gone. Before the circle is settled its new keys count; after that the others go on."""
+    """Its secrets are gone. Before the cohort is settled its new keys count; after that the others go on."""
     round_ = Sum(tmp_path / "secure.json", names(4))
     again = Participant("c000")
     fresh = {"mask": again.keys.mask.hex(), "cipher": again.keys.cipher.hex(), "seal": again.keys.seal.hex()}
@@ -204,8 +208,10 @@ def test_a_round_goes_on_with_or_without_a_client_that_was_started_again(tmp_pat
     def restarted(client: str, said: Said) -> Said:
         if when == "keys" and client == "c001" and "keys" in said:
             round_.people["c000"] = again
-            assert not round_.exchange.handle(Secure(node="n", session="s", client="c000", round=1, keys=fresh)).over
-        if when == "letters" and client == "c000" and "letters" in said:
+            assert not round_.exchange.handle(
+                SecureSumRequest(node="n", session="s", client="c000", round=1, keys=fresh)
+            ).finished
+        if when == "encrypted_shares" and client == "c000" and "encrypted_shares" in said:
             return {"keys": fresh}
         return said
 
@@ -222,11 +228,11 @@ def test_a_file_that_was_cut_off_gives_what_was_told(tmp_path: Path) -> None:
         keys = round_.people[name].keys
         round_.hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})
     whole = path.read_bytes()
-    assert round_.hear("c000", until="circle").circle == tuple(names(3))
+    assert round_.hear("c000", waits_for="cohort").cohort == tuple(names(3))
     for cut in range(len(whole) - 40, len(whole)):
         path.write_bytes(whole[:cut])
         state = SecureSumRelay(round_.settings, "run", path, lambda number: set(names(3)))
-        assert not state.handle(Secure(node="n", session="s", client="c000", round=1)).over
+        assert not state.handle(SecureSumRequest(node="n", session="s", client="c000", round=1)).finished
         assert path.read_bytes().endswith(b"\n")
         assert b"\n\n" not in path.read_bytes()
 
@@ -235,7 +241,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     round_ = Sum(tmp_path / "secure.json", names(2))
     keys = round_.people["c000"].keys
     said = {"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()}
-    round_.hear("c001", until="circle")
+    round_.hear("c001", waits_for="cohort")
     before = round_.path.read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", _full(Path.open))
@@ -276,15 +282,15 @@ def test_what_a_waiting_client_costs_does_not_grow_with_the_clients(tmp_path: Pa
         for name in round_.names:
             keys = round_.people[name].keys
             round_.hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})
-        round_.hear(round_.names[0], until="circle")
+        round_.hear(round_.names[0], waits_for="cohort")
         size = round_.path.stat().st_size
         for name in round_.names[1:]:
             said = {other: "00" * ENCRYPTED_SHARE_BYTES for other in round_.names if other != name}
-            round_.hear(name, letters=said)
+            round_.hear(name, encrypted_shares=said)
         round_.seconds = 0.0
         for _ in range(10):
             for name in round_.names[1:9]:
-                assert round_.hear(name, until="letters") == Secured()
+                assert round_.hear(name, waits_for="encrypted_shares") == SecureSumReply()
         assert round_.path.stat().st_size > size
         return round_.seconds / 80, round_.path.stat().st_size
 
@@ -297,21 +303,23 @@ def test_an_answer_is_held_until_there_is_one(tmp_path: Path) -> None:
     round_ = Sum(tmp_path / "secure.json", names(2))
     given = [round_.people[name].keys for name in round_.names]
     said = [{"mask": one.mask.hex(), "cipher": one.cipher.hex(), "seal": one.seal.hex()} for one in given]
-    told: list[Secured] = []
+    told: list[SecureSumReply] = []
     waiting = threading.Thread(
-        target=lambda: told.append(round_.hear("c000", keys=said[0], until="circle", wait=30.0)), daemon=True
+        target=lambda: told.append(round_.hear("c000", keys=said[0], waits_for="cohort", hold_s=30.0)), daemon=True
     )
     waiting.start()
     time.sleep(0.05)
     assert not told
     round_.hear("c001", keys=said[1])
     waiting.join(60)
-    assert told[0].circle == ("c000", "c001")
-    waiting = threading.Thread(target=lambda: told.append(round_.hear("c000", until="letters", wait=30.0)), daemon=True)
+    assert told[0].cohort == ("c000", "c001")
+    waiting = threading.Thread(
+        target=lambda: told.append(round_.hear("c000", waits_for="encrypted_shares", hold_s=30.0)), daemon=True
+    )
     waiting.start()
     round_.exchange.close()
     waiting.join(60)
-    assert told[1] == Secured(), "a server that stops holds nobody"
+    assert told[1] == SecureSumReply(), "a server that stops holds nobody"
 
 
 @dataclass
@@ -349,7 +357,7 @@ def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
         def answer(self, message: Message) -> Message:
             began = time.thread_time()
             answer: Message = self._service.answer(message)
-            if isinstance(message, Secure):
+            if isinstance(message, SecureSumRequest):
                 with lock:
                     cost["seconds"] += time.thread_time() - began
                     cost["messages"] += 1

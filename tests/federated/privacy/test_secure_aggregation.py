@@ -38,25 +38,25 @@ class Round:
     def __init__(self, names: list[str], partners: int | None = None, number: int = 1) -> None:
         self.people = {name: Participant(name) for name in names}
         self.keys: dict[str, PublicKeys] = {name: person.keys for name, person in self.people.items()}
-        self.circle = Cohort(run="run", number=number, clients=tuple(names), partners=partners)
+        self.cohort = Cohort(run="run", number=number, clients=tuple(names), partners=partners)
 
     def share(self, leaving: set[str]) -> None:
-        self.letters = {
-            name: person.share(self.circle, self.keys) for name, person in self.people.items() if name not in leaving
+        self.encrypted_shares = {
+            name: person.share(self.cohort, self.keys) for name, person in self.people.items() if name not in leaving
         }
 
     def inbox(self, name: str) -> dict[str, bytes]:
-        return {sender: sent[name] for sender, sent in self.letters.items() if name in sent}
+        return {sender: sent[name] for sender, sent in self.encrypted_shares.items() if name in sent}
 
     def mask(self, values: dict[str, dict[str, torch.Tensor]], leaving: set[str]) -> None:
         self.masked = {
             name: dict(self.people[name].mask(self.inbox(name), values[name]))
-            for name in self.letters
+            for name in self.encrypted_shares
             if name not in leaving
         }
 
     def reveal(self, silent: set[str]) -> Unmasking:
-        end = MaskedSum(self.circle, self.keys, self.letters, self.masked)
+        end = MaskedSum(self.cohort, self.keys, self.encrypted_shares, self.masked)
         for name in self.masked:
             if name not in silent:
                 end.add(self.people[name].reveal(self.masked))
@@ -81,7 +81,7 @@ def test_the_sum_is_the_plain_one_with_any_dropouts_above_the_threshold(data: st
     partners = data.draw(st.sampled_from([None, 2, 4, 6]))
     names = [f"c{k}" for k in range(count)]
     round_ = Round(names, partners)
-    circle, here = round_.circle, set(names)
+    cohort, here = round_.cohort, set(names)
 
     def may_leave(among: set[str], staying: set[str]) -> set[str]:
         chosen = data.draw(st.sets(st.sampled_from(sorted(among)), max_size=2))
@@ -89,7 +89,7 @@ def test_the_sum_is_the_plain_one_with_any_dropouts_above_the_threshold(data: st
         for name in sorted(chosen):
             rest = staying - left - {name}
             if rest and all(
-                sum(h in rest for h in circle.holders(other)) >= circle.threshold_of(other) for other in names
+                sum(h in rest for h in cohort.holders(other)) >= cohort.threshold_of(other) for other in names
             ):
                 left.add(name)
         return left
@@ -152,11 +152,11 @@ def test_below_the_threshold_nothing_is_opened() -> None:
     names = [f"c{k}" for k in range(6)]
     values = values_of(names)
     round_ = Round(names)
-    assert round_.circle.threshold_of("c0") == 5
+    assert round_.cohort.threshold_of("c0") == 5
     round_.share(set())
     round_.mask(values, {"c0", "c1"})
-    with pytest.raises(FederatedError, match=r"cannot be opened: 4 of c0's circle .* 5 are needed; 2 of 6 dropped out"):
-        MaskedSum(round_.circle, round_.keys, round_.letters, round_.masked)
+    with pytest.raises(FederatedError, match=r"cannot be opened: 4 of c0's cohort .* 5 are needed; 2 of 6 dropped out"):
+        MaskedSum(round_.cohort, round_.keys, round_.encrypted_shares, round_.masked)
     with pytest.raises(FederatedError, match="it refuses"):
         round_.people["c2"].reveal(round_.masked)
     full = Round(names)
@@ -190,19 +190,19 @@ def test_what_was_changed_on_its_way_is_noticed() -> None:
     round_ = Round(names)
     swapped = {**round_.keys, "a": replace(round_.keys["a"], mask=round_.keys["b"].mask)}
     with pytest.raises(FederatedError, match="the keys of a are not those that it gave"):
-        round_.people["a"].share(round_.circle, swapped)
+        round_.people["a"].share(round_.cohort, swapped)
     twin = {**round_.keys, "c": replace(round_.keys["b"], client="c")}
     with pytest.raises(FederatedError, match="the same keys"):
-        round_.people["a"].share(round_.circle, twin)
+        round_.people["a"].share(round_.cohort, twin)
     round_.share(set())
-    letters = round_.inbox("a")
-    broken = {**letters, "b": letters["b"][:-1] + bytes([letters["b"][-1] ^ 1])}
+    encrypted_shares = round_.inbox("a")
+    broken = {**encrypted_shares, "b": encrypted_shares["b"][:-1] + bytes([encrypted_shares["b"][-1] ^ 1])}
     with pytest.raises(FederatedError, match="what b wrote to a was changed"):
         round_.people["a"].mask(broken, {})
     with pytest.raises(FederatedError, match="what b wrote to a was changed"):
-        round_.people["a"].mask({**letters, "b": letters["c"]}, {})
+        round_.people["a"].mask({**encrypted_shares, "b": encrypted_shares["c"]}, {})
     round_.mask(values_of(names), set())
-    end = MaskedSum(round_.circle, round_.keys, round_.letters, round_.masked)
+    end = MaskedSum(round_.cohort, round_.keys, round_.encrypted_shares, round_.masked)
     for name in names:
         said = round_.people[name].reveal(names)
         end.add(replace(said, seeds={**said.seeds, "b": said.seeds["b"] ^ 1}) if name == "c" else said)
@@ -214,8 +214,8 @@ def test_what_was_changed_on_its_way_is_noticed() -> None:
 
 @pytest.mark.parametrize("count", [4, 9, 40])
 def test_partners_are_mutual_and_as_many_as_asked_for(count: int) -> None:
-    circle = Cohort(run="r", number=3, clients=tuple(f"c{k:02}" for k in range(count)), partners=6)
-    partners = {name: set(circle.partners_of(name)) for name in circle.clients}
+    cohort = Cohort(run="r", number=3, clients=tuple(f"c{k:02}" for k in range(count)), partners=6)
+    partners = {name: set(cohort.partners_of(name)) for name in cohort.clients}
     assert all(name in partners[other] for name, of in partners.items() for other in of)
     assert {len(of) for of in partners.values()} == {min(6, count - 1)}
     seen, ahead = set[str](), ["c00"]
@@ -223,7 +223,7 @@ def test_partners_are_mutual_and_as_many_as_asked_for(count: int) -> None:
         name = ahead.pop()
         seen.add(name)
         ahead += [other for other in partners[name] if other not in seen]
-    assert seen == set(circle.clients), "nobody is apart"
+    assert seen == set(cohort.clients), "nobody is apart"
 
 
 @given(st.binary(min_size=1, max_size=64), st.integers(1, 12), st.data())
@@ -265,4 +265,6 @@ def test_secrets_of_rounds_have_nothing_in_common() -> None:
 def test_letters_are_as_long_as_the_server_expects() -> None:
     played = Round(["a", "b", "c"])
     played.share(set())
-    assert {len(letter) for sent in played.letters.values() for letter in sent.values()} == {ENCRYPTED_SHARE_BYTES}
+    assert {len(letter) for sent in played.encrypted_shares.values() for letter in sent.values()} == {
+        ENCRYPTED_SHARE_BYTES
+    }

@@ -19,7 +19,7 @@ from tests.federated.privacy.test_secure_runs import START, Site, settings, trai
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Message, Secure, Update
+from arclight.federated.protocol import Message, SecureSumRequest, Update
 from arclight.federated.server.server import Server
 from arclight.federated.transports.http_server import HttpServer
 
@@ -60,7 +60,7 @@ class Killing:
 
     def answer(self, message: Message) -> Message:
         answer: Message = self._service.answer(message)
-        masking = isinstance(message, Secure) and message.letters is not None
+        masking = isinstance(message, SecureSumRequest) and message.encrypted_shares is not None
         here = isinstance(message, Update)
         if (masking if self._when == "masking" else here) and (message.client, message.round) == ("2", 2):  # type: ignore[attr-defined]
             assert self.victim is not None

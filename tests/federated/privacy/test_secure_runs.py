@@ -36,14 +36,14 @@ from arclight.federated.protocol import (
     Manifest,
     Message,
     Receipt,
-    Secure,
-    Secured,
+    SecureSumReply,
+    SecureSumRequest,
     Update,
     Welcome,
     keys_text,
 )
 from arclight.federated.server.published_weights import manifest_of
-from arclight.federated.server.secure_sums import SecureSumRelay, circle_of, refuse_unmasked_updates
+from arclight.federated.server.secure_sums import SecureSumRelay, cohort_of, refuse_unmasked_updates
 from arclight.federated.server.server import Server
 from arclight.federated.server.validation import Baseline, Expected, validate_update
 from arclight.federated.settings import Checks, Federation
@@ -90,13 +90,13 @@ class Tapped(InProcessLink):
     def __post_init__(self) -> None:
         super().__init__(self.service)
 
-    silent: Callable[[Secure], bool] = lambda message: False
+    silent: Callable[[SecureSumRequest], bool] = lambda message: False
     """Which parts of secrets do not get through."""
 
     def send(self, message: Message) -> Message:
         self.said.append(message)
-        if isinstance(message, Secure) and message.seeds is not None and self.silent(message):
-            return Secured(over=True)
+        if isinstance(message, SecureSumRequest) and message.seed_shares is not None and self.silent(message):
+            return SecureSumReply(finished=True)
         if isinstance(message, Update) and (message.client, message.round) == self.lost:
             raise RuntimeError("its line is cut")
         return super().send(message)
@@ -106,7 +106,7 @@ def trained(
     server: Server,
     nodes: list[list[Site]],
     lost: tuple[str, int] = ("", 0),
-    silent: Callable[[Secure], bool] = lambda message: False,
+    silent: Callable[[SecureSumRequest], bool] = lambda message: False,
 ) -> list[Message]:
     said: list[Message] = []
     with server.opened() as run:
@@ -149,11 +149,11 @@ def test_a_node_cannot_speak_for_another_ones_client(tmp_path: Path) -> None:
         link = InProcessLink(run.service)
         welcome = link.send(Join(node="n0", clients=("0",), process="p"))
         assert isinstance(welcome, Welcome)
-        told = link.send(Secure(node="n0", session=welcome.session, client="0", round=1))
-        assert isinstance(told, Secured)
+        told = link.send(SecureSumRequest(node="n0", session=welcome.session, client="0", round=1))
+        assert isinstance(told, SecureSumReply)
         with pytest.raises(ProtocolError, match="n0 does not speak for client 1"):
-            link.send(Secure(node="n0", session=welcome.session, client="1", round=1))
-        stranger = link.send(Secure(node="n0", session="another", client="0", round=1))
+            link.send(SecureSumRequest(node="n0", session=welcome.session, client="1", round=1))
+        stranger = link.send(SecureSumRequest(node="n0", session="another", client="0", round=1))
         assert isinstance(stranger, Receipt)
         assert stranger.reason == "session"
 
@@ -167,8 +167,12 @@ def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: b
     trained(plain, [[*sites[:2], Site("2", 0.5, Fails)]])
     server = Server(settings(**some), START, folder=tmp_path / "run")
     said = trained(server, [sites], ("", 0) if early else ("2", 2))
-    letters = {one.client for one in said if isinstance(one, Secure) and one.round == 2 and one.letters is not None}
-    assert letters == ({"0", "1"} if early else {"0", "1", "2"})
+    encrypted_shares = {
+        one.client
+        for one in said
+        if isinstance(one, SecureSumRequest) and one.round == 2 and one.encrypted_shares is not None
+    }
+    assert encrypted_shares == ({"0", "1"} if early else {"0", "1", "2"})
     assert [here.contributors for here in server.history] == [here.contributors for here in plain.history]
     assert server.history[2].contributors == ["0", "1"]
     torch.testing.assert_close(server.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
@@ -213,7 +217,7 @@ class Dies(Tapped):
     over: threading.Event = field(default_factory=threading.Event)
 
     def send(self, message: Message) -> Message:
-        if isinstance(message, Secure) and message.letters is not None and message.round == 2:
+        if isinstance(message, SecureSumRequest) and message.encrypted_shares is not None and message.round == 2:
             self.dead.set()
         if self.dead.is_set():
             self.over.wait(60)
@@ -289,7 +293,7 @@ def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: 
     server = Server(settings(secure=SecureSum(patience=3.0), rounds=1), START, folder=tmp_path / "run")
     refused: list[Message] = []
 
-    def late(told: Secure) -> bool:
+    def late(told: SecureSumRequest) -> bool:
         return told.attempt == 0
 
     class Late(Tapped):
@@ -323,8 +327,12 @@ def test_what_is_never_masked_is_refused_and_what_cannot_be_secure_is_said() -> 
     assert recipe.read(Federation, {"secure": {"partners": 4}}).secure == SecureSum(partners=4)
 
 
-def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> None:
-    """Killed at every step of a round: keys, letters, and parts that came before it are in its file."""
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path, earlier_version: bool) -> None:
+    """Killed at every step of a round: keys, encrypted shares, and parts that came before it are in its file.
+
+    Before the sum is opened the server is updated, or its file has the field names of the version before.
+    """
     names, asked = ["a", "b", "c"], SecureSum(threshold=0.6, patience=0.5)
     path = tmp_path / "secure.json"
     people = {name: Participant(name) for name in names}
@@ -332,44 +340,49 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
     def restarted() -> SecureSumRelay:
         return SecureSumRelay(asked, "run", path, lambda number: set(names))
 
-    def hear(client: str, **said: Any) -> Secured:
-        return restarted().handle(Secure(node="n", session="s", client=client, round=1, **said))
+    def hear(client: str, **said: Any) -> SecureSumReply:
+        return restarted().handle(SecureSumRequest(node="n", session="s", client=client, round=1, **said))
 
     for name, person in people.items():
         keys = person.keys
         hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})
-    circle = circle_of(asked, "run", 1, names)
+    cohort = cohort_of(asked, "run", 1, names)
     for name, person in people.items():
-        told = hear(name, until="circle")
-        assert told.circle == tuple(names)
+        told = hear(name, waits_for="cohort")
+        assert told.cohort == tuple(names)
         given = {
             other: PublicKeys(client=other, **{what: bytes.fromhex(keys[what]) for what in ("mask", "cipher", "seal")})
             for other, keys in told.keys.items()
         }
-        hear(name, letters={to: text.hex() for to, text in person.share(circle, given).items()})
+        hear(name, encrypted_shares={to: text.hex() for to, text in person.share(cohort, given).items()})
     values = {name: torch.tensor([10 * k, -k]) for k, name in enumerate(names)}
     sums = torch.zeros(2, dtype=torch.int64)
     for name in names:
-        told = hear(name, until="letters")
-        received = {sender: bytes.fromhex(text) for sender, text in (told.letters or {}).items()}
+        told = hear(name, waits_for="encrypted_shares")
+        received = {sender: bytes.fromhex(text) for sender, text in (told.encrypted_shares or {}).items()}
         assert not people[name].unreadable(received)
-        hear(name, bad=())
+        hear(name, unreadable=())
         if name == "c":
             continue  # its values do not come in time
         sums += dict(people[name].mask(received, {"model/x": values[name]}))["model/x"]
     with pytest.raises(FederatedError, match="not heard of: a, b"):
         restarted().open(1, ["a", "b"])
-    assert hear("c", until="here").over
+    assert hear("c", waits_for="survivors").finished
     for name in ("a", "b"):
-        here = hear(name, until="here").here
+        here = hear(name, waits_for="survivors").survivors
         assert here == ("a", "b")
         parts = people[name].reveal(here)
         told = hear(
             name,
-            seeds={of: f"{part:x}" for of, part in parts.seeds.items()},
-            parts={of: f"{part:x}" for of, part in parts.keys.items()},
+            seed_shares={of: f"{part:x}" for of, part in parts.seeds.items()},
+            key_shares={of: f"{part:x}" for of, part in parts.keys.items()},
         )
-        assert told.over
+        assert told.finished
+    if earlier_version:
+        former = {"cohort": "circle", "encrypted_shares": "letters", "sharers": "written", "unreadable": "bad"}
+        for name, other in {**former, "maskers": "sure", "survivors": "here"}.items():
+            assert f'"{name}"' in path.read_text()
+            path.write_text(path.read_text().replace(f'"{name}"', f'"{other}"'))
     restarted().open(1, ["a", "b"]).remove("model/x", sums)
     assert torch.equal(sums, values["a"] + values["b"])
     path.unlink()
@@ -478,16 +491,16 @@ def test_clients_mask_with_those_alone_whose_nodes_have_signed(tmp_path: Path) -
         return {**said, "signature": key.sign(keys_text(keys=said, **about))}
 
     def masked(theirs: dict[str, str]) -> Message:
-        sent: list[Secure] = []
+        sent: list[SecureSumRequest] = []
 
         def say(make: Callable[[str], Message]) -> Message:
             message = make("s")
-            assert isinstance(message, Secure)
+            assert isinstance(message, SecureSumRequest)
             sent.append(message)
-            if message.until == "circle":
+            if message.waits_for == "cohort":
                 mine = {**(message.keys or {}), "node": "a"}
-                return Secured(circle=("0", "1"), keys={"0": mine, "1": theirs})
-            return Secured(over=True)
+                return SecureSumReply(cohort=("0", "1"), keys={"0": mine, "1": theirs})
+            return SecureSumReply(finished=True)
 
         with pytest.raises(ClientError) as raised:
             SecureSumClient("a", fit, say, threading.Event(), 0.0, identity).masked(
@@ -509,18 +522,18 @@ def test_clients_mask_with_those_alone_whose_nodes_have_signed(tmp_path: Path) -
         keys_of("1", other, number=2),
         keys_of("1", other, attempt=0),
     ):
-        assert masked(theirs).letters is None  # type: ignore[attr-defined]
-    assert masked(keys_of("1", other)).letters is not None, "signed by b for its own client"  # type: ignore[attr-defined]
+        assert masked(theirs).encrypted_shares is None  # type: ignore[attr-defined]
+    assert masked(keys_of("1", other)).encrypted_shares is not None, "signed by b for its own client"  # type: ignore[attr-defined]
 
 
 def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) -> None:
     key = NodeKey.make(tmp_path / "a.key")
     (tmp_path / "nodes").write_text(key.line("a", ["0"]) + "\n")
     guard = Authenticator(Registry(tmp_path / "nodes"), run="run-1")
-    guard.joined(Join(node="a", clients=("0",)), Welcome(session="s", run="run-1", beat_every=1.0))
+    guard.joined(Join(node="a", clients=("0",)), Welcome(session="s", run="run-1", heartbeat_interval_s=1.0))
     said = {"mask": "00", "cipher": "01", "seal": "02"}
     signed = {**said, "signature": key.sign(keys_text("run-1", 2, 0, "0", said))}
-    guard.check(Secure(node="a", session="s", client="0", round=2, keys=signed), "s", "")
+    guard.check(SecureSumRequest(node="a", session="s", client="0", round=2, keys=signed), "s", "")
     for client, keys, number in (
         ("0", said, 2),
         ("0", {**signed, "mask": "03"}, 2),
@@ -528,9 +541,9 @@ def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) 
         ("1", signed, 2),
     ):
         with pytest.raises(ProtocolError, match=f"the keys of client {client} are not signed by the key of 'a'"):
-            guard.check(Secure(node="a", session="s", client=client, round=number, keys=keys), "s", "")
+            guard.check(SecureSumRequest(node="a", session="s", client=client, round=number, keys=keys), "s", "")
     Authenticator(None, run="run-1").joined(
-        Join(node="a", clients=()), Welcome(session="s", run="run-1", beat_every=1.0)
+        Join(node="a", clients=()), Welcome(session="s", run="run-1", heartbeat_interval_s=1.0)
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from arclight.federated import strategies
 from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Ask, Close, Evaluate, Fit, Join, Receipt, Update, Welcome
+from arclight.federated.protocol import Close, Evaluate, Fit, Join, Receipt, Update, Welcome, WorkRequest
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
@@ -49,7 +49,7 @@ def main(megabytes: int, clients: int, strategy: str) -> None:
         session = link.send(Join(node="n", clients=tuple(map(str, range(clients))), process="p"))
         assert isinstance(session, Welcome), pid
         while not done.is_set():
-            order = link.send(Ask(node="n", session=session.session, wait=20.0))
+            order = link.send(WorkRequest(node="n", session=session.session, hold_s=20.0))
             if isinstance(order, Close):
                 done.set()
             elif isinstance(order, Fit):

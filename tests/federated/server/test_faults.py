@@ -21,7 +21,7 @@ from arclight.federated.coordination.coordinator import BrokenError, Coordinator
 from arclight.federated.coordination.events import Decision
 from arclight.federated.coordination.records import UpdateAccepted
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Ask, Close, Fit, Join, Leave, Message, Receipt, Wait
+from arclight.federated.protocol import Close, Fit, Join, Leave, Message, Receipt, Wait, WorkRequest
 from arclight.federated.server.runtime import Runtime
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -188,8 +188,8 @@ def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path
         assert isinstance(order, Fit)
         answer = link.send(Join(node=second.name, clients=second.clients, process="another"))
         assert isinstance(answer, Wait)
-        assert "another process" in answer.about
-        told = link.send(Ask(node=second.name, session="made up", wait=0.0))
+        assert "another process" in answer.waiting_for
+        told = link.send(WorkRequest(node=second.name, session="made up", hold_s=0.0))
         assert isinstance(told, Receipt)
         assert told.reason == "session"
         assert first.send(first.trained(order)).accepted

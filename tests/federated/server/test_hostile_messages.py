@@ -21,19 +21,19 @@ from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import (
-    Ask,
-    Beat,
-    Doing,
+    ActiveWork,
     Evaluated,
     Failed,
     Fit,
-    Held,
+    Heartbeat,
+    HeldRound,
     Join,
     Leave,
     Message,
-    Secure,
+    SecureSumRequest,
     Update,
     Welcome,
+    WorkRequest,
     read,
 )
 from arclight.federated.server.server import Server
@@ -45,7 +45,7 @@ HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 7, 1 << 31, 1 << 53, (1 << 62), -(1 << 62), 1 << 63, 10**400, -1.0, 5e-324, 1e308, -1e308,
     float("nan"), float("inf"), "", "0", "x" * 300, "../../x", "a\nb", "\u202e", "\ud800", "\x00", [], {}, [[]], ["0"], {"a": 1}, {"\n": -1},
 )  # fmt: skip
-KINDS: tuple[type[Message], ...] = (Join, Ask, Beat, Update, Evaluated, Failed, Leave, Secure)
+KINDS: tuple[type[Message], ...] = (Join, WorkRequest, Heartbeat, Update, Evaluated, Failed, Leave, SecureSumRequest)
 
 
 @dataclass
@@ -68,25 +68,29 @@ class Target:
         here = {"node": script.name, "session": script.session}
         of = {**here, "client": at.client, "round": at.round}
         if kind is Join:
-            held = (Held(client="0", round=at.round, finished=False),)
+            held = (HeldRound(client="0", round=at.round, finished=False),)
             return Join(
                 node=script.name, clients=script.clients, held=held, process=script.process, steps_per_second=1.0
             )
         if kind is Update:
             return script.trained(at)
         made: dict[type[Message], dict[str, Any]] = {
-            Ask: {**here, "wait": 0.0, "doing": (Doing(client="0", round=at.round, steps=1, loss=1.0),)},
-            Beat: {**here, "doing": (Doing(client="0", round=at.round, steps=1, loss=1.0),)},
+            WorkRequest: {
+                **here,
+                "hold_s": 0.0,
+                "active_work": (ActiveWork(client="0", round=at.round, steps=1, loss=1.0),),
+            },
+            Heartbeat: {**here, "active_work": (ActiveWork(client="0", round=at.round, steps=1, loss=1.0),)},
             Evaluated: {**of, "samples": 3, "metrics": {"val/loss": 1.0}},
-            Failed: {**of, "error": "out of memory", "again": True},
-            Leave: {**here, "why": "maintenance"},
-            Secure: {
+            Failed: {**of, "error": "out of memory", "retryable": True},
+            Leave: {**here, "reason": "maintenance"},
+            SecureSumRequest: {
                 **of,
                 "attempt": 0,
                 "keys": {"mask": "00" * 32, "cipher": "00" * 32, "seal": "00" * 32},
-                "letters": {"1": "00"},
-                "seeds": {"1": "0"},
-                "parts": {"1": "0"},
+                "encrypted_shares": {"1": "00"},
+                "seed_shares": {"1": "0"},
+                "key_shares": {"1": "0"},
             },
         }
         return kind(**made[kind])
@@ -150,7 +154,7 @@ def changed(message: Message, at: tuple[Any, ...], value: Any) -> dict[str, Any]
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message]) -> None:
-    secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is Secure else {}
+    secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is SecureSumRequest else {}
     waiting = (
         {"waiting": Waiting(heartbeat_interval_s=0.2, quorum=0.6, join_timeout_s=1e6, on_failed_round="skip")}
         if secure
@@ -187,7 +191,7 @@ def test_a_speed_that_none_is_is_refused_in_one_sentence(tmp_path: Path, speed: 
     with target(tmp_path / "run") as aim:
         with pytest.raises(ProtocolError, match=r"node 'evil' says steps_per_second = .* positive and at most"):
             aim.run.service.answer(Join(node="evil", clients=(), steps_per_second=speed))
-        assert isinstance(aim.honest(Ask), Ask)
+        assert isinstance(aim.honest(WorkRequest), WorkRequest)
 
 
 def test_an_update_whose_manifest_could_not_be_read_again_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import RefusedError
-from arclight.federated.protocol import Beat, Close, Fit, Join
+from arclight.federated.protocol import Close, Fit, Heartbeat, Join
 from arclight.federated.server import published_weights, service
 from arclight.federated.server.published_weights import ORPHAN_S
 from arclight.federated.server.server import Server
@@ -203,7 +203,7 @@ def test_names_and_values_that_would_fill_the_journal(served: Served) -> None:
     update.metrics.update({f"value {n}": 1.0 for n in range(1001)})
     receipt = node.send(update)
     assert "logs 1,002 values: 1,000 are taken" in receipt.message
-    assert node.send(Beat(node="n", session=node.session)).accepted
+    assert node.send(Heartbeat(node="n", session=node.session)).accepted
 
 
 def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_what_a_node_may_send_is_found_once_for_the_same_weights(
         monkeypatch.setattr(service, name, lambda *given, real=real: calls.append(real) or real(*given))
     node = served.node()
     for _ in range(3):
-        node.send(Beat(node="n", session=node.session))
+        node.send(Heartbeat(node="n", session=node.session))
     node.link.blobs.put(hashlib.sha256(b"x").hexdigest(), b"x")
     assert served.run.service.largest_message > 1 << 20
     assert len(calls) <= 2

@@ -19,7 +19,7 @@ from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 from arclight.federated.blobs.manifest_io import Encoded, write_blobs
 from arclight.federated.clients import Outcome
 from arclight.federated.errors import ProtocolError
-from arclight.federated.protocol import Beat, Close, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
+from arclight.federated.protocol import Close, Evaluate, Evaluated, Failed, Fit, Heartbeat, Receipt, Update, read
 from arclight.federated.server import service
 from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
@@ -218,7 +218,7 @@ def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Pa
         )  # fmt: skip
         assert isinstance(receipt, Receipt)
         assert receipt.reason == ("weight" if samples > 100 else "not_finite")
-        script.send(Beat(node="n", session=script.session))
+        script.send(Heartbeat(node="n", session=script.session))
         script.work()
         assert run.runtime.wait(60)
     assert [sorted(here.metrics_by_client) for here in server.history][-1] == ["0", "1"]
@@ -232,9 +232,9 @@ def test_an_update_of_a_round_that_is_over_is_stale(bench: Bench) -> None:
 
 
 def test_another_version_is_told_what_to_do(bench: Bench) -> None:
-    text = bench.update.to_json().replace('"version": 2}', '"version": 1}')
+    text = bench.update.to_json().replace('"version": 3}', '"version": 1}')
     assert text != bench.update.to_json()
-    with pytest.raises(ProtocolError, match="speaks version 1, this one 2: install the same arclight"):
+    with pytest.raises(ProtocolError, match="speaks version 1, this one 3: install the same arclight"):
         read(text)
     assert read(text, stored=True) == bench.update, "what a node has kept since before is not lost"
     with pytest.raises(ProtocolError, match="speaks version 0"):

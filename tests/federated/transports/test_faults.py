@@ -23,7 +23,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import BlobError, LinkError, SessionError
-from arclight.federated.protocol import Beat, Join, Receipt, Welcome
+from arclight.federated.protocol import Heartbeat, Join, Receipt, Welcome
 from arclight.federated.transports import http_client
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
@@ -134,7 +134,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(line: Line, link: HttpLink) -
         return None
 
     line.change = change
-    assert link.send(Beat(node="a", session=session)) == Receipt(accepted=True)
+    assert link.send(Heartbeat(node="a", session=session)) == Receipt(accepted=True)
     assert lost
 
 
@@ -148,8 +148,8 @@ def test_a_message_of_the_former_session_is_told_so(link: HttpLink) -> None:
     """One thread of a node joins again while another still speaks."""
     former, newest = _session(link), _session(link)
     with pytest.raises(SessionError, match="join again"):
-        link.send(Beat(node="a", session=former))
-    assert link.send(Beat(node="a", session=newest)) == Receipt(accepted=True)
+        link.send(Heartbeat(node="a", session=former))
+    assert link.send(Heartbeat(node="a", session=newest)) == Receipt(accepted=True)
 
 
 def test_a_closed_link_stays_closed(link: HttpLink) -> None:
@@ -157,7 +157,7 @@ def test_a_closed_link_stays_closed(link: HttpLink) -> None:
     link.close()
     link.close()
     with pytest.raises(LinkError, match="was closed"):
-        link.send(Beat(node="a", session=session))
+        link.send(Heartbeat(node="a", session=session))
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
@@ -323,7 +323,7 @@ def test_a_full_disk_is_told_to_the_node_and_passes(tmp_path: Path, stack: ExitS
     assert told.value.errno == errno.ENOSPC
     assert served.address in str(told.value)
     assert store.received(DIGEST) == 0
-    assert link.send(Beat(node="a", session=session)) == Receipt(accepted=True)
+    assert link.send(Heartbeat(node="a", session=session)) == Receipt(accepted=True)
     small = hashlib.sha256(BYTES[:1_000_000]).hexdigest()
     link.blobs.put(small, BYTES[:1_000_000])
     subprocess.run(["mount", "-o", "remount,size=16m", folder], check=True)

@@ -20,7 +20,7 @@ from tests.federated.fakes import EchoServer
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import PartialBlob
-from arclight.federated.protocol import Ask, Beat, Join, Message, Wait, Welcome, read
+from arclight.federated.protocol import Heartbeat, Join, Message, Wait, Welcome, WorkRequest, read
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.settings import Limits, Listening
 
@@ -92,7 +92,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
         assert isinstance(welcome, Welcome)
         made.token = welcome.session
         yield made
-        assert made.say(Beat(node="a", session=made.token)).to_json(), "the server does not answer any more"
+        assert made.say(Heartbeat(node="a", session=made.token)).to_json(), "the server does not answer any more"
         outside = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(store.folder)]
         assert outside == [], "something was written outside of the store"
 
@@ -108,17 +108,20 @@ def told(body: bytes) -> str:
         (b"\x00\xff\xfe garbage", "no message"),
         (b"[" * 50_000, "no message"),
         (b"[1, 2]", "no message"),
-        (b'{"kind": "beat"}', "no message"),
-        (b'{"kind": "beat", "version": 7}', "version 7, this one 2"),
-        (b'{"kind": "boo", "version": 2}', "no message 'boo'"),
-        (b'{"kind": "beat", "version": 2, "node": 3, "session": "x"}', "cannot be"),
-        (b'{"kind": "beat", "version": 2, "node": "a", "session": "x", "steps": {"a": 1e400}}', "no finite number"),
-        (b'{"kind": "ask", "version": 2, "node": "a", "session": "x", "wait": NaN}', "no finite number"),
+        (b'{"kind": "heartbeat"}', "no message"),
+        (b'{"kind": "heartbeat", "version": 7}', "version 7, this one 3"),
+        (b'{"kind": "boo", "version": 3}', "no message 'boo'"),
+        (b'{"kind": "heartbeat", "version": 3, "node": 3, "session": "x"}', "cannot be"),
         (
-            b'{"kind": "beat", "version": 2, "node": "a", "session": "x", "steps": {"a": 9223372036854775808}}',
+            b'{"kind": "heartbeat", "version": 3, "node": "a", "session": "x", "steps": {"a": 1e400}}',
+            "no finite number",
+        ),
+        (b'{"kind": "workrequest", "version": 3, "node": "a", "session": "x", "hold_s": NaN}', "no finite number"),
+        (
+            b'{"kind": "heartbeat", "version": 3, "node": "a", "session": "x", "steps": {"a": 9223372036854775808}}',
             "whole numbers",
         ),
-        (b'{"kind": "beat", "version": 2, "steps": {"a": 1' + b"0" * 5000 + b"}}", "whole numbers"),
+        (b'{"kind": "heartbeat", "version": 3, "steps": {"a": 1' + b"0" * 5000 + b"}}", "whole numbers"),
     ],
 )
 def test_what_is_no_message(running: Running, body: bytes, words: str) -> None:
@@ -187,7 +190,7 @@ def test_without_a_session_nothing_is_told(running: Running) -> None:
             assert status == 401, (method, answer)
             assert "x-arclight-received" not in headers
         status, _, answer = running.ask(
-            "POST", "/v1/message", Beat(node="a", session=token).to_json().encode(), token=token
+            "POST", "/v1/message", Heartbeat(node="a", session=token).to_json().encode(), token=token
         )
         assert (status, "join again" in told(answer)) in ((401, True), (403, False)), answer
     assert len(running.server.said) == 1
@@ -202,17 +205,17 @@ def test_a_node_speaks_for_itself(running: Running) -> None:
         ("b", other.session, 403, "speaks for itself"),
         ("a", other.session, 401, "not its newest"),
     ):
-        found, _, answer = running.ask("POST", "/v1/message", Beat(node=node, session=session).to_json().encode())
+        found, _, answer = running.ask("POST", "/v1/message", Heartbeat(node=node, session=session).to_json().encode())
         assert (found, words in told(answer)) == (status, True)
     assert len(running.server.said) == 2
-    status, _, answer = running.ask("POST", "/v1/message", Wait(seconds=1.0).to_json().encode())
+    status, _, answer = running.ask("POST", "/v1/message", Wait(retry_after_s=1.0).to_json().encode())
     assert (status, "do not send 'wait'" in told(answer)) == (403, True)
 
 
 def test_who_joins_again_ends_the_former_session(running: Running) -> None:
     again = running.say(Join(node="a", clients=("a",)))
     assert isinstance(again, Welcome)
-    status, _, _ = running.ask("POST", "/v1/message", Beat(node="a", session=running.token).to_json().encode())
+    status, _, _ = running.ask("POST", "/v1/message", Heartbeat(node="a", session=running.token).to_json().encode())
     assert status == 401
     running.token = again.session
 
@@ -377,18 +380,20 @@ def test_two_send_the_same_blob_at_once(running: Running) -> None:
 
 def test_more_asks_than_are_held_are_told_to_come_back(running: Running) -> None:
     with ThreadPoolExecutor(2) as pool:
-        held = [pool.submit(running.say, Ask(node="a", session=running.token, wait=60)) for _ in range(2)]
+        held = [pool.submit(running.say, WorkRequest(node="a", session=running.token, hold_s=60)) for _ in range(2)]
         running.server.wait_until_held(2)
-        answer = running.say(Ask(node="a", session=running.token, wait=60))
+        answer = running.say(WorkRequest(node="a", session=running.token, hold_s=60))
         assert isinstance(answer, Wait)
-        assert answer.seconds > 0
+        assert answer.retry_after_s > 0
         running.server.wake()
         assert [ask.result(30).kind for ask in held] == ["close", "close"]
 
 
 def test_a_fault_of_the_servers_own_is_told_as_one(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     running.server.sessions = None  # type: ignore[assignment]
-    status, _, answer = running.ask("POST", "/v1/message", Beat(node="a", session=running.token).to_json().encode())
+    status, _, answer = running.ask(
+        "POST", "/v1/message", Heartbeat(node="a", session=running.token).to_json().encode()
+    )
     assert (status, "TypeError" in told(answer)) == (500, True)
     assert "Traceback" in caplog.text
     running.server.sessions = {running.token: "a"}

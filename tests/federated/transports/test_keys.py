@@ -360,7 +360,7 @@ def test_challenges_cost_nothing_and_push_nobody_out(key: NodeKey, nodes: Path) 
 
 def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: Path) -> None:
     told = json.loads(Join(node="a", clients=("left",)).to_json())
-    with pytest.raises(ProtocolError, match="the other side speaks version 1, this one 2: install the same arclight"):
+    with pytest.raises(ProtocolError, match="the other side speaks version 1, this one 3: install the same arclight"):
         read(json.dumps({**told, "version": 1}))
 
     class Old(http.server.BaseHTTPRequestHandler):
@@ -375,7 +375,7 @@ def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Old) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, key=key, patience=5)
-        with pytest.raises(ProtocolError, match="the server speaks version 1, this node 2: install the same arclight"):
+        with pytest.raises(ProtocolError, match="the server speaks version 1, this node 3: install the same arclight"):
             link.send(Join(node="a", clients=("left",)))
         link.close()
         other.shutdown()
@@ -474,7 +474,7 @@ def test_a_node_keeps_tensors_where_somebody_at_the_site_has_said(
     class Elsewhere(EchoServer):
         def answer(self, message: Message) -> Message:
             answer = super().answer(message)
-            return replace(answer, blobs=address) if isinstance(answer, Welcome) else answer
+            return replace(answer, blob_address=address) if isinstance(answer, Welcome) else answer
 
     with HttpServer(Elsewhere(TemporaryStore())) as served:
         link = HttpLink(served.address, tmp_path, patience=5, stores=stores)

@@ -18,7 +18,19 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
-from arclight.federated.protocol import Ask, Beat, Close, Doing, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
+from arclight.federated.protocol import (
+    ActiveWork,
+    Close,
+    Entry,
+    Heartbeat,
+    Join,
+    Manifest,
+    Receipt,
+    Update,
+    Wait,
+    Welcome,
+    WorkRequest,
+)
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.keys import NodeKey, make_certificate
@@ -108,22 +120,24 @@ def join(link: Link) -> str:
 
 def test_a_node_joins_and_is_heard(pair: Pair) -> None:
     session = join(pair.link)
-    beat = Beat(node="a", session=session, doing=(Doing(client="left", round=1, steps=7, loss=0.25),))
+    beat = Heartbeat(node="a", session=session, active_work=(ActiveWork(client="left", round=1, steps=7, loss=0.25),))
     assert pair.link.send(beat) == Receipt(accepted=True)
     assert pair.server.said[-1] == beat
-    assert pair.link.send(Ask(node="a", session=session, wait=0.01)) == Wait(seconds=0.0, about="nothing")
+    assert pair.link.send(WorkRequest(node="a", session=session, hold_s=0.01)) == Wait(
+        retry_after_s=0.0, waiting_for="nothing"
+    )
 
 
 def test_a_held_ask_keeps_nobody_waiting(pair: Pair) -> None:
     session = join(pair.link)
     with ThreadPoolExecutor(3) as pool:
-        held = [pool.submit(pair.link.send, Ask(node="a", session=session, wait=60)) for _ in range(3)]
+        held = [pool.submit(pair.link.send, WorkRequest(node="a", session=session, hold_s=60)) for _ in range(3)]
         pair.server.wait_until_held(3)
-        assert pair.link.send(Beat(node="a", session=session)) == Receipt(accepted=True)
+        assert pair.link.send(Heartbeat(node="a", session=session)) == Receipt(accepted=True)
         assert pair.link.blobs.size(DIGEST) is None
         assert not any(ask.done() for ask in held)
         pair.server.wake()
-        assert [ask.result(timeout=30) for ask in held] == [Close(why="woken")] * 3
+        assert [ask.result(timeout=30) for ask in held] == [Close(reason="woken")] * 3
 
 
 def test_blobs_go_both_ways(pair: Pair, tmp_path: Path) -> None:
@@ -199,19 +213,19 @@ def test_a_session_that_the_server_forgot_is_told(pair: Pair) -> None:
     session = join(pair.link)
     pair.server.sessions.clear()
     with pytest.raises(SessionError, match="join again"):
-        pair.link.send(Beat(node="a", session=session))
+        pair.link.send(Heartbeat(node="a", session=session))
     again = join(pair.link)
     assert again != session
-    assert pair.link.send(Beat(node="a", session=again)) == Receipt(accepted=True)
+    assert pair.link.send(Heartbeat(node="a", session=again)) == Receipt(accepted=True)
 
 
 def test_another_version_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     session = join(pair.link)
     monkeypatch.setattr(
-        Beat, "to_json", lambda self: f'{{"kind": "beat", "version": 0, "node": "a", "session": "{session}"}}'
+        Heartbeat, "to_json", lambda self: f'{{"kind": "beat", "version": 0, "node": "a", "session": "{session}"}}'
     )
-    with pytest.raises(ProtocolError, match="version 0, this one 2"):
-        pair.link.send(Beat(node="a", session=session))
+    with pytest.raises(ProtocolError, match="version 0, this one 3"):
+        pair.link.send(Heartbeat(node="a", session=session))
 
 
 @pytest.mark.parametrize("over", [http, https])

@@ -202,7 +202,7 @@ class LoggingLink:
                     self._site.take(answer.recipe)
                 except BaseException as error:
                     why = str(error) or type(error).__name__
-                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session, why=why))
+                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session, reason=why))
                     raise
                 self._show(f"joined run {answer.run}" + (" again" if answer.run == self.run else ""))
                 self.run = answer.run
@@ -216,8 +216,8 @@ class LoggingLink:
                 self._show(
                     f"round {message.round}: client {message.client}, {message.steps} steps in {message.seconds:.1f} s, {taken}"
                 )
-            case Wait() if answer.about:
-                self._show(f"waiting: {answer.about}")
+            case Wait() if answer.waiting_for:
+                self._show(f"waiting: {answer.waiting_for}")
         return answer
 
     def close(self) -> None:

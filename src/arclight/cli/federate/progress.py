@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from arclight.cli.style import bold, dim
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.protocol import Beat
+from arclight.federated.protocol import Heartbeat
 from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.run.curves import number_text
 from arclight.trainer.run.report import size_text
@@ -126,9 +126,9 @@ class Progress:
                     return
             self._draw()
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: Heartbeat) -> None:
         with self._lock:
-            for one in beat.doing:
+            for one in beat.active_work:
                 here = self._open.get(one.round)
                 if one.kind == "fit" and here is not None and one.client in here.clients:
                     here.done[one.client] = one.steps
@@ -246,6 +246,6 @@ class ObservedServer:
         return self._server.largest_message
 
     def answer(self, message: Message) -> Message:
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             self._progress.beat(message)
         return self._server.answer(message)

@@ -3,7 +3,7 @@
     client.json             whose folder it is, and the rounds that it has begun: written by the node alone
     states/                 its training: see `TrainingCheckpoints`
     finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
-    residuals/<lane>/       those that the next encoding of the lane goes on from: see `Residuals`
+    residuals/<slot>/       those that the next encoding of the slot goes on from: see `Residuals`
 
 The executor puts a finished round there with all its files by one rename: it is there or it is not, and nothing
 else has to be written down. From then on the node owns it, sends and removes it, maybe while the next round is trained.
@@ -28,7 +28,7 @@ from arclight.fabric import atomic_replace
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import FederatedError, ProtocolError
-from arclight.federated.protocol import Held, Update, read
+from arclight.federated.protocol import HeldRound, Update, read
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class FinishedUpdates:
 
     @contextmanager
     def making(self, order: Fit, *, durable: bool) -> Iterator[Path]:
-        """Yield a folder for ``update.json``, ``blobs`` and ``residuals/<lane>``.
+        """Yield a folder for ``update.json``, ``blobs`` and ``residuals/<slot>``.
 
         Publish it at the end.
 
@@ -96,9 +96,9 @@ class FinishedUpdates:
         finally:
             atomic_replace.discard(staging)
 
-    def residuals(self, lane: int) -> Residuals:
-        """Return the residuals of a lane."""
-        return Residuals(self._residuals / str(lane))
+    def residuals(self, slot: int) -> Residuals:
+        """Return the residuals of a slot."""
+        return Residuals(self._residuals / str(slot))
 
     def update(self, round: int) -> Update:
         """Read a finished update. Raises FederatedError where it is missing or damaged."""
@@ -127,24 +127,24 @@ class FinishedUpdates:
         """
         try:
             return (self._place(round) / _TAKEN).read_text() != session and any(
-                lane.has(round) for lane in self._lanes()
+                slot.has(round) for slot in self._slots()
             )
         except FileNotFoundError:
             return False
 
     def accept(self, round: int, session: str) -> None:
-        """Note that the server, in that session, has the update; its residuals become the lane's."""
+        """Note that the server, in that session, has the update; its residuals become the slot's."""
         place = self._place(round)
-        for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
-            self.residuals(int(lane.name)).accept(lane, round)
+        for slot in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
+            self.residuals(int(slot.name)).accept(slot, round)
         with suppress(FileNotFoundError):  # it is over already
             # lost, the update is sent once more, and the server says that it has it
             (place / _TAKEN).write_text(session)
 
     def drop(self, round: int) -> None:
         """Delete an update, which the server does not want."""
-        for lane in self._lanes():
-            lane.revert(round)
+        for slot in self._slots():
+            slot.revert(round)
         self._remove(round)
 
     def commit(self, round: int, session: str) -> list[int]:
@@ -156,8 +156,8 @@ class FinishedUpdates:
         asked = [one for one in over if self.is_in_doubt(one, session)]
         for one in over:
             if one not in asked:
-                for lane in self._lanes():
-                    lane.settle(one)
+                for slot in self._slots():
+                    slot.settle(one)
                 self._remove(one)
         return asked
 
@@ -167,8 +167,8 @@ class FinishedUpdates:
         except FederatedError:  # it was dropped just now, or is damaged
             return True
 
-    def _lanes(self) -> list[Residuals]:
-        return [Residuals(lane) for lane in self._residuals.iterdir()] if self._residuals.is_dir() else []
+    def _slots(self) -> list[Residuals]:
+        return [Residuals(slot) for slot in self._residuals.iterdir()] if self._residuals.is_dir() else []
 
     def _remove(self, round: int) -> None:
         with suppress(FileNotFoundError):
@@ -232,13 +232,15 @@ class ClientStore:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
         return asked
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldRound]:
         """List what a node reports of this client when it joins."""
         with self._lock:
             client, begun = self._account.client, self._account.begun
         done = self.finished.rounds()
-        held = [Held(client=client, round=round, finished=True) for round in done]
-        return held + [Held(client=client, round=round, finished=False) for round in sorted(set(begun) - set(done))]
+        held = [HeldRound(client=client, round=round, finished=True) for round in done]
+        return held + [
+            HeldRound(client=client, round=round, finished=False) for round in sorted(set(begun) - set(done))
+        ]
 
     # -- client.json ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +301,7 @@ _ENTRY = "residuals"
 
 
 class Residuals:
-    """Error-feedback residuals of one lane, in ``<folder>/<round>``.
+    """Error-feedback residuals of one slot, in ``<folder>/<round>``.
 
     Each is the quantization error of that round's update, which the server has accepted.
 
@@ -335,7 +337,7 @@ class Residuals:
             checkpoints.save(folder, {_ENTRY: dict(left)})
 
     def accept(self, folder: Path, round: int) -> None:
-        """Make those beside an accepted update the lane's newest, by one rename.
+        """Make those beside an accepted update the slot's newest, by one rename.
 
         A crash anywhere here changes nothing.
         """

@@ -150,14 +150,14 @@ class ClientRunner:
         codec = from_table(order.codec)
         durable = order.overlap > 0 or not isinstance(codec, Raw)  # else it can be made again
         with self._finished.making(order, durable=durable) as staging:
-            encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(order.round), left)
+            encoded = encode_all(changes, codec, self._finished.residuals(order.residual_slot).load(order.round), left)
             blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
             manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
             if not manifest.tensors:
                 raise FederatedError(
                     f"client {self._client} has nothing to send: no weight of its module is trained and sent"
                 )
-            Residuals.save(staging / "residuals" / str(order.lane), left)
+            Residuals.save(staging / "residuals" / str(order.residual_slot), left)
             update = Update(
                 node="",
                 session="",
@@ -216,7 +216,7 @@ class ClientRunners:
 
     def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
         update = self._of(order.client).fit(order, store, progress)
-        if order.journal_every:
+        if order.checkpoint_every_steps:
             self._saved.add(order.client)
         return update
 

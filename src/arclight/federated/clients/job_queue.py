@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client_store import ClientStore
 from arclight.federated.errors import CancelledError
-from arclight.federated.protocol import Doing, Evaluate, Evaluated, Failed, Fit, Update
+from arclight.federated.protocol import ActiveWork, Evaluate, Evaluated, Failed, Fit, Update
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Job:
 
     @classmethod
     def of(cls, order: Fit | Evaluate, folder: ClientStore) -> Job:
-        until = None if order.deadline is None else time.monotonic() + order.deadline
+        until = None if order.deadline_s is None else time.monotonic() + order.deadline_s
         return cls(order.client, order.round, folder, order, until=until)
 
     @property
@@ -105,17 +105,17 @@ class JobQueue:
         self._asks = 0
         self._changed = threading.Condition()
 
-    def doing_for_request(self) -> tuple[Doing, ...]:
-        """Return `doing` for a new request; replies to former requests can no longer come."""
+    def active_work_for_request(self) -> tuple[ActiveWork, ...]:
+        """Return `active_work` for a new request; replies to former requests can no longer come."""
         with self._changed:
             self._finished.clear()
-            return self.doing()
+            return self.active_work()
 
-    def doing(self) -> tuple[Doing, ...]:
+    def active_work(self) -> tuple[ActiveWork, ...]:
         """List the work of requests and heartbeats; failed work may come again and is left out."""
         with self._changed:
             return tuple(
-                Doing(
+                ActiveWork(
                     client=job.client, round=job.round, kind=job.kind, steps=job.steps, loss=job.loss, attempt=job.sum
                 )
                 for job in self._jobs
@@ -186,7 +186,7 @@ class JobQueue:
         """Note a job's result, which is to be reported."""
         with self._changed:
             job.outcome, job.stage = outcome, "done"
-            if isinstance(outcome, Failed) and outcome.again and job.kind == "fit":
+            if isinstance(outcome, Failed) and outcome.retryable and job.kind == "fit":
                 self._requeued[job.client] = _Requeued(job.round)
                 for other in [x for x in self._jobs if _is_later(x, job) and x.stage in ("fetching", "ready")]:
                     other.cancelled = f"round {job.round} of {job.client} is tried again first"
@@ -213,7 +213,7 @@ class JobQueue:
 
     # -- what is not wanted --------------------------------------------------------------------------------------------
 
-    def cancel(self, unwanted: Iterable[Doing]) -> None:
+    def cancel(self, unwanted: Iterable[ActiveWork]) -> None:
         """Cancel work that the server no longer waits for."""
         with self._changed:
             works = {(one.kind, one.client, one.round) for one in unwanted}

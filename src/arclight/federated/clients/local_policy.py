@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPolicy:
-    """Hold the masks and flags of ``Fit.keep``."""
+    """Hold the masks and flags of ``Fit.local_policy``."""
 
     travel: TransferMask = field(default_factory=TransferMask)
     """Which tensors come and go; see `arclight.federated.masks`."""
@@ -36,7 +36,7 @@ class LocalPolicy:
     @classmethod
     def of(cls, order: Fit | Evaluate) -> LocalPolicy:
         """Read it from an order. Raises ProtocolError for fields that this version does not know."""
-        table = dict(order.keep)
+        table = dict(order.local_policy)
         reset = table.pop("reset_optimizer", False)
         if not isinstance(reset, bool):
             raise ProtocolError(f"reset_optimizer is true or false, got {reset!r}")

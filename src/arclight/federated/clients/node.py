@@ -26,7 +26,7 @@ from arclight.federated.clients.secure_sum_client import Identity
 from arclight.federated.clients.session import ClosedError, Session
 from arclight.federated.codecs.delta_chain import WeightsReplica
 from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
-from arclight.federated.protocol import Ask, Beat, Close, Evaluate, Fit, Held, Receipt, Update, Wait
+from arclight.federated.protocol import Close, Evaluate, Fit, Heartbeat, HeldRound, Receipt, Update, Wait, WorkRequest
 
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
@@ -163,7 +163,7 @@ class Node:
     def _client(self, name: str) -> Path:
         return self._place / "clients" / folder_name(name)
 
-    def _held(self) -> tuple[list[Held], float | None]:
+    def _held(self) -> tuple[list[HeldRound], float | None]:
         return [held for folder in list(self._folders.values()) for held in folder.held()], self._speed
 
     # -- orders come -------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Node:
         most = _MAX_WAITING if own else self._executor.slots
 
         def reason() -> int | None:
-            return self._jobs.next_request(self._session.welcome.ahead, own, most)
+            return self._jobs.next_request(self._session.welcome.prefetch_rounds, own, most)
 
         with self._node_errors():
             while (number := self._jobs.wait_for(reason)) is not None:
@@ -183,17 +183,19 @@ class Node:
                     case Fit() | Evaluate():
                         self._accept_order(answer, number)
                     case Wait():
-                        if answer.about != about:
-                            about = answer.about
+                        if answer.waiting_for != about:
+                            about = answer.waiting_for
                             log.info("node %s waits for %s", self.name, about or "work")
-                        self._stopping.wait(answer.seconds)
+                        self._stopping.wait(answer.retry_after_s)
                     case Close():
                         raise self._session.closed(answer)
                     case _:
                         raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
 
-    def _ask(self, session: str) -> Ask:
-        return Ask(node=self.name, session=session, wait=self._ask_for, doing=self._jobs.doing_for_request())
+    def _ask(self, session: str) -> WorkRequest:
+        return WorkRequest(
+            node=self.name, session=session, hold_s=self._ask_for, active_work=self._jobs.active_work_for_request()
+        )
 
     def _accept_order(self, order: Fit | Evaluate, ask: int) -> None:
         job = Job.of(order, self._folder_of(order))
@@ -317,10 +319,10 @@ class Node:
     def _keep_beating(self) -> None:
         """Send heartbeats with progress, and cancel what is no longer wanted."""
         with self._node_errors():
-            while not self._stopping.wait(self._session.welcome.beat_every):
+            while not self._stopping.wait(self._session.welcome.heartbeat_interval_s):
                 lost = self._session.welcome.session
                 answer = self._session.try_to_send(
-                    lambda session: Beat(node=self.name, session=session, doing=self._jobs.doing())
+                    lambda session: Heartbeat(node=self.name, session=session, active_work=self._jobs.active_work())
                 )
                 if not isinstance(answer, Receipt):
                     continue

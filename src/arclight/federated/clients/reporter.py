@@ -206,6 +206,6 @@ def failure_of(job: Job, error: BaseException) -> Failed:
         client=job.client,
         round=job.round,
         error=str(what),
-        again=what.again,
+        retryable=what.retryable,
         attempt=job.sum if job.kind == "fit" else None,
     )

@@ -176,7 +176,7 @@ class RoundCallback(Pause):
         if trainer.global_step == self._seen or self._order is None:
             return
         before, self._seen = self._done, trainer.global_step
-        self._done, every = self._seen - self._start, self._order.journal_every
+        self._done, every = self._seen - self._start, self._order.checkpoint_every_steps
         if every and (self._done >= self._order.steps or self._done // every > before // every):
             self._save(trainer, self.position())
         if self._done < self._order.steps:

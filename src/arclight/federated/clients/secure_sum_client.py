@@ -20,7 +20,16 @@ from arclight.federated.errors import ClientError, FederatedError, ProtocolError
 from arclight.federated.privacy.key_agreement import Cohort, PublicKeys
 from arclight.federated.privacy.secure_aggregation import Participant, fixed_point_shift, fixed_point_terms
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update, keys_text
+from arclight.federated.protocol import (
+    Close,
+    Fit,
+    Manifest,
+    Message,
+    SecureSumReply,
+    SecureSumRequest,
+    Update,
+    keys_text,
+)
 
 _POLL_S = 1.0
 """Seconds between messages to a server that holds no answers back."""
@@ -69,20 +78,22 @@ class SecureSumClient:
         own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
         if self._identity.sign is not None:
             own["signature"] = self._identity.sign(self._text(self._order.client, own))
-        said = self._until("circle", "the other clients' keys", keys=own)
-        circle = Cohort(
+        said = self._until("cohort", "the other clients' keys", keys=own)
+        cohort = Cohort(
             run=self._order.run,
             number=self._order.round,
-            clients=said.circle or (),
+            clients=said.cohort or (),
             partners=self._settings.partners,
             threshold=self._settings.threshold,
         )
         keys = {name: self._keys(name, told) for name, told in said.keys.items()}
-        letters = {name: text.hex() for name, text in self._me.share(circle, keys).items()}
-        said = self._until("letters", "the other clients' letters", letters=letters)
-        received = {name: bytes.fromhex(text) for name, text in (said.letters or {}).items()}
-        said = self._until("sure", "the other clients to read their letters", bad=self._me.unreadable(received))
-        received = {name: text for name, text in received.items() if name in (said.sure or ())}
+        encrypted_shares = {name: text.hex() for name, text in self._me.share(cohort, keys).items()}
+        said = self._until("encrypted_shares", "the other clients' encrypted shares", encrypted_shares=encrypted_shares)
+        received = {name: bytes.fromhex(text) for name, text in (said.encrypted_shares or {}).items()}
+        said = self._until(
+            "maskers", "the other clients to read their encrypted shares", unreadable=self._me.unreadable(received)
+        )
+        received = {name: text for name, text in received.items() if name in (said.maskers or ())}
         values = _Terms(
             update, blobs, self._weight(update), fixed_point_shift(self._settings, self._clients), self._settings
         )
@@ -104,7 +115,7 @@ class SecureSumClient:
         try:
             return self._me.mask(received, values)
         except FederatedError as error:  # this sum has lost too many; another one may keep them
-            raise ClientError(str(error), again=True) from error
+            raise ClientError(str(error), retryable=True) from error
 
     def _text(self, client: str, keys: Mapping[str, str]) -> bytes:
         return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
@@ -125,13 +136,13 @@ class SecureSumClient:
 
     def reveal(self) -> None:
         """Wait until the server names the survivors, and send this client's shares of their secrets."""
-        said = self._until("here", "the round to be closed", patience=None)
-        if said.here is None or said.over:
+        said = self._until("survivors", "the round to be closed", patience=None)
+        if said.survivors is None or said.finished:
             return
-        parts = self._me.reveal(said.here)
+        parts = self._me.reveal(said.survivors)
         self._exchange(
-            seeds={name: f"{part:x}" for name, part in parts.seeds.items()},
-            parts={name: f"{part:x}" for name, part in parts.keys.items()},
+            seed_shares={name: f"{part:x}" for name, part in parts.seeds.items()},
+            key_shares={name: f"{part:x}" for name, part in parts.keys.items()},
         )
 
     def _weight(self, update: Update) -> int:
@@ -146,11 +157,11 @@ class SecureSumClient:
 
     def _until(
         self,
-        settled: Literal["circle", "letters", "sure", "here"],
+        settled: Literal["cohort", "encrypted_shares", "maskers", "survivors"],
         what: str,
         patience: float | None = 3.0,
         **said: Any,
-    ) -> Secured:
+    ) -> SecureSumReply:
         """Send, and poll until the server has settled what is waited for.
 
         patience: times the settings' that is waited; None waits for ever, and then the round may be over without it.
@@ -158,22 +169,22 @@ class SecureSumClient:
         until = None if patience is None else time.monotonic() + patience * self._settings.patience
         while True:
             began = time.monotonic()
-            told = self._exchange(until=settled, wait=self._ask, **said)
-            if told.over and patience is not None:
+            told = self._exchange(waits_for=settled, hold_s=self._ask, **said)
+            if told.finished and patience is not None:
                 why = f"the secure sum of round {self._order.round} continues without {self._order.client}"
-                raise ClientError(why, again=True)
-            if told.over or getattr(told, settled) is not None:
+                raise ClientError(why, retryable=True)
+            if told.finished or getattr(told, settled) is not None:
                 return told
             if self._stopping.wait(max(0.0, min(_POLL_S, self._ask) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
                 why = f"{self._order.client} has waited for {what} in round {self._order.round} in vain"
-                raise ClientError(why, again=True)
+                raise ClientError(why, retryable=True)
             said = {}
 
-    def _exchange(self, **said: Any) -> Secured:
+    def _exchange(self, **said: Any) -> SecureSumReply:
         answer = self._send(
-            lambda session: Secure(
+            lambda session: SecureSumRequest(
                 node=self._node,
                 session=session,
                 client=self._order.client,
@@ -183,8 +194,8 @@ class SecureSumClient:
             )
         )
         if isinstance(answer, Close):
-            raise ClosedError(answer.why)
-        if not isinstance(answer, Secured):
+            raise ClosedError(answer.reason)
+        if not isinstance(answer, SecureSumReply):
             raise ProtocolError(f"the server answered {answer.kind!r} to a client of a secure sum")
         return answer
 

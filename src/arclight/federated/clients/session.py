@@ -20,7 +20,7 @@ from arclight.federated.errors import (
     SessionError,
     UntrustedError,
 )
-from arclight.federated.protocol import Close, Held, Join, Leave, Message, Receipt, Wait, Welcome
+from arclight.federated.protocol import Close, HeldRound, Join, Leave, Message, Receipt, Wait, Welcome
 
 if TYPE_CHECKING:
     from arclight.federated.transports.link import Link
@@ -50,7 +50,7 @@ class Session:
         link: Link,
         node: str,
         clients: tuple[str, ...],
-        has: Callable[[], tuple[list[Held], float | None]],
+        has: Callable[[], tuple[list[HeldRound], float | None]],
         patience: float,
         stopping: threading.Event,
     ) -> None:
@@ -97,9 +97,11 @@ class Session:
                     case Close():
                         raise self.closed(answer)
                     case Wait():
-                        log.info("node %s waits to join: %s", self.node, answer.about)
+                        log.info("node %s waits to join: %s", self.node, answer.waiting_for)
                         self._pause(
-                            answer.seconds, until, f"the server does not let node {self.node} in: {answer.about}"
+                            answer.retry_after_s,
+                            until,
+                            f"the server does not let node {self.node} in: {answer.waiting_for}",
                         )
                     case Receipt():
                         raise ProtocolError(f"the server does not take node {self.node}: {answer.message}")
@@ -153,7 +155,7 @@ class Session:
     def closed(self, answer: Close) -> ClosedError:
         """Return the error to raise for a Close."""
         self.failed = answer.failed
-        return ClosedError(answer.why)
+        return ClosedError(answer.reason)
 
     def leave(self) -> None:
         if self._welcome is not None:
@@ -203,5 +205,5 @@ def as_client_error(error: BaseException) -> ClientError:
     notes: list[Any] = list(getattr(error, "__notes__", []))
     ours = type(error).__module__.startswith("arclight.")  # they say all in their words
     kind = "" if ours else f"{type(error).__name__}: "
-    again = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
-    return ClientError("; ".join([f"{kind}{error}", *map(str, notes)]), again=again)
+    retryable = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+    return ClientError("; ".join([f"{kind}{error}", *map(str, notes)]), retryable=retryable)

@@ -95,7 +95,7 @@ class ProcessExecutor:
             group.open(folder, run)
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
-        with self._group(order.client, saved=order.journal_every > 0) as group:
+        with self._group(order.client, saved=order.checkpoint_every_steps > 0) as group:
             update = group.run(order, weights.folder, progress)
         assert isinstance(update, Update)
         return update
@@ -185,7 +185,7 @@ class WorkerGroup:
                     "%s; %s resumes from its newest state (attempt %d of %d)", error, order.client, attempt, _ATTEMPTS
                 )
                 last = error
-        raise ClientError(f"{last}; so did those before: {_ATTEMPTS} in all", again=True)
+        raise ClientError(f"{last}; so did those before: {_ATTEMPTS} in all", retryable=True)
 
     def close(self) -> None:
         """End the processes, in order if they can."""
@@ -318,9 +318,9 @@ class WorkerGroup:
             if said["cancelled"]:
                 raise CancelledError(said["error"])
             log.info("worker %d, client %s:\n%s", self._number, client, said["trace"])
-            raise ClientError(said["error"], again=said["again"])
+            raise ClientError(said["error"], retryable=said["retryable"])
         if 0 not in answers:
-            raise ClientError(f"the worker of {client} did not answer", again=True)
+            raise ClientError(f"the worker of {client} did not answer", retryable=True)
         return read(answers[0]["message"])
 
 
@@ -369,13 +369,19 @@ class _Worker:
             try:
                 message = self._do(order)
             except CancelledError as error:
-                self._say(**{"is": "failed", "cancelled": True, "error": str(error), "again": True})
+                self._say(**{"is": "failed", "cancelled": True, "error": str(error), "retryable": True})
             except Exception as error:  # whatever a client's code raises is told; the worker goes on
                 from arclight.federated.clients.session import as_client_error
 
                 what, trace = as_client_error(error), traceback.format_exc()
                 self._say(
-                    **{"is": "failed", "cancelled": False, "error": str(what), "again": what.again, "trace": trace}
+                    **{
+                        "is": "failed",
+                        "cancelled": False,
+                        "error": str(what),
+                        "retryable": what.retryable,
+                        "trace": trace,
+                    }
                 )
                 self._runners.forget(order["client"])
             else:

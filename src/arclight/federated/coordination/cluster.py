@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from arclight.federated.coordination.run_state import RunState
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Ask, Doing, Join
+from arclight.federated.protocol import ActiveWork, Join, WorkRequest
 
 
 class Assignment(NamedTuple):
@@ -256,7 +256,7 @@ class ClusterState:
         if progress:
             node.last_progress = now
 
-    def report_progress(self, node: Node, doing: Iterable[Doing], now: float) -> None:
+    def report_progress(self, node: Node, doing: Iterable[ActiveWork], now: float) -> None:
         """Take in what a node reports of its work; reports are contact too."""
         moved, names = False, dict[Assignment, None]()
         for one in doing:
@@ -289,7 +289,7 @@ class ClusterState:
         if client not in self._owners:
             self.unclaimed.add(client)
 
-    def is_current(self, one: Doing) -> bool:
+    def is_current(self, one: ActiveWork) -> bool:
         """Return True if reported work is for its round's newest attempt."""
         open = self._state.started_rounds.get(one.round) if one.kind == "fit" else None
         return open is None or open.discarded == one.attempt
@@ -453,13 +453,13 @@ class ClusterState:
         self.evaluating_on_server = {round for round in self.evaluating_on_server if round in state.measuring}
         self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.started_rounds}
 
-    def hold_request(self, to: str, node: Node, message: Ask, now: float) -> None:
+    def hold_request(self, to: str, node: Node, message: WorkRequest, now: float) -> None:
         """Take in a work request, which may be held for ``message.wait`` seconds."""
-        self.report_progress(node, message.doing, now)
+        self.report_progress(node, message.active_work, now)
         self.record_contact(node, now, progress=not node.tasks)
         node.asks[to] = None
         self.asks[to] = node
-        self.arm(now + message.wait, "ask", to)
+        self.arm(now + message.hold_s, "ask", to)
         self._touch(node)
 
     def release_request(self, to: str) -> None:

@@ -9,7 +9,7 @@ one lock and in this order (`coordinator.run_to_quiescence` does all of it)::
     execute decision.commands
     the same with Tick() until a decision is empty, and again whenever `next_deadline` has come
 
-Every message of a node is answered by exactly one `Answer` in its own decision, except an `Ask`: it may be held, and is answered
+Every message of a node is answered by exactly one `Answer` in its own decision, except a `WorkRequest`: it may be held, and is answered
 by a later decision (at the latest when its wait is over). ``now`` is seconds of any clock that does not go back. A driver that
 was restarted calls ``replay(journal.records())`` and then decides `RunResumed`; one that starts a run decides `RunStarted`.
 """
@@ -21,7 +21,18 @@ from dataclasses import dataclass, field
 
 from arclight.federated.coordination.records import Record, UpdateAccepted
 from arclight.federated.errors import Reason
-from arclight.federated.protocol import Ask, Beat, Close, Evaluated, Failed, Join, Leave, Receipt, Update, Wait
+from arclight.federated.protocol import (
+    Close,
+    Evaluated,
+    Failed,
+    Heartbeat,
+    Join,
+    Leave,
+    Receipt,
+    Update,
+    Wait,
+    WorkRequest,
+)
 
 # -- events --------------------------------------------------------------------------------------------------------
 
@@ -58,11 +69,11 @@ class NodeMessage(Event):
     """A message from a node. ``to`` is the driver's own name for the request, which the answer is addressed to.
 
     Answers are, to a `Join`: SessionGranted, Wait (another process of this name may still live: join again) or Close; to an
-    `Ask`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others: a Receipt.
+    `WorkRequest`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others: a Receipt.
     """
 
     to: str
-    message: Join | Ask | Beat | Update | Evaluated | Failed | Leave
+    message: Join | WorkRequest | Heartbeat | Update | Evaluated | Failed | Leave
     session: str
     """The connection of the node that it comes from; of a `Join`, a fresh random name for that connection, made by the driver."""
 

@@ -24,7 +24,19 @@ from arclight.federated.coordination.records import (
 from arclight.federated.coordination.run_state import RoundState
 from arclight.federated.coordination.situation import Situation
 from arclight.federated.errors import FederatedError, ProtocolError, Reason
-from arclight.federated.protocol import Ask, Beat, Close, Doing, Evaluated, Failed, Join, Leave, Receipt, Update, Wait
+from arclight.federated.protocol import (
+    ActiveWork,
+    Close,
+    Evaluated,
+    Failed,
+    Heartbeat,
+    Join,
+    Leave,
+    Receipt,
+    Update,
+    Wait,
+    WorkRequest,
+)
 
 _FORGOTTEN = 10
 """Silences after which work that a node had, and no longer reports although it requests some, is given to it again."""
@@ -131,12 +143,12 @@ def _on_message(s: Situation, event: NodeMessage, now: float) -> Decision:
             refused = answers.receipt(s, event.to, (event.reason, event.why))
             return Decision(event=event, now=now, before=contact, records=records, changes=changes, commands=(refused,))
     match message:
-        case Ask():
+        case WorkRequest():
             return _on_ask(s, event, message, node, now)
-        case Beat():
-            cancel = tuple(one for one in message.doing if _assignment(one) in node.cancelling)
+        case Heartbeat():
+            cancel = tuple(one for one in message.active_work if _assignment(one) in node.cancelling)
             alive = Answer(to=event.to, plan=Receipt(accepted=True, committed=s.state.committed, cancel=cancel))
-            reported = partial(cluster.report_progress, node, message.doing, now)
+            reported = partial(cluster.report_progress, node, message.active_work, now)
             return Decision(event=event, now=now, before=(reported,), commands=(alive,))
         case Failed():
             records, changes, commands = _on_failed(s, event.to, message, node, now)
@@ -146,9 +158,9 @@ def _on_message(s: Situation, event: NodeMessage, now: float) -> Decision:
             return Decision(event=event, now=now, before=contact, records=records, commands=(answer,))
         case Leave():
             asks = tuple(answers.unknown_session(s, to) for to in node.asks)
-            why = f"it has left: {message.why}"
-            said = (ev.NodeLost(node=node.name, session=node.session, why=why),) if message.why else ()
-            evicted = partial(cluster.evict, node, now, message.why)
+            why = f"it has left: {message.reason}"
+            said = (ev.NodeLost(node=node.name, session=node.session, why=why),) if message.reason else ()
+            evicted = partial(cluster.evict, node, now, message.reason)
             return Decision(
                 event=event, now=now, before=contact, changes=(evicted,), commands=(*asks, answers.receipt(s, event.to), *said)
             )  # fmt: skip
@@ -160,9 +172,9 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
         return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), changes=changes)
 
     if s.state.ended is not None:
-        return answer(Close(why=s.state.ended, failed=s.state.failed))
+        return answer(Close(reason=s.state.ended, failed=s.state.failed))
     if strange := [client for client in message.clients if s.roster.index(client) is None]:
-        return answer(Close(why=f"this run has no client {strange[0]!r}: its clients are {s.roster}", failed=True))
+        return answer(Close(reason=f"this run has no client {strange[0]!r}: its clients are {s.roster}", failed=True))
     here = s.cluster.nodes.get(message.node)
     if here is None or here.lost is not None or not message.process or here.process in ("", message.process):
         former = () if here is None else tuple(answers.unknown_session(s, to) for to in here.asks)
@@ -173,19 +185,21 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
     ago = f"it was heard {now - here.last_contact:.1f} s ago"
     if challenger == message.process and here.last_contact > since + waiting.heartbeat_interval_s:
         why = f"another process works as node {message.node!r} ({ago}): give each node a name of its own"
-        return answer(Close(why=why, failed=True))
+        return answer(Close(reason=why, failed=True))
     about = f"node {message.node!r} is here from another process ({ago}); it counts as lost {waiting.silence_s} s after its last word"
     seconds = max(0.0, here.last_contact + waiting.silence_s - now) + waiting.heartbeat_interval_s / 2
     challenged = partial(s.cluster.challenge, message.node, message.process, now)
-    return answer(Wait(seconds=seconds, about=about), changes=() if challenger == message.process else (challenged,))
+    return answer(
+        Wait(retry_after_s=seconds, waiting_for=about), changes=() if challenger == message.process else (challenged,)
+    )
 
 
-def _on_ask(s: Situation, event: NodeMessage, message: Ask, node: Node, now: float) -> Decision:
+def _on_ask(s: Situation, event: NodeMessage, message: WorkRequest, node: Node, now: float) -> Decision:
     held = (partial(s.cluster.hold_request, event.to, node, message, now),)
     if s.state.ended is not None:
-        over = Answer(to=event.to, plan=Close(why=s.state.ended, failed=s.state.failed))
+        over = Answer(to=event.to, plan=Close(reason=s.state.ended, failed=s.state.failed))
         return Decision(event=event, now=now, before=held, commands=(over,))
-    having = {_assignment(one) for one in message.doing if s.cluster.is_current(one)}
+    having = {_assignment(one) for one in message.active_work if s.cluster.is_current(one)}
     lost = (task.work for task in node.tasks.values() if task.work not in having and _is_forgotten(s, task, now))
     again = next((work for work in lost if s.cluster.is_in_order(work, node, having)), None)
     work = again or s.cluster.next_assignment(node, having)
@@ -193,13 +207,13 @@ def _on_ask(s: Situation, event: NodeMessage, message: Ask, node: Node, now: flo
         given = Answer(to=event.to, plan=answers.plan(s, work, now))
         started = partial(s.cluster.start, event.to, work, now)
         return Decision(event=event, now=now, before=held, changes=(started,), commands=(given,))
-    if message.wait <= 0:
-        wait = Wait(seconds=s.settings.waiting.heartbeat_interval_s, about=answers.status(s, now))
+    if message.hold_s <= 0:
+        wait = Wait(retry_after_s=s.settings.waiting.heartbeat_interval_s, waiting_for=answers.status(s, now))
         return Decision(event=event, now=now, before=held, commands=(Answer(to=event.to, plan=wait),))
     return Decision(event=event, now=now, before=held)
 
 
-def _assignment(one: Doing) -> Assignment:
+def _assignment(one: ActiveWork) -> Assignment:
     return Assignment(one.kind, one.round, one.client)
 
 
@@ -265,13 +279,13 @@ def _on_failed(
     if opened is not None and message.attempt not in (None, opened.discarded):  # it is asked for another one
         return refused("stale", f"what client {client} failed in was discarded with its round {round}")
     heard, why = answers.receipt(s, to), f"node {node.name} says: {message.error}"
-    if message.again and cluster.attempts.get(work, 0) + 1 < s.settings.waiting.attempts:
+    if message.retryable and cluster.attempts.get(work, 0) + 1 < s.settings.waiting.attempts:
         return (), (partial(cluster.retry, work, now, keep=False),), (heard,)
     if work.kind == "evaluate":
         skipped = partial(cluster.finish, work, node)
         return (), (skipped,), (heard, ev.ClientNotEvaluated(client=client, round=round, why=why))
     # In a secure sum whose clients have agreed on masks it cannot be tried again, but in another sum of the round.
-    again = message.again and s.settings.secure is not None
+    again = message.retryable and s.settings.secure is not None
     return (ClientFailed(round=round, client=client, message=why, lost=again),), (), (heard,)
 
 

@@ -290,7 +290,7 @@ def _on_timer(s: Situation, event: Event, timer: Timer, now: float) -> Decision:
         case "lease":
             return _end_lease(s, fired, str(timer.key))
         case "ask" if timer.key in cluster.asks:
-            wait = Wait(seconds=0.0, about=answers.status(s, now))
+            wait = Wait(retry_after_s=0.0, waiting_for=answers.status(s, now))
             return replace(fired, commands=(Answer(to=str(timer.key), plan=wait),))
         case "home":
             return _give_up_waiting(s, fired, timer)

@@ -30,7 +30,7 @@ class Cohort:
     partners: int | None = None
     """Of each client, an even number; none: all others."""
     threshold: float = 0.67
-    """Share of a client's circle (its partners and itself) that must stay."""
+    """Share of a client's cohort (its partners and itself) that must stay."""
     _around: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

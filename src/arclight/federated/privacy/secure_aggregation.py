@@ -80,7 +80,7 @@ class Participant:
         seal = hashlib.sha256(self._seed).digest()
         return PublicKeys(client=self.client, mask=self._mask.public, cipher=self._cipher.public, seal=seal)
 
-    def share(self, circle: Cohort, keys: Mapping[str, PublicKeys]) -> dict[str, bytes]:
+    def share(self, cohort: Cohort, keys: Mapping[str, PublicKeys]) -> dict[str, bytes]:
         """Encrypt for every partner its shares of this client's secrets.
 
         Keys: the cohort's, by name.
@@ -88,13 +88,13 @@ class Participant:
         mine = keys.get(self.client)
         if mine != self.keys:
             raise FederatedError(f"the keys of {self.client} are not those that it gave: somebody changes what is sent")
-        partners = circle.partners_of(self.client)
+        partners = cohort.partners_of(self.client)
         if lost := [name for name in partners if name not in keys or keys[name].client != name]:
-            raise FederatedError(f"{self.client} has no keys of its partner {lost[0]} in round {circle.number}")
+            raise FederatedError(f"{self.client} has no keys of its partner {lost[0]} in round {cohort.number}")
         if len({(keys[name].mask, keys[name].cipher) for name in (*partners, self.client)}) <= len(partners):
             raise FederatedError(f"two partners of {self.client} have the same keys: somebody stands in for another")
-        self._circle, self._keys = circle, {name: keys[name] for name in partners}
-        holders, needed = circle.holders(self.client), circle.threshold_of(self.client)
+        self._cohort, self._keys = cohort, {name: keys[name] for name in partners}
+        holders, needed = cohort.holders(self.client), cohort.threshold_of(self.client)
         seeds = key_agreement.split_secret(self._seed, len(holders), needed)
         masks = key_agreement.split_secret(self._mask.raw, len(holders), needed)
         sent = {}
@@ -140,10 +140,10 @@ class Participant:
                     f"what {sender} wrote to {self.client} was changed on its way, or is not for this round"
                 )
             self._held[sender] = parts
-        needed = self._circle.threshold_of(self.client)
+        needed = self._cohort.threshold_of(self.client)
         if len(self._held) < needed:
             raise FederatedError(
-                f"{self.client} has {len(self._held) - 1} partners left in round {self._circle.number}, "
+                f"{self.client} has {len(self._held) - 1} partners left in round {self._cohort.number}, "
                 f"{needed - 1} are needed to hide its values: nothing is sent"
             )
         pairs = {name: self._pair(name) for name in received}
@@ -170,10 +170,10 @@ class Participant:
                 f"{self.client} was asked twice whose values have come, with different names: it refuses"
             )
         known = names & set(self._held)
-        if self.client not in names or len(known) < self._circle.threshold_of(self.client):
+        if self.client not in names or len(known) < self._cohort.threshold_of(self.client):
             raise FederatedError(
-                f"{self.client} is to help to take masks away from {len(known)} values of its circle, "
-                f"{self._circle.threshold_of(self.client)} and its own are needed: it refuses"
+                f"{self.client} is to help to take masks away from {len(known)} values of its cohort, "
+                f"{self._cohort.threshold_of(self.client)} and its own are needed: it refuses"
             )
         self._revealed = names
         return RevealedShares(
@@ -183,28 +183,30 @@ class Participant:
         )
 
     def _with(self, partner: str) -> bytes:
-        return self._cipher.derive(self._keys[partner].cipher, self._circle.about("letters", self.client, partner))
+        return self._cipher.derive(
+            self._keys[partner].cipher, self._cohort.about("encrypted_shares", self.client, partner)
+        )
 
     def _pair(self, partner: str) -> bytes:
-        return self._mask.derive(self._keys[partner].mask, self._circle.about("mask", self.client, partner))
+        return self._mask.derive(self._keys[partner].mask, self._cohort.about("mask", self.client, partner))
 
     def _about(self, sender: str, receiver: str) -> bytes:
-        return self._circle.about("letters", sender, receiver) + f"|{sender}>{receiver}".encode()
+        return self._cohort.about("encrypted_shares", sender, receiver) + f"|{sender}>{receiver}".encode()
 
 
 class MaskedSum:
     """The server's side of a secure sum: the survivors, and the shares that remove their masks.
 
-    here: clients whose masked values are in the sum. written: those who wrote letters, `here` among them: their partners masked
+    here: clients whose masked values are in the sum. sharers: those who sent encrypted shares, `here` among them: their partners masked
     for them. Raises FederatedError naming a client too few of whose partners are left.
     """
 
     def __init__(
-        self, circle: Cohort, keys: Mapping[str, PublicKeys], written: Iterable[str], here: Iterable[str]
+        self, cohort: Cohort, keys: Mapping[str, PublicKeys], sharers: Iterable[str], here: Iterable[str]
     ) -> None:
-        self._circle, self._keys = circle, dict(keys)
-        self.here, self._written = frozenset(here), frozenset(written)
-        if strange := sorted(self.here - self._written):
+        self._cohort, self._keys = cohort, dict(keys)
+        self.survivors, self._written = frozenset(here), frozenset(sharers)
+        if strange := sorted(self.survivors - self._written):
             raise FederatedError(f"{strange[0]} sent masked values and had not shared its secrets")
         self._seeds: dict[str, dict[int, int]] = {}
         self._parts: dict[str, dict[int, int]] = {}
@@ -212,11 +214,11 @@ class MaskedSum:
         self._wrong: set[str] = set()
         """Partners that gave wrong parts."""
         for client in sorted(self._concerned()):
-            left = sum(holder in self.here for holder in circle.holders(client))
-            if left < circle.threshold_of(client):
+            left = sum(holder in self.survivors for holder in cohort.holders(client))
+            if left < cohort.threshold_of(client):
                 raise FederatedError(
-                    f"the secure sum of round {circle.number} cannot be opened: {left} of {client}'s circle have sent their values, "
-                    f"{circle.threshold_of(client)} are needed; {len(self._written) - len(self.here)} of {len(self._written)} dropped out"
+                    f"the secure sum of round {cohort.number} cannot be opened: {left} of {client}'s cohort have sent their values, "
+                    f"{cohort.threshold_of(client)} are needed; {len(self._written) - len(self.survivors)} of {len(self._written)} dropped out"
                 )
 
     def _concerned(self) -> set[str]:
@@ -224,20 +226,20 @@ class MaskedSum:
 
         Survivors, and those who dropped out with a partner among them.
         """
-        partners = {partner for client in self.here for partner in self._circle.partners_of(client)}
-        return set(self.here) | (partners & self._written)
+        partners = {partner for client in self.survivors for partner in self._cohort.partners_of(client)}
+        return set(self.survivors) | (partners & self._written)
 
     def add(self, revealed: RevealedShares) -> None:
         """Add a client's shares.
 
         Raises FederatedError for one who is not of the sum, or gives what it was not asked for.
         """
-        if revealed.client not in self.here:
+        if revealed.client not in self.survivors:
             raise FederatedError(f"{revealed.client} is not of this sum")
         for parts, of_here, found in ((revealed.seeds, True, self._seeds), (revealed.keys, False, self._parts)):
             for client, part in parts.items():
-                holders = self._circle.holders(client)
-                if (client in self.here) != of_here or revealed.client not in holders:
+                holders = self._cohort.holders(client)
+                if (client in self.survivors) != of_here or revealed.client not in holders:
                     raise FederatedError(f"{revealed.client} gave a part of {client} that it was not asked for")
                 found.setdefault(client, {})[holders.index(revealed.client) + 1] = part
         self._heard.add(revealed.client)
@@ -245,15 +247,15 @@ class MaskedSum:
     @property
     def silent(self) -> list[str]:
         """List the clients of the sum that have given no shares."""
-        return sorted(self.here - self._heard)
+        return sorted(self.survivors - self._heard)
 
     def missing(self) -> dict[str, int]:
         """Count the shares still missing, by client."""
         found = {}
         for client in self._concerned():
-            parts = (self._seeds if client in self.here else self._parts).get(client, {})
-            if len(parts) < self._circle.threshold_of(client):
-                found[client] = self._circle.threshold_of(client) - len(parts)
+            parts = (self._seeds if client in self.survivors else self._parts).get(client, {})
+            if len(parts) < self._cohort.threshold_of(client):
+                found[client] = self._cohort.threshold_of(client) - len(parts)
         return found
 
     def open(self) -> Unmasking:
@@ -265,19 +267,19 @@ class MaskedSum:
             client, count = short[0]
             silent = ", ".join(self.silent) or "nobody"
             raise FederatedError(
-                f"{count} more parts of {client}'s secret are needed to open round {self._circle.number}'s sum; not heard of: {silent}"
+                f"{count} more parts of {client}'s secret are needed to open round {self._cohort.number}'s sum; not heard of: {silent}"
             )
         seeds: dict[str, bytes] = {}
         pairs: list[tuple[bytes, int]] = []
         for client in sorted(self._concerned()):
             public = self._keys[client]
-            if client in self.here:
+            if client in self.survivors:
                 seeds[client] = self._joined(client, _sealed(public.seal))
                 continue
             raw = self._joined(client, _of_key(public.mask))
-            for partner in self._circle.partners_of(client):
-                if partner in self.here:
-                    about = self._circle.about("mask", client, partner)
+            for partner in self._cohort.partners_of(client):
+                if partner in self.survivors:
+                    about = self._cohort.about("mask", client, partner)
                     pairs.append(
                         (PrivateKey(raw).derive(self._keys[partner].mask, about), 1 if partner < client else -1)
                     )
@@ -288,8 +290,8 @@ class MaskedSum:
 
         Raises FederatedError where no one partner's absence makes it right.
         """
-        holders, needed = self._circle.holders(client), self._circle.threshold_of(client)
-        parts = (self._seeds if client in self.here else self._parts)[client]
+        holders, needed = self._cohort.holders(client), self._cohort.threshold_of(client)
+        parts = (self._seeds if client in self.survivors else self._parts)[client]
         trusted = [place for place in parts if holders[place - 1] not in self._wrong] or list(parts)
         for without in (None, *trusted[:needed]):
             chosen = [place for place in trusted if place != without][:needed]
@@ -301,12 +303,12 @@ class MaskedSum:
                     self._wrong.add(holders[without - 1])
                     log.warning(
                         "round %d: %s gave a wrong part of %s's secret",
-                        self._circle.number,
+                        self._cohort.number,
                         holders[without - 1],
                         client,
                     )
                 return secret
-        what, other = ("seed", "what it sealed") if client in self.here else ("key", "its public key")
+        what, other = ("seed", "what it sealed") if client in self.survivors else ("key", "its public key")
         raise FederatedError(f"the parts of {client}'s {what} do not give {other}: a partner gave a wrong one")
 
 

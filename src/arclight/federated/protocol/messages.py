@@ -21,9 +21,9 @@ from arclight.federated.protocol.manifest import Manifest
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-VERSION = 2
+VERSION = 3
 """Of messages; those of manifests have a version of their own."""
-_STORED = (1, VERSION)
+_STORED = (1, 2, VERSION)
 """Of updates that nodes have kept."""
 
 Metrics = dict[str, float]
@@ -90,7 +90,7 @@ def _whole(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldRound:
     """A round that a client has started or finished and the server has not acknowledged."""
 
     client: str
@@ -99,7 +99,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doing:
+class ActiveWork:
     """Work of a node for a client, from the arrival of the order until its outcome is acknowledged."""
 
     client: str
@@ -120,7 +120,7 @@ class Join(Message):
     """Name of the node, the same after a restart."""
     clients: tuple[str, ...]
     """Clients whose data this node has; empty: any that the server assigns."""
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldRound, ...] = ()
     key: str = ""
     """The node's public key, base64, if the server asks for registered nodes."""
     signature: str = ""
@@ -136,24 +136,24 @@ class Join(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask(Message):
+class WorkRequest(Message):
     """Request work: a node has a free worker, or room to fetch an order ahead."""
 
     node: str
     session: str
-    wait: float = 20.0
+    hold_s: float = 20.0
     """How long the answer may be held back."""
-    doing: tuple[Doing, ...] = ()
+    active_work: tuple[ActiveWork, ...] = ()
     """What the node has already: an order that is not among it has not arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat(Message):
+class Heartbeat(Message):
     """Heartbeat of a node, with the progress of its clients."""
 
     node: str
     session: str
-    doing: tuple[Doing, ...] = ()
+    active_work: tuple[ActiveWork, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class Update(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Secure(Message):
+class SecureSumRequest(Message):
     """One client's part in a round's secure sum, and a request for what it needs next.
 
     Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
@@ -194,17 +194,17 @@ class Secure(Message):
     """Sums of the round that could not be opened before this one."""
     keys: dict[str, str] | None = None
     """Public keys: ``mask``, ``cipher``, ``seal``; and ``signature``, base64, by the node's key if it has one."""
-    letters: dict[str, str] | None = None
+    encrypted_shares: dict[str, str] | None = None
     """By partner, sealed."""
-    bad: tuple[str, ...] | None = None
-    """Partners whose letters could not be opened; said once all were tried."""
-    seeds: dict[str, str] | None = None
+    unreadable: tuple[str, ...] | None = None
+    """Partners whose encrypted shares could not be opened; said once all were tried."""
+    seed_shares: dict[str, str] | None = None
     """Parts of seeds, by the client that they are of."""
-    parts: dict[str, str] | None = None
+    key_shares: dict[str, str] | None = None
     """Parts of mask keys of those that dropped out, likewise."""
-    until: Literal["circle", "letters", "sure", "here"] | None = None
-    """What the client waits for: the fields of `Secured` that it needs next."""
-    wait: float = 0.0
+    waits_for: Literal["cohort", "encrypted_shares", "maskers", "survivors"] | None = None
+    """What the client waits for: the fields of `SecureSumReply` that it needs next."""
+    hold_s: float = 0.0
     """How long the answer may be held back until that is settled."""
 
 
@@ -241,7 +241,7 @@ class Failed(Message):
     client: str
     round: int
     error: str
-    again: bool = False
+    retryable: bool = False
     """Whether another attempt may do better (a full disk), or would fail again (a shape)."""
     attempt: int | None = None
     """Of a fit: `Fit.attempt` of its order."""
@@ -253,7 +253,7 @@ class Leave(Message):
 
     node: str
     session: str
-    why: str = ""
+    reason: str = ""
     """What keeps it from taking part, where something does."""
 
 
@@ -264,13 +264,13 @@ class Leave(Message):
 class Welcome(Message):
     session: str
     run: str
-    beat_every: float
+    heartbeat_interval_s: float
     """A node that has been silent three times as long counts as lost."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The run's recipe as tables, for nodes that build their task from it."""
-    blobs: str = ""
+    blob_address: str = ""
     """Address of the object store where blobs are; empty: at the server."""
-    ahead: int | None = 0
+    prefetch_rounds: int | None = 0
     """Rounds that a client may have beyond the one that it is at; None: a node asks only when a worker is free, as what is fetched
     early would begin from older weights than it must."""
 
@@ -299,11 +299,11 @@ class Fit(Message):
     weigh_by: str = "samples"
     seed: int = 0
     """For what a client draws in this round: randomised layers, noise, masks."""
-    deadline: float | None = None
+    deadline_s: float | None = None
     """Seconds from now after which the update is not waited for."""
-    journal_every: int = 50
+    checkpoint_every_steps: int = 50
     """Steps between saves of a client's own progress."""
-    keep: dict[str, Any] = field(default_factory=dict)
+    local_policy: dict[str, Any] = field(default_factory=dict)
     """What a client keeps of its own: reset_optimizer, personal, randomised and frozen layers."""
     privacy: dict[str, Any] = field(default_factory=dict)
     fragment: int | None = None
@@ -313,8 +313,8 @@ class Fit(Message):
     """How often the round could not be folded before: an order with another number is another order."""
     redo: bool = False
     """Whether an update of this round that the client has finished already is of no use, so that it trains again."""
-    lane: int = 0
-    """An update goes on from what the last one of its lane left unsaid. Those that may be under way together have lanes of their own."""
+    residual_slot: int = 0
+    """An update adds the residuals of the last one in its slot. Updates that may be under way together have slots of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,35 +327,35 @@ class Evaluate(Message):
     base: str
     weights: Manifest
     changes: tuple[Manifest, ...] = ()
-    deadline: float | None = None
-    keep: dict[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
+    local_policy: dict[str, Any] = field(default_factory=dict)
     """What a client keeps of its own, as in `Fit`: with that the weights are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Message):
-    """Nothing to do now; request again after ``seconds``."""
+    """Nothing to do now; request again after ``retry_after_s``."""
 
-    seconds: float
-    about: str = ""
+    retry_after_s: float
+    waiting_for: str = ""
     """What is waited for, for logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Secured(Message):
-    """The answer to `Secure.until` for a client of a secure sum; fields are None until they are settled."""
+class SecureSumReply(Message):
+    """The answer to `SecureSumRequest.waits_for` for a client of a secure sum; fields are None until they are settled."""
 
-    circle: tuple[str, ...] | None = None
+    cohort: tuple[str, ...] | None = None
     """Clients that take part."""
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Theirs, with the circle, each with the ``node`` that gave them."""
-    letters: dict[str, str] | None = None
+    """Theirs, with the cohort, each with the ``node`` that gave them."""
+    encrypted_shares: dict[str, str] | None = None
     """To this client, by sender."""
-    sure: tuple[str, ...] | None = None
-    """Clients that mask with each other: those that could read each other's letters."""
-    here: tuple[str, ...] | None = None
+    maskers: tuple[str, ...] | None = None
+    """Clients that mask with each other: those that could read each other's encrypted shares."""
+    survivors: tuple[str, ...] | None = None
     """Clients whose masked values are in the sum."""
-    over: bool = False
+    finished: bool = False
     """Whether the round needs nothing more of this client."""
 
 
@@ -363,7 +363,7 @@ class Secured(Message):
 class Close(Message):
     """The run is over for this node."""
 
-    why: str
+    reason: str
     failed: bool = False
     """Whether the run could not go on, or has no place for this node."""
 
@@ -377,5 +377,5 @@ class Receipt(Message):
     message: str = ""
     committed: int = -1
     """Newest round that is committed: what a node kept for rounds up to it can go."""
-    cancel: tuple[Doing, ...] = ()
+    cancel: tuple[ActiveWork, ...] = ()
     """What of the node's work is no longer wanted."""

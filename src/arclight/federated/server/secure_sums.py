@@ -37,7 +37,7 @@ from arclight.federated.privacy.secure_aggregation import (
     fixed_point_shift,
 )
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Secure, Secured
+from arclight.federated.protocol import SecureSumReply, SecureSumRequest
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -56,17 +56,23 @@ class _State:
     round: int = -1
     attempt: int = 0
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    circle: list[str] | None = None
-    letters: dict[str, dict[str, str]] = field(default_factory=dict)
-    written: list[str] | None = None
-    bad: dict[str, list[str]] = field(default_factory=dict)
-    """Client to the partners whose letters it could not open."""
-    sure: list[str] | None = None
+    cohort: list[str] | None = None
+    encrypted_shares: dict[str, dict[str, str]] = field(default_factory=dict)
+    sharers: list[str] | None = None
+    unreadable: dict[str, list[str]] = field(default_factory=dict)
+    """Client to the partners whose encrypted shares it could not open."""
+    maskers: list[str] | None = None
     """Clients that mask with each other."""
-    here: list[str] | None = None
+    survivors: list[str] | None = None
     revealed: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     """Clients that the sum goes on without, and why."""
+
+
+_FORMER_FIELDS = {
+    "circle": "cohort", "letters": "encrypted_shares", "written": "sharers", "bad": "unreadable", "sure": "maskers", "here": "survivors"
+}  # fmt: skip
+"""Fields in files of earlier versions."""
 
 
 class _SumFile:
@@ -76,10 +82,10 @@ class _SumFile:
         self.path, self.state = path, _State()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if lines:
-            said = json.loads(lines[0])
+            said = {_FORMER_FIELDS.get(name, name): value for name, value in json.loads(lines[0]).items()}
             self.state = _State(**said)
-            if "sure" not in said:  # an older version's, whose clients masked with all that had written
-                self.state.sure = self.state.written
+            if "maskers" not in said:  # an older version's, whose clients masked with all that had sent shares
+                self.state.maskers = self.state.sharers
             whole = len(lines[0])
             for line in lines[1:]:
                 if not line.endswith(b"\n"):  # the server was killed while it wrote this: nobody was told of it
@@ -114,6 +120,7 @@ class _SumFile:
         self._apply(name, key, value)
 
     def _apply(self, name: str, key: str | None, value: Any) -> None:
+        name = _FORMER_FIELDS.get(name, name)
         if key is None:
             setattr(self.state, name, value)
         else:
@@ -133,7 +140,7 @@ class SecureSumRelay:
         self._since: dict[str, float] = {}
         self._sum: MaskedSum | None = None
         self._book = _SumFile(path)
-        self._circle: Cohort | None = None
+        self._cohort: Cohort | None = None
         self._inbox: dict[str, dict[str, str]] | None = None
         self._look_at = 0.0
         self._closed = False
@@ -144,29 +151,29 @@ class SecureSumRelay:
             self._closed = True
             self._settled.notify_all()
 
-    def handle(self, message: Secure) -> Secured:
+    def handle(self, message: SecureSumRequest) -> SecureSumReply:
         """Handle a client's message; answer what it waits for once that is settled, or its time is over."""
-        until = time.monotonic() + min(max(message.wait, 0.0), _LONGEST_HELD)
+        until = time.monotonic() + min(max(message.hold_s, 0.0), _LONGEST_HELD)
         asked = (message.round, message.attempt)
         with self._settled:
             here = self._at()
             if asked < here or (asked > here and message.client not in self._expected(message.round)):
-                return Secured(over=True)
+                return SecureSumReply(finished=True)
             if asked > here:
                 self._book.begin(_State(round=message.round, attempt=message.attempt))
                 self._since.clear()
-                self._sum = self._circle = self._inbox = None
+                self._sum = self._cohort = self._inbox = None
                 self._settled.notify_all()
             if self._take(message):
                 self._look_at = 0.0
             while True:
                 self._settle()
                 if self._at() != asked or self._is_over(message.client):
-                    return Secured(over=True)
-                told = self._told(message.client, message.until)
+                    return SecureSumReply(finished=True)
+                told = self._told(message.client, message.waits_for)
                 left = until - time.monotonic()
                 if told is not None or left <= 0 or self._closed:
-                    return told or Secured()
+                    return told or SecureSumReply()
                 self._settled.wait(min(left, _LOOK))
 
     def _at(self) -> tuple[int, int]:
@@ -174,7 +181,7 @@ class SecureSumRelay:
 
     # -- what clients send ---------------------------------------------------------------------------------------------
 
-    def _take(self, message: Secure) -> bool:
+    def _take(self, message: SecureSumRequest) -> bool:
         """Write what is new in a message; True if anything is. A client that sends invalid values is dropped."""
         state, client, write = self._book.state, message.client, self._book.write
         said = {**(message.keys or {}), "node": message.node}
@@ -182,7 +189,7 @@ class SecureSumRelay:
             return False
         try:
             if message.keys is not None and state.keys.get(client) != said:
-                if state.circle is not None:
+                if state.cohort is not None:
                     raise _InvalidMessage(
                         "gave other keys than before: its node was started again"
                         if client in state.keys
@@ -190,13 +197,19 @@ class SecureSumRelay:
                     )
                 self._check_keys(client, message.keys)
                 write("keys", client, said)
-            elif message.letters is not None and client not in state.letters and state.written is None:
-                self._check_letters(client, message.letters)
-                write("letters", client, dict(message.letters))
-            elif message.bad is not None and client not in state.bad and client in (state.written or ()):
-                write("bad", client, [name for name in message.bad if client in state.letters.get(name, ())])
-            elif message.seeds is not None and message.parts is not None and client not in state.revealed:
-                return self._take_parts(client, {"seeds": message.seeds, "keys": message.parts})
+            elif (
+                message.encrypted_shares is not None and client not in state.encrypted_shares and state.sharers is None
+            ):
+                self._check_encrypted_shares(client, message.encrypted_shares)
+                write("encrypted_shares", client, dict(message.encrypted_shares))
+            elif message.unreadable is not None and client not in state.unreadable and client in (state.sharers or ()):
+                write(
+                    "unreadable",
+                    client,
+                    [name for name in message.unreadable if client in state.encrypted_shares.get(name, ())],
+                )
+            elif message.seed_shares is not None and message.key_shares is not None and client not in state.revealed:
+                return self._take_revealed_shares(client, {"seeds": message.seed_shares, "keys": message.key_shares})
             else:
                 return False
         except _InvalidMessage as wrong:
@@ -225,17 +238,17 @@ class SecureSumRelay:
             ):
                 raise _InvalidMessage("gave another client's keys as its own")
 
-    def _check_letters(self, client: str, said: Mapping[str, str]) -> None:
-        if client not in (self._book.state.circle or ()):
-            raise _InvalidMessage("wrote letters and gave no keys")
-        partners = self._the_circle().partners_of(client)
+    def _check_encrypted_shares(self, client: str, said: Mapping[str, str]) -> None:
+        if client not in (self._book.state.cohort or ()):
+            raise _InvalidMessage("sent encrypted shares and gave no keys")
+        partners = self._cohort_of_round().partners_of(client)
         if set(said) != set(partners) or not all(_is_hex(text, ENCRYPTED_SHARE_BYTES) for text in said.values()):
             raise _InvalidMessage(
-                f"wrote letters that are none: {ENCRYPTED_SHARE_BYTES} bytes to each of {len(partners)} partners are needed, in hexadecimal"
+                f"sent encrypted shares that are none: {ENCRYPTED_SHARE_BYTES} bytes to each of {len(partners)} partners are needed, in hexadecimal"
             )
 
-    def _take_parts(self, client: str, said: dict[str, dict[str, str]]) -> bool:
-        if client not in (self._book.state.here or ()):
+    def _take_revealed_shares(self, client: str, said: dict[str, dict[str, str]]) -> bool:
+        if client not in (self._book.state.survivors or ()):
             return False
         try:
             if self._sum is not None:
@@ -251,26 +264,26 @@ class SecureSumRelay:
     def _settle(self) -> None:
         """Close the stage that all clients have reached, or that the first has waited long enough in."""
         now, state, write = time.monotonic(), self._book.state, self._book.write
-        if now < self._look_at or state.sure is not None:
+        if now < self._look_at or state.maskers is not None:
             return
         self._look_at = now + _LOOK
         expected = set(self._expected(state.round)) - set(state.dropped)
-        if state.circle is None:
+        if state.cohort is None:
             come = set(state.keys) - set(state.dropped)
             if len(come) > 1 and self._have(expected, come, "keys"):
-                write("circle", None, sorted(come))
-        elif state.written is None:
-            come = set(state.letters) - set(state.dropped)
-            if self._have(expected & set(state.circle), come, "letters"):
-                write("written", None, sorted(come))
+                write("cohort", None, sorted(come))
+        elif state.sharers is None:
+            come = set(state.encrypted_shares) - set(state.dropped)
+            if self._have(expected & set(state.cohort), come, "encrypted_shares"):
+                write("sharers", None, sorted(come))
         else:
-            come = (set(state.bad) & set(state.written)) - set(state.dropped)
-            if self._have(expected & set(state.written), come, "answers"):
-                for client, why in _blamed({name: state.bad[name] for name in come}).items():
+            come = (set(state.unreadable) & set(state.sharers)) - set(state.dropped)
+            if self._have(expected & set(state.sharers), come, "answers"):
+                for client, why in _blamed({name: state.unreadable[name] for name in come}).items():
                     log.warning("round %d: the secure sum continues without %s, which %s", state.round, client, why)
                     write("dropped", client, why)
                     come.discard(client)
-                write("sure", None, sorted(come))
+                write("maskers", None, sorted(come))
         if self._stage() != self._since.get("stage"):
             self._since["stage"] = self._stage()
             self._look_at = 0.0
@@ -278,7 +291,7 @@ class SecureSumRelay:
 
     def _stage(self) -> int:
         state = self._book.state
-        return sum(one is not None for one in (state.circle, state.written, state.sure, state.here))
+        return sum(one is not None for one in (state.cohort, state.sharers, state.maskers, state.survivors))
 
     def _have(self, all_: set[str], come: set[str], what: str) -> bool:
         """Return True if all clients have sent this, or the first has waited long enough."""
@@ -290,31 +303,34 @@ class SecureSumRelay:
     def _is_over(self, client: str) -> bool:
         state = self._book.state
         gone = any(
-            names is not None and client not in names for names in (state.circle, state.written, state.sure, state.here)
+            names is not None and client not in names
+            for names in (state.cohort, state.sharers, state.maskers, state.survivors)
         )
         return gone or client in state.dropped or client in state.revealed
 
-    def _told(self, client: str, until: str | None) -> Secured | None:
+    def _told(self, client: str, until: str | None) -> SecureSumReply | None:
         """Return what a client waits for; None while that is not settled."""
         state = self._book.state
         match until:
-            case "circle" if state.circle is not None:
-                return Secured(circle=tuple(state.circle), keys={name: state.keys[name] for name in state.circle})
-            case "letters" if state.written is not None:
-                return Secured(letters=self._letters_to(client))
-            case "sure" if state.sure is not None:
-                return Secured(sure=tuple(state.sure))
-            case "here" if state.here is not None:
-                return Secured(here=tuple(state.here))
+            case "cohort" if state.cohort is not None:
+                return SecureSumReply(
+                    cohort=tuple(state.cohort), keys={name: state.keys[name] for name in state.cohort}
+                )
+            case "encrypted_shares" if state.sharers is not None:
+                return SecureSumReply(encrypted_shares=self._shares_for(client))
+            case "maskers" if state.maskers is not None:
+                return SecureSumReply(maskers=tuple(state.maskers))
+            case "survivors" if state.survivors is not None:
+                return SecureSumReply(survivors=tuple(state.survivors))
             case None:
-                return Secured()
+                return SecureSumReply()
         return None
 
-    def _letters_to(self, client: str) -> dict[str, str]:
+    def _shares_for(self, client: str) -> dict[str, str]:
         if self._inbox is None:
-            self._inbox = {name: {} for name in self._book.state.circle or ()}
-            for sender in self._book.state.written or ():
-                for receiver, text in self._book.state.letters[sender].items():
+            self._inbox = {name: {} for name in self._book.state.cohort or ()}
+            for sender in self._book.state.sharers or ():
+                for receiver, text in self._book.state.encrypted_shares[sender].items():
                     self._inbox[receiver][sender] = text
         return self._inbox[client]
 
@@ -331,15 +347,15 @@ class SecureSumRelay:
     def _open(self, number: int, here: Iterable[str]) -> Unmasking:
         with self._settled:
             state, names = self._book.state, sorted(here)
-            if state.round != number or state.circle is None or state.sure is None:
+            if state.round != number or state.cohort is None or state.maskers is None:
                 raise FederatedError(
                     f"round {number} has masked values and what opens them is gone: {self._book.path} is missing or old"
                 )
-            keys = {name: _keys(name, state.keys[name]) for name in state.circle}
-            opened = self._sum = MaskedSum(self._the_circle(), keys, state.sure, names)
+            keys = {name: _keys(name, state.keys[name]) for name in state.cohort}
+            opened = self._sum = MaskedSum(self._cohort_of_round(), keys, state.maskers, names)
             for client, told in state.revealed.items():  # of before a restart
                 opened.add(_revealed(client, told))
-            self._book.write("here", None, names)
+            self._book.write("survivors", None, names)
             self._settled.notify_all()
             self._revealed.wait_for(lambda: self._closed or not opened.missing(), self._settings.patience)
             if not opened.missing():
@@ -348,10 +364,10 @@ class SecureSumRelay:
                 self._revealed.wait_for(lambda: self._closed or not opened.silent, self._settings.patience)
             return opened.open()
 
-    def _the_circle(self) -> Cohort:
-        if self._circle is None:
-            self._circle = circle_of(self._settings, self._run, self._book.state.round, self._book.state.circle or ())
-        return self._circle
+    def _cohort_of_round(self) -> Cohort:
+        if self._cohort is None:
+            self._cohort = cohort_of(self._settings, self._run, self._book.state.round, self._book.state.cohort or ())
+        return self._cohort
 
 
 class _InvalidMessage(Exception):  # noqa: N818
@@ -379,14 +395,16 @@ def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
         client = max(quarrels, key=lambda name: (quarrels[name], name in wrote, name))
         others = sorted({*(a for a, b in pairs if b == client), *(b for a, b in pairs if a == client)})
         side = (
-            "wrote letters that cannot be opened by" if client in wrote else "says that it cannot open the letters of"
+            "sent encrypted shares that cannot be opened by"
+            if client in wrote
+            else "says that it cannot open the encrypted shares of"
         )
         found[client] = f"{side} {', '.join(others[:5])}"
         pairs = {pair for pair in pairs if client not in pair}
     return found
 
 
-def circle_of(settings: SecureSum, run: str, number: int, clients: Collection[str]) -> Cohort:
+def cohort_of(settings: SecureSum, run: str, number: int, clients: Collection[str]) -> Cohort:
     return Cohort(
         run=run, number=number, clients=tuple(clients), partners=settings.partners, threshold=settings.threshold
     )

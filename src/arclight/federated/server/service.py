@@ -28,22 +28,22 @@ from arclight.federated.errors import LinkError, ProtocolError, Reason, RefusedE
 from arclight.federated.masks.transfer_mask import ServerMasks
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
-    Ask,
-    Beat,
     Close,
     Evaluate,
     Evaluated,
     Failed,
     Fit,
+    Heartbeat,
     Join,
     Leave,
     Manifest,
     Message,
     Receipt,
-    Secure,
+    SecureSumRequest,
     Update,
     Wait,
     Welcome,
+    WorkRequest,
     digest_of,
 )
 from arclight.federated.rounds.history import History
@@ -150,25 +150,25 @@ class Service:
         match message:
             case Join():
                 return self._join(message)
-            case Ask():
+            case WorkRequest():
                 return self._ask(message)
             case Update():
                 return self._update(message)
             case Evaluated():
                 return self._evaluated(message)
-            case Secure():
+            case SecureSumRequest():
                 return self._secure(message)
-            case Beat():
+            case Heartbeat():
                 return self._forward(message)
             case Failed():
                 return self._forward(replace(message, error=message.error[:_LONGEST_TEXT]))
             case Leave():
-                return self._forward(replace(message, why=message.why[:_LONGEST_TEXT]))
+                return self._forward(replace(message, reason=message.reason[:_LONGEST_TEXT]))
         raise ProtocolError(
             f"a server is not sent {message.kind!r}: nodes join, ask, beat, update, evaluate, fail and leave"
         )
 
-    def _forward(self, message: Beat | Evaluated | Failed | Leave) -> Message:
+    def _forward(self, message: Heartbeat | Evaluated | Failed | Leave) -> Message:
         """Let the coordinator answer a message as it is."""
         return self._request(lambda to: NodeMessage(to=to, message=message, session=message.session))
 
@@ -180,24 +180,24 @@ class Service:
         try:
             plan = self._runtime.request(lambda to: NodeMessage(to=to, message=message, session=session))
         except PausedError as error:
-            return Wait(seconds=1.0, about=str(error))
+            return Wait(retry_after_s=1.0, waiting_for=str(error))
         if isinstance(plan, SessionGranted):
             return Welcome(
                 session=plan.session,
                 run=self.run,
-                beat_every=self.federation.waiting.heartbeat_interval_s,
+                heartbeat_interval_s=self.federation.waiting.heartbeat_interval_s,
                 recipe=self._recipe,
-                blobs=self.federation.blobs_at or "",
-                ahead=None if self.federation.buffered else self.federation.overlap,
+                blob_address=self.federation.blobs_at or "",
+                prefetch_rounds=None if self.federation.buffered else self.federation.overlap,
             )
         return _answered(plan)
 
-    def _ask(self, message: Ask) -> Message:
-        ask = replace(message, wait=min(max(message.wait, 0.0), _LONGEST_HELD_S))
+    def _ask(self, message: WorkRequest) -> Message:
+        ask = replace(message, hold_s=min(max(message.hold_s, 0.0), _LONGEST_HELD_S))
         try:
-            plan = self._runtime.request(lambda to: NodeMessage(to=to, message=ask, session=ask.session), ask.wait)
+            plan = self._runtime.request(lambda to: NodeMessage(to=to, message=ask, session=ask.session), ask.hold_s)
         except PausedError as error:
-            return Wait(seconds=1.0, about=str(error))
+            return Wait(retry_after_s=1.0, waiting_for=str(error))
         if isinstance(plan, FitPlan):
             return self._fit(plan, message.session)
         if isinstance(plan, EvaluatePlan):
@@ -221,16 +221,16 @@ class Service:
             codec=to_table(asked.up),
             weigh_by=asked.weigh_by,
             seed=plan.seed,
-            deadline=plan.deadline,
-            journal_every=asked.checkpoint_every_steps,
-            keep={"reset_optimizer": asked.reset_optimizer, **mask.to_table()},
+            deadline_s=plan.deadline,
+            checkpoint_every_steps=asked.checkpoint_every_steps,
+            local_policy={"reset_optimizer": asked.reset_optimizer, **mask.to_table()},
             privacy={
                 **noise.noise_for_clients(asked, plan.least),
                 **secure_sums.secure_sum_for_clients(asked, plan.discarded),
             },
             fragment=plan.fragment,
             overlap=asked.overlap,
-            lane=asked.lane(plan.round),
+            residual_slot=asked.residual_slot(plan.round),
             attempt=plan.discarded,
             redo=plan.redo,
         )
@@ -245,8 +245,8 @@ class Service:
             base=plan.base,
             weights=weights.manifest,
             changes=weights.changes,
-            deadline=plan.deadline,
-            keep=self._masks.of(plan.client, plan.round, weights.manifest).to_table(),
+            deadline_s=plan.deadline,
+            local_policy=self._masks.of(plan.client, plan.round, weights.manifest).to_table(),
         )
 
     def _update(self, message: Update) -> Message:
@@ -306,7 +306,7 @@ class Service:
         with self._validating:
             return validate_update(update, expected, baseline, asked.checks, self.blobs)
 
-    def _secure(self, message: Secure) -> Message:
+    def _secure(self, message: SecureSumRequest) -> Message:
         if self._relay is None:
             raise ProtocolError(f"run {self.run} has no secure sums")
         clients = self._runtime.speaks_for(message.session)

@@ -17,7 +17,7 @@ from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.errors import FederatedError, ProtocolError, RefusedError
 from arclight.federated.masks.experts import ExpertParts
 from arclight.federated.masks.transfer_mask import TransferMask, expected_entry
-from arclight.federated.protocol import Ask, Entry, Join, Manifest, Message, Update
+from arclight.federated.protocol import Entry, Join, Manifest, Message, Update, WorkRequest
 from arclight.federated.protocol.manifest import VERSION
 from arclight.federated.settings import Checks, Federation
 
@@ -101,9 +101,9 @@ def validate_message(message: Message) -> None:
         raise ProtocolError(
             f"an update's manifest is of version {message.manifest.version}, this side speaks {VERSION}: install the same arclight"
         )
-    if isinstance(message, Ask) and not math.isfinite(message.wait):
+    if isinstance(message, WorkRequest) and not math.isfinite(message.hold_s):
         raise ProtocolError(
-            f"node {message.node!r} asks for an answer within {message.wait} seconds: give a finite time"
+            f"node {message.node!r} asks for an answer within {message.hold_s} seconds: give a finite time"
         )
 
 

@@ -20,7 +20,7 @@ from arclight._intervals import (
 )
 from arclight.data.permutation import keys_of
 from arclight.federated.coordination.events import FitPlan
-from arclight.federated.protocol import Doing
+from arclight.federated.protocol import ActiveWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,9 @@ class Device:
     beats: int = 0
     jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
-    def doing(self) -> tuple[Doing, ...]:
+    def active_work(self) -> tuple[ActiveWork, ...]:
         """Return the work as nodes report it; that time goes by is progress."""
-        return tuple(Doing(client=self.name, round=round, steps=self.beats) for round in self.jobs)
+        return tuple(ActiveWork(client=self.name, round=round, steps=self.beats) for round in self.jobs)
 
 
 class FleetSampler:

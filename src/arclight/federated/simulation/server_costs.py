@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import FederatedError
-from arclight.federated.protocol import Ask, Fit, Join, Receipt, Update, Welcome
+from arclight.federated.protocol import Fit, Join, Receipt, Update, Welcome, WorkRequest
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Costs
 
@@ -59,7 +59,7 @@ def _rounds(folder: Path, clients: int, bytes: int) -> tuple[float, float]:
         session = _join(run)
         for _ in range(_ROUNDS):
             for number in range(clients):
-                order = run.service.answer(Ask(node="node", session=session))
+                order = run.service.answer(WorkRequest(node="node", session=session))
                 if not isinstance(order, Fit):
                     raise FederatedError(f"the server gave no order but {order}")
                 change = {

@@ -15,17 +15,17 @@ from arclight.federated.coordination.events import Command, EvaluatePlan, Event,
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import (
-    Ask,
-    Beat,
     Close,
     Evaluated,
     Failed,
+    Heartbeat,
     Join,
     Leave,
     Manifest,
     Receipt,
     Update,
     Wait,
+    WorkRequest,
 )
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Cores, Device, Fleet, FleetSampler, Pipe, SimulatedJob
@@ -145,7 +145,7 @@ class Simulator:
 
     # -- clients -----------------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Join | Beat | Evaluated | Failed | Leave, session: str) -> Any:
+    def _send(self, message: Join | Heartbeat | Evaluated | Failed | Leave, session: str) -> Any:
         """Return the answer to a message that is answered at once."""
         return self._answer_to(ev.NodeMessage(to=self._request(), message=message, session=session))
 
@@ -174,7 +174,7 @@ class Simulator:
         else:
             device.session = ""
             if isinstance(plan, Wait):
-                self._at(self.now + plan.seconds, lambda: self._connect(name))
+                self._at(self.now + plan.retry_after_s, lambda: self._connect(name))
 
     def _index(self, name: str) -> int:
         return int(name)
@@ -185,7 +185,7 @@ class Simulator:
             to = f"ask {next(self._numbers)}"
             self._asks[to] = device
             device.asking = True
-            ask = Ask(node=device.name, session=device.session, wait=_HELD, doing=device.doing())
+            ask = WorkRequest(node=device.name, session=device.session, hold_s=_HELD, active_work=device.active_work())
             self._handle(ev.NodeMessage(to=to, message=ask, session=device.session))
 
     def _answered(self, device: Device, plan: Any) -> None:
@@ -199,7 +199,7 @@ class Simulator:
                 device.session = ""
                 self._connect(device.name)
             case Wait():
-                self._at(self.now + plan.seconds, lambda: self._ask(device))
+                self._at(self.now + plan.retry_after_s, lambda: self._ask(device))
             case Close():
                 device.gone = True
 
@@ -305,7 +305,7 @@ class Simulator:
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1
-        beat = Beat(node=device.name, session=device.session, doing=device.doing())
+        beat = Heartbeat(node=device.name, session=device.session, active_work=device.active_work())
         receipt = self._send(beat, device.session)
         if isinstance(receipt, Receipt) and receipt.cancel:
             for one in receipt.cancel:

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 from arclight.federated.errors import FederatedError, ProtocolError, SessionError
-from arclight.federated.protocol import Join, Message, Secure, Welcome, keys_text
+from arclight.federated.protocol import Join, Message, SecureSumRequest, Welcome, keys_text
 from arclight.federated.transports.keys import Registry, is_signed
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Authenticator:
             raise ProtocolError(f"this session is not {node}'s: a node speaks for itself, in the session it was given")
         if session != token:  # said by one thread of a node while another was joining
             raise SessionError(f"this session of {node} is not its newest: say it again in that")
-        if isinstance(message, Secure) and message.keys is not None and self._registry is not None:
+        if isinstance(message, SecureSumRequest) and message.keys is not None and self._registry is not None:
             text = keys_text(self.run, message.round, message.attempt, message.client, message.keys)
             if not self._registry.vouches(message.node, message.client, text, message.keys.get("signature", "")):
                 raise ProtocolError(

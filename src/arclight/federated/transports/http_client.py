@@ -32,7 +32,7 @@ from arclight.federated.errors import (
     SessionError,
     UntrustedError,
 )
-from arclight.federated.protocol import VERSION, Ask, Join, Message, Secure, Welcome, read
+from arclight.federated.protocol import VERSION, Join, Message, SecureSumRequest, Welcome, WorkRequest, read
 from arclight.federated.transports.authentication import signed_text
 from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.settings import is_loopback
@@ -116,13 +116,13 @@ class HttpLink:
 
         Raises SessionError where the server does not know this node's session any more: join again.
         """
-        limit = _ANSWER_TIMEOUT_S + (message.wait if isinstance(message, Ask | Secure) else 0.0)
+        limit = _ANSWER_TIMEOUT_S + (message.hold_s if isinstance(message, WorkRequest | SecureSumRequest) else 0.0)
         answer = self._retrier.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
         if isinstance(answer, Welcome):
             self._token = answer.session
-            if answer.blobs and answer.blobs != self._elsewhere:
-                self._check_store(answer.blobs)
-                self._blobs, self._elsewhere = ObjectStore(answer.blobs, self._cache), answer.blobs
+            if answer.blob_address and answer.blob_address != self._elsewhere:
+                self._check_store(answer.blob_address)
+                self._blobs, self._elsewhere = ObjectStore(answer.blob_address, self._cache), answer.blob_address
         return answer
 
     def _check_store(self, address: str) -> None:

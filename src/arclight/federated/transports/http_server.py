@@ -1,7 +1,7 @@
 """Serve a federation: plain HTTP on loopback, elsewhere over TLS to registered nodes.
 
     GET  /v1/challenge         a text for a node to sign before it joins
-    POST /v1/message           a message in JSON, the answer in JSON; an Ask may be held
+    POST /v1/message           a message in JSON, the answer in JSON; a WorkRequest may be held
     HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already,
                                and X-Arclight-Busy while more are coming
     GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
@@ -32,7 +32,7 @@ from arclight.fabric.extras import require
 from arclight.federated.blobs.blob_store import check_digest
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
-from arclight.federated.protocol import VERSION, Ask, Join, Secure, Wait, read
+from arclight.federated.protocol import VERSION, Join, SecureSumRequest, Wait, WorkRequest, read
 from arclight.federated.transports.authentication import Authenticator
 from arclight.federated.transports.keys import Registry, fingerprint_of
 from arclight.federated.transports.settings import Limits, Listening
@@ -319,14 +319,14 @@ class App:
             raise
         except ProtocolError as error:
             raise Refusal(403, str(error)) from error
-        if isinstance(message, Ask) or (isinstance(message, Secure) and message.wait > 0):
+        if isinstance(message, WorkRequest) or (isinstance(message, SecureSumRequest) and message.hold_s > 0):
             return self._hold(message)
         answer = self._server.answer(message)
         if isinstance(message, Join):
             self._guard.joined(message, answer)
         return answer.to_json()
 
-    def _hold(self, ask: Ask | Secure) -> str:
+    def _hold(self, ask: WorkRequest | SecureSumRequest) -> str:
         with self._lock:
             full = self._held >= self._limits.held
             self._held += not full
@@ -338,15 +338,15 @@ class App:
             with self._lock:
                 self._held -= 1
 
-    def _answer_soon(self, ask: Ask | Secure) -> str:
+    def _answer_soon(self, ask: WorkRequest | SecureSumRequest) -> str:
         """Answer at once with what there is.
 
         Nodes that are held may wait for just those that are not.
         """
-        answer = self._server.answer(replace(ask, wait=min(ask.wait, _BRIEF_HOLD_S)))
+        answer = self._server.answer(replace(ask, hold_s=min(ask.hold_s, _BRIEF_HOLD_S)))
         if isinstance(answer, Wait):
             answer = replace(
-                answer, seconds=_RETRY_AFTER_S, about="other nodes: the server holds as many asks as it can"
+                answer, retry_after_s=_RETRY_AFTER_S, waiting_for="other nodes: the server holds as many asks as it can"
             )
         return answer.to_json()
 

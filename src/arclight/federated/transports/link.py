@@ -51,7 +51,7 @@ class ServerApi(Protocol):
         """Return the bytes of the largest message that a node of this run may have to send."""
 
     def answer(self, message: Message) -> Message:
-        """Answer a node's message; may take as long as an `Ask` allows. Called from any thread."""
+        """Answer a node's message; may take as long as a `WorkRequest` allows. Called from any thread."""
 
     def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """Reserve room while a node puts a blob, or a part of it.
