@@ -332,6 +332,8 @@ def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
         return {
             f.name: (hints[f.name], f.default_factory() if callable(f.default_factory) else f.default) for f in fields
         }
+    if cls.__init__ is object.__init__ and cls.__new__ is object.__new__:
+        return {}
     if not inspect.isfunction(cls.__init__):
         raise RecipeError(f"{cls.__name__} is neither a dataclass nor has it a constructor written in Python")
     return arguments_of(cls)

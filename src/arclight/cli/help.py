@@ -53,13 +53,19 @@ def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]
     docs = {setting.path: setting.doc for setting in settings}
     tables = dict.fromkeys(setting.path.rpartition(".")[0] for setting in settings)
     names = [table for table in tables if table and table not in own and table.rpartition(".")[0] in ("", *own)]
-    longest = max(map(len, names), default=0)
-    lines = [textwrap.shorten(docs[table], max(width - longest - 6, 30), placeholder=" ...") for table in names]
-    told = f"--help TABLE lists the fields of a table, as --help {names[-1]}; --help all lists every field:"
+    titles = [_title(table) for table in names]
+    longest = max(map(len, titles), default=0)
+    lines = [textwrap.shorten(docs[_below(table)], max(width - longest - 4, 30), placeholder=" ...") for table in names]
+    told = f"--help TABLE lists the fields of a table, as --help {_below(names[-1])}; --help all lists every field:"
     return [
         "", bold("Other tables"), *textwrap.wrap(told, width),
-        *(f"  {coloured(f'[{name}]')}{' ' * (longest - len(name))}  {line}" for name, line in zip(names, lines, strict=True)),
+        *(f"  {coloured(title)}{' ' * (longest - len(title))}  {line}" for title, line in zip(titles, lines, strict=True)),
     ]  # fmt: skip
+
+
+def _title(table: str) -> str:
+    """Return a table's name as its line in a recipe has it."""
+    return f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]"
 
 
 def _below(table: str) -> str:
@@ -94,7 +100,7 @@ def heading(table: str, kind: str, field: Setting | None, first: Setting, width:
     """Return the table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
     if field is None:
         return [bold("Top-level fields")]
-    title = (f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]") + (f' kind = "{kind}"' if kind else "")
+    title = _title(table) + (f' kind = "{kind}"' if kind else "")
     if kind and shown(field.default) == kind:
         title += ", the default"
     doc = first.doc if kind else field.doc

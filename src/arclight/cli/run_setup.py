@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
     from arclight.trainer.callbacks.settings import Diloco
+    from arclight.trainer.loggers.logger import Logger
     from arclight.trainer.settings import TrainerSettings
 
 
@@ -55,13 +56,33 @@ def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
 def make_trainer(recipe: TrainingRun, **objects: Any) -> Trainer:
     """Build the trainer that the recipe describes; UsageError if its settings do not fit."""
     from arclight import Trainer
+    from arclight.trainer.loggers import CSVLogger
 
+    if recipe.loggers and "logger" not in objects:
+        objects["logger"] = [CSVLogger(), *build_loggers(recipe)]
     try:
         if recipe.plan is not None:
             objects |= spread(with_replicas(recipe.plan, recipe.diloco), recipe.trainer)
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
+
+
+def build_loggers(recipe: TrainingRun) -> list[Logger]:
+    """Build the loggers of a recipe's ``[[loggers]]``; UsageError if a class is none, or its package is missing."""
+    from arclight.trainer.loggers import Logger
+    from arclight.trainer.loggers.settings import LoggerSettings
+
+    made = []
+    for number, part in enumerate(recipe.loggers):
+        try:
+            logger = part.build(recipe.name or "run", recipe.root) if isinstance(part, LoggerSettings) else part.build()
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"loggers[{number}]: {error}") from error
+        if not isinstance(logger, Logger):
+            raise UsageError(f"loggers[{number}]: need an arclight.trainer.loggers.Logger, got {type(logger).__name__}")
+        made.append(logger)
+    return made
 
 
 def check_there_is_a_run(runs: Path, flag: str) -> None:

@@ -12,6 +12,7 @@ from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.settings import LanguageTask
 from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
+from arclight.trainer.loggers.settings import CSV, ClearML, Comet, MLflow, TensorBoard, Wandb
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision.tasks.settings import (
     ClassificationTask,
@@ -48,6 +49,8 @@ class TrainingRun(Checked):
     """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
+    loggers: tuple[TensorBoard | Wandb | MLflow | Comet | ClearML | CSV, ...] = ()
+    """Loggers beside the run folder's metrics.csv, each a table [[loggers]]; or kind = "package.module:Class", a Logger of your own."""
     search: dict[str, Any] | None = None
     """Ranges that arclight tune searches, by field: task.optimizer.lr = "1e-4:1e-2:log"; training leaves them alone."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import queue
 import shutil
 import sys
 import threading
@@ -21,9 +22,13 @@ from arclight.federated.errors import FederatedError
 if TYPE_CHECKING:
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring
-    from arclight.federated.server.server import Server
+    from arclight.federated.rounds.history import History
+    from arclight.federated.server.server import Server, Told
     from arclight.federated.server.server_run import ServerRun
     from arclight.trainer import RunFolder
+    from arclight.trainer.loggers import Logger
+
+log = logging.getLogger(__name__)
 
 VERBS = {
     "serve": "arclight.cli.federate.network",
@@ -133,12 +138,19 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
     """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring, client_names
+    from arclight.cli.run_setup import build_loggers
     from arclight.federated.coordination.run_database import has_begun
     from arclight.federated.server.server import Server
 
     begun = has_begun(folder.path)
     kept = options.resume is not None
+    rounds = RoundLogging(build_loggers(recipe), folder.path)
     with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
+
+        def told(what: Told) -> None:
+            progress.told(what)
+            rounds.told(what)
+
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
             recipe.federation,
@@ -149,10 +161,10 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             run=run_name(recipe, folder),
             seed=recipe.seed,
             recipe=as_tables(recipe),
-            told=progress.told,
+            told=told,
         )
         try:
-            with server.opened() as run:
+            with server.opened() as run, rounds.opened(run.history, as_tables(recipe)):
                 progress.sent_down = run.service.history.sent_down
                 progress.take_up(list(run.coordinator.state.open.values()))
                 with explain_resume(folder):
@@ -168,6 +180,65 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             report_failure(folder, options, str(error) or type(error).__name__)
             raise
         write_results(recipe, folder, server, options, measuring)
+
+
+class RoundLogging:
+    """Send a row to loggers for each round that is committed, and one for what its weights are measured at.
+
+    A thread of its own logs: a service that answers slowly holds no round up.
+    """
+
+    def __init__(self, loggers: list[Logger], folder: Path) -> None:
+        self._loggers, self._rows = loggers, queue.SimpleQueue[tuple[int, dict[str, Any]] | None]()
+        self._history: History | None = None
+        for logger in loggers:
+            if logger.needs_folder:
+                logger.use_folder(folder)
+
+    def told(self, what: Told) -> None:
+        """Note a record of the journal: a round was committed, or the mean of its measurements is known."""
+        from arclight.federated.coordination import records
+        from arclight.federated.rounds.history import metrics_row
+
+        if self._history is None or not self._loggers:
+            return
+        match what:
+            case records.RoundCommitted():
+                here = self._history.at(what.round)
+                self._rows.put(
+                    (here.clock, {name: value for name, value in metrics_row(here).items() if name != "step"})
+                )
+            case records.RoundEvaluated(client=None):
+                self._rows.put((self._history.at(what.round).clock, {"round": what.round, **what.metrics}))
+
+    @contextmanager
+    def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
+        """Log what is told until the block ends, beginning behind the rounds that ``history`` has already."""
+        self._history = history
+        steps = max((here.clock for here in history.rounds), default=0)
+        for logger in self._loggers:
+            logger.log_hyperparams(recipe)
+            logger.resume(steps)
+        thread = threading.Thread(target=self._log, name="arclight-loggers", daemon=True)
+        thread.start()
+        status = "failed"
+        try:
+            yield
+            status = "success"
+        finally:
+            self._rows.put(None)
+            thread.join(ENDING)
+            for logger in self._loggers:
+                logger.finalize(status)
+
+    def _log(self) -> None:
+        while (one := self._rows.get()) is not None:
+            step, row = one
+            for logger in self._loggers:
+                try:
+                    logger.log_metrics(row, step)
+                except Exception as error:  # of whatever package logs: the round itself is safe
+                    log.warning("round %d could not be logged with %s: %s", row["round"], type(logger).__name__, error)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def copy_history(source: str | Path, target: str | Path, until: int) -> None:
 
 def export_metrics(run: str | Path) -> None:
     """Write ``metrics.csv`` in the run's folder: a row for each round, and a column for each value that any of them has."""
-    rows = [_row(here) for here in read_rounds(run)]
+    rows = [metrics_row(here) for here in read_rounds(run)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -280,7 +280,7 @@ def _round(told: Mapping[str, Any]) -> Round:
 _KNOWN = frozenset(one.name for one in fields(Round))
 
 
-def _row(here: Round) -> dict[str, Any]:
+def metrics_row(here: Round) -> dict[str, Any]:
     """Return a round as a row of metrics.csv; a metric named like one of the run's own columns is renamed."""
     own: dict[str, Any] = {
         "round": here.round,
