@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,9 +138,12 @@ class Detector(VisionModule):
         settings = task(data=Path("none"), model=model, weights=path)
         return cls(settings, names=listed, table=None if own is not None else text)
 
-    @property
+    @functools.cached_property
     def one_to_one(self) -> bool:
-        """True for a network that names an object once: its boxes need no suppression."""
+        """True for a network that names an object once: its boxes need no suppression.
+
+        Read once, of the whole network: a stage of a pipeline need not hold the head.
+        """
         return isinstance(self.model.head, OneToOneHead)
 
     @classmethod
