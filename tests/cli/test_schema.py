@@ -44,7 +44,9 @@ fields = [
     pytest.param(task, setting, id=f"{task}-{setting.path}-{setting.kind}")
     for task, setting in settings
     if setting.path not in tables and not setting.path.endswith(".kind")
-    if not any(name in setting.path for name in ("groups", ".mix", "loggers"))  # lists of tables have tests of their own
+    if not any(
+        name in setting.path for name in ("groups", ".mix", "loggers")
+    )  # lists of tables have tests of their own
 ]
 
 
