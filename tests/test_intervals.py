@@ -23,7 +23,7 @@ from arclight.federated.privacy.settings import Noise
 from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim.outer import Outer
-from arclight.optim.settings import AdamW
+from arclight.optim.settings import ADOPT, QHADOPT, AdamW
 from arclight.recipe import RecipeError, explain, read
 from arclight.text.data.data_settings import Pretrained
 from arclight.text.settings import LanguageTask
@@ -42,6 +42,8 @@ WHOLE_LINE = {
     (IID, "seed"): "any integer names another division",
     (Dirichlet, "seed"): "any integer names another division",
     (AdamW, "seed"): "any integer names another sequence of draws",
+    (ADOPT, "seed"): "any integer names another sequence of draws",
+    (QHADOPT, "seed"): "any integer names another sequence of draws",
 }
 """Numbers without an interval, and why."""
 REQUIRED: dict[type, dict[str, Any]] = {

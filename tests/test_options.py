@@ -21,7 +21,7 @@ from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.deploy.settings import Quantization
 from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
-from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
+from arclight.optim import ADOPT, QHADOPT, SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
 from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
 
 SOURCE = Path(arclight.__file__).parent
@@ -178,9 +178,15 @@ def other(cls: type, name: str, value: Any) -> Any:
         case tuple():
             return tuple(item / 2 for item in value)
         case None:
-            return {"monitor": "loss", "folder": "somewhere", "every_n_steps": 3, "asynchronous": True, "sigma": 3.0}[
-                name
-            ]
+            return {
+                "monitor": "loss",
+                "folder": "somewhere",
+                "every_n_steps": 3,
+                "asynchronous": True,
+                "sigma": 3.0,
+                "tokens": 80,
+                "seconds": 60.0,
+            }[name]
     raise AssertionError(f"{cls.__name__}.{name} = {value!r} needs another value here")
 
 
@@ -218,10 +224,16 @@ def trained(settings: Any) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize(("cls", "name"), changes(SGD, AdamW, Muon, NorMuon))
+@pytest.mark.parametrize(("cls", "name"), changes(SGD, AdamW, ADOPT, QHADOPT, Muon, NorMuon))
 def test_every_option_of_an_optimizer_changes_the_weights(cls: Any, name: str) -> None:
-    usual = cls(weight_decay=0.1, eps=1e-4, lr=0.1) if cls is AdamW else cls(weight_decay=0.1)
-    if cls is AdamW and name in ("stochastic_rounding", "seed"):
+    usual = cls(weight_decay=0.1)
+    if issubclass(cls, AdamW):
+        usual = (
+            cls(weight_decay=0.1, eps=1e-4, lr=0.1)
+            if cls is AdamW
+            else cls(weight_decay=0.1, eps=3e-3, lr=0.5, betas=(0.5, 0.9))
+        )
+    if issubclass(cls, AdamW) and name in ("stochastic_rounding", "seed"):
         usual = dataclasses.replace(usual, state_dtype="bfloat16")
     value = SPECIAL.get((cls, name)) or other(cls, name, getattr(usual, name))
     before, after = trained(usual), trained(dataclasses.replace(usual, **{name: value}))
@@ -233,13 +245,14 @@ def rates(settings: Any) -> list[float]:
     found, state = [], None
     for _ in range(2):
         optimizer = SGD(lr=1.0).build([("w", nn.Parameter(torch.ones(2)))])
-        schedule = settings.build(optimizer, 40)
+        schedule = settings.build(optimizer, 40, counts_tokens=True)
         if state is not None:
             optimizer.load_state_dict(state[0])
             schedule.load_state_dict(state[1])
         for _ in range(20):
             found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
+            schedule.advance(3)
             schedule.step()
         state = optimizer.state_dict(), schedule.state_dict()
     return found
@@ -247,7 +260,8 @@ def rates(settings: Any) -> list[float]:
 
 @pytest.mark.parametrize(("cls", "name"), changes(Cosine, Linear, WSD, InverseSqrt, Constant))
 def test_every_option_of_a_schedule_changes_the_rates(cls: Any, name: str) -> None:
-    assert rates(cls()) != rates(variant(cls, name))
+    warmup = {"warmup": 0.5} if name in ("tokens", "seconds") else {}  # without one a constant has no length
+    assert rates(cls(**warmup)) != rates(dataclasses.replace(variant(cls, name), **warmup))
 
 
 def plain(value: Any, depth: int = 3) -> Any:

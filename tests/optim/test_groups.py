@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from arclight import recipe
-from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, Mixed, MixedOptimizer, Muon, NorMuon
+from arclight.optim import ADOPT, QHADOPT, SGD, WSD, AdamW, Constant, Cosine, Mixed, MixedOptimizer, Muon, NorMuon
 
 
 class Small(nn.Module):
@@ -287,7 +287,9 @@ def test_groups_that_no_recipe_can_mean(groups: Any, said: str) -> None:
         recipe.read(Recipe, {"optimizer": {"kind": "mixed", "groups": groups}})
 
 
-@pytest.mark.parametrize("settings", [MIXED, AdamW(state_dtype="bfloat16"), NorMuon(state_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "settings", [MIXED, AdamW(state_dtype="bfloat16"), NorMuon(state_dtype="bfloat16"), ADOPT(), QHADOPT(state_dtype="bfloat16")],
+)  # fmt: skip
 def test_a_step_that_the_device_skips_changes_nothing(settings: Any) -> None:
     model = Small()
     optimizer = settings.build(model.named_parameters())
@@ -333,7 +335,7 @@ def test_muon_leaves_embeddings_kernels_and_output_layers_to_adamw(settings: Muo
         Muon(stacks="(")
 
 
-@pytest.mark.parametrize("settings", [AdamW(), SGD(), Muon(not_hidden="^$")])
+@pytest.mark.parametrize("settings", [AdamW(), ADOPT(), SGD(), Muon(not_hidden="^$")])
 def test_sparse_gradients_and_complex_parameters_are_refused_in_a_sentence(settings: Any) -> None:
     embedding = nn.Embedding(5, 3, sparse=True)
     optimizer = settings.build(embedding.named_parameters())

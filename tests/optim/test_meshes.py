@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from arclight.optim import SGD, AdamW, Mixed, MixedOptimizer, Muon, NorMuon
+from arclight.optim import ADOPT, QHADOPT, SGD, AdamW, Mixed, MixedOptimizer, Muon, NorMuon
 
 SHAPES = {
     "up": (12, 8),
@@ -32,6 +32,7 @@ SETTINGS = {
     "normuon": NorMuon(precision="float32", scale="rms"),
     "half": Muon(state_dtype="bfloat16", others=AdamW(state_dtype="bfloat16")),
     "adamw": AdamW(state_dtype="bfloat16"),
+    "adopt": Mixed(groups=(QHADOPT(pattern="^up"),), default=ADOPT(state_dtype="bfloat16")),
     "mixed": Mixed(groups=(SGD(pattern="^up"), NorMuon(pattern="odd|^experts")), default=AdamW()),
 }
 PLACEMENTS = {

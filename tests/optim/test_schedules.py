@@ -138,3 +138,72 @@ def test_a_resumed_schedule_counts_its_steps_like_one_that_ran_through() -> None
     resumed.load_state_dict(ran.state_dict())
     assert resumed._step_count == ran._step_count
     assert resumed.get_last_lr() == ran.get_last_lr()
+
+
+def test_a_schedule_over_tokens_goes_by_what_was_read() -> None:
+    settings, read = WSD(tokens=1000, warmup=100, decay=0.5), [30, 70, 300, 100, 250, 200, 100]
+    optimizer = AdamW(lr=1.0).build([("w", nn.Parameter(torch.ones(2)))])
+    schedule, rates, saved = settings.build(optimizer, 3, counts_tokens=True), [], None
+    for number, tokens in enumerate(read):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.advance(tokens)
+        schedule.step()
+        if number == 3:
+            saved = optimizer.state_dict(), schedule.state_dict()
+    begins = [sum(read[:number]) for number in range(len(read))]
+    assert rates == [wsd(start, total_steps=1000, warmup=100, decay=0.5, final=0.0) for start in begins]
+    assert 0 < rates[-1] < rates[-2] < 1
+    assert saved is not None
+    other = AdamW(lr=1.0).build([("w", nn.Parameter(torch.ones(2)))])
+    resumed = settings.build(other, 3, counts_tokens=True)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for expected, tokens in zip(rates[4:], read[4:], strict=True):
+        assert other.param_groups[0]["lr"] == expected
+        other.step()
+        resumed.advance(tokens)
+        resumed.step()
+
+
+def test_a_schedule_over_seconds_keeps_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 101.5, 104.0, 5000.0, 5002.0])  # the process that resumes has another clock
+    monkeypatch.setattr("arclight.optim.schedules.time.monotonic", lambda: next(clock))
+    settings = Linear(seconds=10.0, warmup=1)
+
+    def stepped_by_clock(steps: int, state: Any = None) -> tuple[list[float], Any]:
+        optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+        schedule, rates = settings.build(optimizer, 3), []
+        if state is not None:
+            optimizer.load_state_dict(state[0])
+            schedule.load_state_dict(state[1])
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates, (optimizer.state_dict(), schedule.state_dict())
+
+    def at(seconds: float) -> float:
+        return linear(seconds * 1000, total_steps=10_000, warmup=1000, final=0.0)
+
+    rates, state = stepped_by_clock(3)
+    assert rates == [at(0), at(1.5), at(4)]
+    assert state[1]["position"] == 4000
+    assert stepped_by_clock(2, state)[0] == [at(4), at(6)]
+
+
+def test_schedules_over_tokens_and_seconds_refuse_what_they_cannot_count() -> None:
+    optimizer = AdamW().build([("w", nn.Parameter(torch.ones(2)))])
+    with pytest.raises(ValueError, match="tokens = 100: this task counts no tokens"):
+        Cosine(tokens=100).build(optimizer, 10)
+    with pytest.raises(ValueError, match="leave one out"):
+        Cosine(tokens=100, seconds=5.0)
+    with pytest.raises(ValueError, match="seconds: need"):
+        Cosine(seconds=float("inf"))
+    with pytest.raises(
+        ValueError, match=r"warmup = 4 \(4 seconds\) and decay = 0.5 \(2.5 seconds\) do not fit into a run of 5 seconds"
+    ):
+        WSD(seconds=5.0, warmup=4, decay=0.5).build(optimizer, 10)
+    stepwise = Cosine().build(optimizer, 10).state_dict()
+    with pytest.raises(ValueError, match="ran over steps and is resumed over tokens"):
+        Cosine(tokens=100).build(optimizer, 10, counts_tokens=True).load_state_dict(stepwise)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.optim import SGD
+from arclight.optim import ADOPT, SGD, Linear
 from arclight.text import ByteTokenizer, LanguageModel, to_hf
 from arclight.text.data.data_settings import Text
 from arclight.text.language_model import TokenThroughput
@@ -213,3 +213,21 @@ def test_speed_is_measured_over_whole_steps(tmp_path: Path, monkeypatch: pytest.
     )
     fit(tmp_path, 4, log_every_n_steps=2, accumulate_grad_batches=3, limit_val_batches=0)
     assert measured == [(step, 2 * 3 * 8 * 32) for step in (2, 4)]
+
+
+def test_a_schedule_over_tokens_counts_all_micro_batches_and_resumes_with_the_same_rates(tmp_path: Path) -> None:
+    settings = LanguageTask(
+        overrides=SMALL | {"layers": 1},
+        sampling=None,
+        optimizer=ADOPT(lr=1e-3),
+        schedule=Linear(tokens=4096, warmup=1024),
+    )
+    options: dict[str, Any] = {"settings": settings, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+    whole, model = fit(tmp_path / "whole", 6, **options)
+    kept = al.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=3)
+    fit(tmp_path / "first", 3, callbacks=[kept], **options)
+    resumed, again = fit(tmp_path / "second", 6, ckpt=kept.best_model_path, **options)
+    schedules = [trainer.lr_scheduler_configs[0].scheduler for trainer in (whole, resumed)]
+    assert [schedule.position for schedule in schedules] == [6 * 2 * 8 * 32] * 2
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == pytest.approx([1e-3 * (1 - 2048 / 3072)] * 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedules and parameter groups.
 
 In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say.
-They assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``muon``), ``schedules`` are curves of the
+They assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``), ``schedules`` are curves of the
 learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
 """
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from arclight.optim.schedules import cosine as cosine
     from arclight.optim.schedules import lambda_schedule as lambda_schedule
     from arclight.optim.schedules import wsd as wsd
+    from arclight.optim.settings import ADOPT as ADOPT
+    from arclight.optim.settings import QHADOPT as QHADOPT
     from arclight.optim.settings import SGD as SGD
     from arclight.optim.settings import AdamW as AdamW
     from arclight.optim.settings import Mixed as Mixed
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    dict.fromkeys(("SGD", "AdamW", "Mixed", "Muon", "NorMuon"), "arclight.optim.settings")
+    dict.fromkeys(("ADOPT", "QHADOPT", "SGD", "AdamW", "Mixed", "Muon", "NorMuon"), "arclight.optim.settings")
     | dict.fromkeys(("WSD", "Constant", "Cosine", "InverseSqrt", "Linear"), "arclight.optim.schedule_settings")
     | dict.fromkeys(("constant", "cosine", "wsd", "lambda_schedule"), "arclight.optim.schedules")
     | {

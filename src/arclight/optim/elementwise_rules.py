@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from arclight.fabric.distributed.dtensor import local_tensor, local_tensors
-from arclight.optim.stochastic_rounding import DTYPES, aligned_gradients, draws, rounded_at_random, store
-
-if TYPE_CHECKING:
-    from arclight.optim.optimizer import Owned
+from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, rounded_at_random, store
 
 
 class AdamWRule:
@@ -36,7 +33,7 @@ class AdamWRule:
 
     def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
         random = group["stochastic_rounding"]
-        fused = [o for o in own if o[1].dtype == o[2]["exp_avg"].dtype and not (random and _is_half(o[1]))]
+        fused = [o for o in own if o[1].dtype == o[2]["exp_avg"].dtype and not (random and is_half(o[1]))]
         if fused:
             self._fused(fused, group, skip)
         names = {name for name, _, _ in fused}
@@ -50,13 +47,21 @@ class AdamWRule:
             local_tensors(parameter for _, parameter, _ in own), aligned_gradients(own),
             local_tensors(state["exp_avg"] for state in states), local_tensors(state["exp_avg_sq"] for state in states), [],
             [state["step"] for state in states], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            lr=group["lr"], weight_decay=decay_of(group), eps=group["eps"], maximize=False,
             found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 
 
-def _is_half(tensor: torch.Tensor) -> bool:
+def is_half(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.bfloat16
+
+
+def decay_of(group: Mapping[str, Any]) -> Any:
+    """Return the decay that is multiplied by the rate: by lr / peak is by lr with the decay divided by the peak."""
+    decay, peak = group["weight_decay"], group.get("initial_lr", group["lr"])
+    if group.get("decay_scale", "lr") == "lr" or not decay or (not isinstance(peak, torch.Tensor) and not peak):
+        return decay
+    return decay / peak
 
 
 def _step_in_float32(
@@ -75,11 +80,11 @@ def _step_in_float32(
     square = (local_tensor(state["exp_avg_sq"]).float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
     bias1, bias2 = (-torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step) for beta in (beta1, beta2))
     update = (mean / bias1).div_((square / bias2).sqrt_().add_(group["eps"]))
-    new = part.float() * (1 - lr * group["weight_decay"]) - update * lr
+    new = part.float() * (1 - lr * decay_of(group)) - update * lr
     targets = (("weight", part, new), ("exp_avg", local_tensor(state["exp_avg"]), mean))
     draw = draws(parameter) if group["stochastic_rounding"] else None
     for kind, target, value in (*targets, ("exp_avg_sq", local_tensor(state["exp_avg_sq"]), square)):
-        if draw is not None and _is_half(target):
+        if draw is not None and is_half(target):
             value = rounded_at_random(value, draw, step, group["seed"], f"{name}/{kind}")
         store(target, value, skip)
 

@@ -15,16 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
-from arclight.optim.stochastic_rounding import DTYPES, store
-
-if TYPE_CHECKING:
-    from arclight.optim.optimizer import Owned
-
+from arclight.optim.stochastic_rounding import DTYPES, Owned, store
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _AT_ONCE = 2**27

@@ -1,4 +1,4 @@
-"""Define one optimizer with a rule (AdamW, Muon, SGD) per group and state keyed by parameter name."""
+"""Define one optimizer with a rule (AdamW, ADOPT, Muon, SGD) per group and state keyed by parameter name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
+from arclight._intervals import Fraction, NonNegativeFloat, PositiveInt, ProperFraction, check
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.optim.adopt import AdoptRule
 from arclight.optim.elementwise_rules import AdamWRule, SGDRule
 from arclight.optim.muon import MuonRule
+from arclight.optim.stochastic_rounding import Owned
 
 _NOT_OPTIONS = ("params", "param_names")
 _OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision")
@@ -32,15 +34,15 @@ class Rule(Protocol):
         ...
 
 
-Owned = tuple[str, torch.Tensor, dict[str, torch.Tensor]]
-"""Name, parameter and state."""
-
-RULES: dict[str, Rule] = {"adamw": AdamWRule(), "muon": MuonRule(), "normuon": MuonRule(), "sgd": SGDRule()}
+RULES: dict[str, Rule] = {
+    "adamw": AdamWRule(), "adopt": AdoptRule(), "qhadopt": AdoptRule(), "muon": MuonRule(), "normuon": MuonRule(), "sgd": SGDRule()
+}  # fmt: skip
 
 
 _OPTIONS: dict[str, Any] = {
     "lr": NonNegativeFloat, "initial_lr": NonNegativeFloat, "weight_decay": NonNegativeFloat, "eps": NonNegativeFloat,
     "momentum": ProperFraction, "betas": tuple[ProperFraction, ProperFraction], "beta2": ProperFraction | None, "ns_steps": PositiveInt,
+    "v1": Fraction,
 }  # fmt: skip
 """Numbers of a parameter group; a rate may be a tensor, whose value only its device knows."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from arclight._intervals import Checked, Fraction, NonNegativeInt
+from arclight._intervals import Checked, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import torch
@@ -21,19 +22,42 @@ class _Schedule(Checked):
     """Warm-up: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""
     rewarm: NonNegativeInt = 0
     """Steps of another warm-up after each resume; 0 for none."""
+    tokens: PositiveInt | None = None
+    """Run the curve over so many tokens, of all ranks, instead of the run's steps; lengths of phases are tokens then."""
+    seconds: PositiveFloat | None = None
+    """Run the curve over so many seconds of training instead of steps; lengths of phases are seconds then."""
     _factor: ClassVar[str]
 
-    def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> FactorSchedule:
-        """Return a scheduler to be stepped after each of ``total_steps`` optimizer steps. Raises ValueError for phases that do not fit."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens is not None and self.seconds is not None:
+            raise ValueError(
+                f"tokens = {self.tokens} and seconds = {self.seconds}: a schedule runs over one; leave one out"
+            )
+
+    def build(self, optimizer: torch.optim.Optimizer, total_steps: int, counts_tokens: bool = False) -> FactorSchedule:
+        """Return a scheduler to be stepped after each of ``total_steps`` optimizer steps.
+
+        counts_tokens: whether the caller reports tokens to `FactorSchedule.advance`. Raises ValueError for phases that do not fit,
+        and for a schedule over tokens that nobody counts.
+        """
         from arclight.optim import schedules
 
-        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "rewarm"}
-        phases = {name: schedules.phase(given[name], total_steps) for name in ("warmup", "decay") if name in given}
-        if sum(phases.values()) > total_steps:
-            both = " and ".join(f"{name} = {given[name]} ({steps} steps)" for name, steps in phases.items())
-            raise ValueError(f"{both} do not fit into a run of {total_steps} steps: shorten one of them")
-        factor = getattr(schedules, self._factor)
-        return schedules.lambda_schedule(optimizer, factor, self.rewarm, total_steps=total_steps, **given)
+        if self.tokens is not None and not counts_tokens:
+            raise ValueError(
+                f"tokens = {self.tokens}: this task counts no tokens; give seconds, or leave it out for steps"
+            )
+        unit: schedules.Unit = "tokens" if self.tokens else "seconds" if self.seconds else "steps"
+        scale = schedules.TICKS_PER_SECOND if self.seconds else 1
+        total = self.tokens or int((self.seconds or 0) * scale) or total_steps
+        given: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("rewarm", "tokens", "seconds")}
+        given |= {k: given[k] * scale for k in ("warmup", "decay", "timescale") if isinstance(given.get(k), int)}
+        phases = {name: schedules.phase(given[name], total) for name in ("warmup", "decay") if name in given}
+        if sum(phases.values()) > total:
+            both = " and ".join(f"{k} = {getattr(self, k)} ({v / scale:g} {unit})" for k, v in phases.items())
+            raise ValueError(f"{both} do not fit into a run of {total / scale:g} {unit}: shorten one of them")
+        factor = partial(getattr(schedules, self._factor), total_steps=total, **given)
+        return schedules.FactorSchedule(optimizer, factor, self.rewarm, unit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,19 @@
 
 The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
 step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
+In the place of steps may be tokens, or ticks of a clock.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from arclight._intervals import NonNegativeInt, check
@@ -40,18 +43,18 @@ def phase(length: float, total_steps: int) -> int:
     return steps
 
 
-def _warmed_up(step: int, warmup_steps: int) -> float:
+def _warmed_up(step: float, warmup_steps: int) -> float:
     """Linear factor of the warm-up; its first step already moves."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def _decayed(step: int, start: int, end: int, shape: str, final: float) -> float:
+def _decayed(step: float, start: int, end: int, shape: str, final: float) -> float:
     """1 up to ``start``, ``final`` from ``end`` on."""
     share = min(1.0, max(0, step - start) / max(1, end - start))
     return final + (1 - final) * DECAYS[shape](share)
 
 
-def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float:
+def cosine(step: float, *, total_steps: int, warmup: float, final: float) -> float:
     """Linear warm-up, then half a cosine from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -59,7 +62,7 @@ def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float
     return _decayed(step, warmup_steps, total_steps, "cosine", final)
 
 
-def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float:
+def linear(step: float, *, total_steps: int, warmup: float, final: float) -> float:
     """Linear warm-up, then a straight line from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -67,7 +70,7 @@ def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float
     return _decayed(step, warmup_steps, total_steps, "linear", final)
 
 
-def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
+def wsd(step: float, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
     """Warm-up, stable, then a decay of one of the :data:`DECAYS` over the last ``decay`` steps (Hu et al. 2024, MiniCPM)."""
     warmup_steps, decay_steps = phase(warmup, total_steps), max(1, phase(decay, total_steps))
     if step < warmup_steps:
@@ -75,7 +78,7 @@ def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: floa
     return _decayed(step, total_steps - decay_steps, total_steps, shape, final)
 
 
-def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
+def inverse_sqrt(step: float, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
     """Linear warm-up, then ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
 
     ``timescale`` t is in steps, by default the warm-up's (and the step at which it starts to fall).
@@ -87,38 +90,72 @@ def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int =
     return math.sqrt(scale / (scale + step - warmup_steps))
 
 
-def constant(step: int, *, total_steps: int, warmup: float) -> float:
+def constant(step: float, *, total_steps: int, warmup: float) -> float:
     """Linear warm-up, then 1."""
     return _warmed_up(step, phase(warmup, total_steps))
 
 
-def rewarmed(step: int, *, since: int, steps: int) -> float:
+def rewarmed(step: float, *, since: int, steps: int) -> float:
     """Return a second factor: linear from the resume at step ``since``, 1 after ``steps``."""
     return 1.0 if step < since else _warmed_up(step - since, steps)
+
+
+TICKS_PER_SECOND = 1000
+Unit = Literal["steps", "tokens", "seconds"]
 
 
 class FactorSchedule(LambdaLR):
     """Multiplies each group's peak rate by ``factor(step)``; where asked, warms up again over ``rewarm`` steps after a resume.
 
+    With ``unit`` "tokens" the factor is that of the tokens that `advance` was told of; with "seconds" that of the ticks since the
+    first step of the run, without the time between a checkpoint and its resume. All ranks go by the clock of rank 0.
+
     A checkpoint's peak rates are those in the optimizer's groups (``initial_lr``), which find their groups by the names of
     parameters; the list that torch's class saves is by position. So restore the optimizer first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], rewarm: int = 0) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[Any], float], rewarm: int = 0, unit: Unit = "steps"
+    ) -> None:
         check("rewarm", rewarm, NonNegativeInt)
-        self.factor, self.rewarm = factor, rewarm
+        self.factor, self.rewarm, self.unit = factor, rewarm, unit
         self.resumed_at = -1
+        self.position = 0
+        """Tokens or ticks so far."""
+        self._clock: float | None = None
         super().__init__(optimizer, self._factor_at)
+
+    def advance(self, tokens: int) -> None:
+        """Count ``tokens`` that all ranks together read for the update at hand."""
+        self.position += tokens
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.unit == "seconds" and self.last_epoch >= 0:  # torch's constructor calls it too
+            now = time.monotonic()
+            ticks = [self.position + round((now - (self._clock or now)) * TICKS_PER_SECOND)]
+            if dist.is_available() and dist.is_initialized():
+                dist.broadcast_object_list(ticks)
+            self.position, self._clock = ticks[0], now
+        super().step(epoch)
 
     def _factor_at(self, step: int) -> float:
         again = rewarmed(step, since=self.resumed_at, steps=self.rewarm) if self.resumed_at >= 0 else 1.0
-        return self.factor(step) * again
+        return self.factor(step if self.unit == "steps" else self.position) * again
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at}
+        place = {} if self.unit == "steps" else {"unit": self.unit, "position": self.position}
+        return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at, **place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the step; torch's own state of a LambdaLR will do."""
+        """Take up the step; torch's own state of a LambdaLR will do. Raises ValueError for one that counted something else."""
+        saved = state_dict.get("unit", "steps")
+        if self.unit not in ("steps", saved):
+            raise ValueError(
+                f"the saved schedule ran over {saved} and is resumed over {self.unit}, of which it has no count: resume with "
+                f"{saved}, or load the weights alone"
+            )
+        self.position = state_dict.get("position", 0)
+        self._clock = None
         self.last_epoch, self.resumed_at = state_dict["last_epoch"], state_dict.get("resumed_at", -1)
         self._step_count = self.last_epoch + 1
         groups = self.optimizer.param_groups

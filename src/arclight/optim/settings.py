@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from arclight._intervals import Checked, NonNegativeFloat, PositiveInt, ProperFraction, check
+from arclight._intervals import Checked, Fraction, NonNegativeFloat, PositiveInt, ProperFraction, check
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +89,8 @@ class AdamW(_Rule):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled decay of weight matrices and kernels; biases and normalisation are never decayed."""
+    decay_scale: Literal["lr", "lr/peak"] = "lr"
+    """Decay by ``lr * weight_decay`` in each step, or by ``lr / peak * weight_decay``, which follows the schedule but not its peak."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of stored moments; arithmetic is float32."""
     stochastic_rounding: bool = True
@@ -99,8 +101,34 @@ class AdamW(_Rule):
     def options(self) -> dict[str, Any]:
         return {
             "kind": "adamw", "lr": self.lr, "betas": self.betas, "eps": self.eps, "state_dtype": self.state_dtype,
-            "stochastic_rounding": self.stochastic_rounding, "seed": self.seed,
+            "stochastic_rounding": self.stochastic_rounding, "seed": self.seed, "decay_scale": self.decay_scale,
         }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ADOPT(AdamW):
+    """Adam that converges with any beta2 (Taniguchi et al. 2024): normalised by earlier steps' second moment, and clipped."""
+
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.9999)
+    """Decay of the first and second moment, each in [0, 1)."""
+    eps: NonNegativeFloat = 1e-6
+    """Smallest root of the second moment by which a gradient is divided."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"kind": "adopt", "v1": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QHADOPT(ADOPT):
+    """Quasi-hyperbolic ADOPT: moves along a mean of the normalised gradient and its slow average (Ma and Yarats 2019)."""
+
+    betas: tuple[ProperFraction, ProperFraction] = (0.995, 0.9999)
+    """Decay of the first and second moment, each in [0, 1)."""
+    v1: Fraction = 0.7
+    """Share of the average in the update, in [0, 1]; the rest is the normalised gradient."""
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"kind": "qhadopt", "v1": self.v1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +185,9 @@ class NorMuon(Muon):
 class Mixed:
     """Groups of parameters by name, each with an optimizer of its own; the first that matches takes a parameter."""
 
-    groups: tuple[AdamW | SGD | Muon | NorMuon, ...] = ()
+    groups: tuple[AdamW | ADOPT | QHADOPT | SGD | Muon | NorMuon, ...] = ()
     """Optimizers, each with a ``pattern``."""
-    default: AdamW | SGD | Muon | NorMuon = field(default_factory=AdamW)
+    default: AdamW | ADOPT | QHADOPT | SGD | Muon | NorMuon = field(default_factory=AdamW)
     """For parameters that no pattern matches."""
 
     def __post_init__(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 
 from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 
-if TYPE_CHECKING:
-    from arclight.optim.optimizer import Owned
+Owned = tuple[str, torch.Tensor, dict[str, torch.Tensor]]
+"""Name, parameter and state."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -148,7 +148,7 @@ class LanguageModel(Module):
         steps = self.trainer.estimated_stepping_batches
         if steps == math.inf:
             raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-        schedule = self.settings.schedule.build(optimizer, int(steps))
+        schedule = self.settings.schedule.build(optimizer, int(steps), counts_tokens=True)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
@@ -196,6 +196,9 @@ class LanguageModel(Module):
         scale_balance_loss(self.model, share * valid.to(share), per_token=True)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.settings.schedule.tokens is not None:
+            readers = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+            self.lr_schedulers().advance(batch["tokens"].numel() * readers)
         total, count = batch_loss(self, batch)
         loss = total / count.clamp(min=1)
         loss = weigh_balance_loss(loss, self.model) if self.mixture else loss

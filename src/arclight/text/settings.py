@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, PositiveInt
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
-from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
+from arclight.optim.settings import ADOPT, QHADOPT, SGD, AdamW, Mixed, Muon, NorMuon
 from arclight.text.data.data_settings import BPE, Text
 from arclight.text.data.site_split import SiteShare, Source
 
@@ -46,7 +46,7 @@ class LanguageTask(Checked):
     """Initial weights: a Hugging Face folder, or a checkpoint of an earlier run, of the same model and vocabulary."""
     data: Text = field(default_factory=Text)
     """Text and tokenizer."""
-    optimizer: AdamW | Muon | NorMuon | SGD | Mixed = field(
+    optimizer: AdamW | ADOPT | QHADOPT | Muon | NorMuon | SGD | Mixed = field(
         default_factory=lambda: AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     )
     """Optimizer."""

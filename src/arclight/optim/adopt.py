@@ -1,0 +1,126 @@
+"""ADOPT (Taniguchi et al. 2024, arXiv 2411.02853) and its quasi-hyperbolic form (QHADOPT)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arclight.fabric.distributed.dtensor import local_tensor
+from arclight.optim.elementwise_rules import decay_of, is_half
+from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, rounded_at_random, store
+
+_CACHED_ELEMENTS = 1 << 15
+"""Elements of a tensor that a CPU updates at a time: weight, gradient, moments and temporaries fit into its cache."""
+
+
+class AdoptRule:
+    """ADOPT: gradients are normalised by the second moment of earlier steps only, and clipped, before they enter the first.
+
+    At step t = 0, 1, ... with gradient g: n = clip(g / max(sqrt(v), eps), t^(1/4)); m = beta1 m + (1 - beta1) n;
+    w -= lr ((1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay.
+
+    Each rank updates its own shards, in float32 (float64 for float64 weights) whatever is stored. ``step`` is counted on the host;
+    once a step may be skipped it moves to the device, where alone that is known.
+    """
+
+    def new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        dtype = DTYPES[group["state_dtype"]]
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            dtype = parameter.dtype
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+        }
+
+    def step(self, own: list[Owned], group: Mapping[str, Any], skip: Tensor | None) -> None:
+        counts = [_count(state, skip) for _, _, state in own]
+        stored = [
+            (local_tensor(parameter), local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"]))
+            for _, parameter, state in own
+        ]
+        in_place = [skip is None and all(x.dtype == _wide(tensors[0]) for x in tensors) for tensors in stored]
+        computed = [
+            tensors if kept else tuple(x.to(_wide(tensors[0]), copy=True) for x in tensors)
+            for tensors, kept in zip(stored, in_place, strict=True)
+        ]
+        gradients = [g.to(_wide(g)) for g in aligned_gradients(own)]
+        _update([tensors[0] for tensors in computed], gradients, [tensors[1] for tensors in computed],
+                [tensors[2] for tensors in computed], counts, group)  # fmt: skip
+        for (name, parameter, state), targets, values, done in zip(own, stored, computed, in_place, strict=True):
+            if not done:
+                _store(name, parameter, state["step"], targets, values, group, skip)
+            state["step"] += 1 if skip is None else (~skip).to(state["step"].device)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _count(state: dict[str, Tensor], skip: Tensor | None) -> float | Tensor:
+    """Return the number of earlier steps: a number on the host, a float64 tensor where only a device knows it."""
+    if skip is not None:
+        state["step"] = state["step"].to(skip.device)
+    step = state["step"]
+    if step.device.type == "cpu":
+        return float(step)
+    return step.double() if step.device.type == "cuda" else step
+
+
+def _store(
+    name: str, parameter: Tensor, step: Tensor, targets: Sequence[Tensor], values: Sequence[Tensor], group: Mapping[str, Any],
+    skip: Tensor | None,
+) -> None:  # fmt: skip
+    """Store computed weights and moments in their own precision."""
+    draw = draws(parameter) if group["stochastic_rounding"] and any(is_half(x) for x in targets) else None
+    for kind, target, value in zip(("weight", "exp_avg", "exp_avg_sq"), targets, values, strict=True):
+        if draw is not None and is_half(target):
+            value = rounded_at_random(value, draw, step.to(target.device) + 1, group["seed"], f"{name}/{kind}")
+        store(target, value, skip)
+
+
+def _update(
+    weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], counts: list[Any],
+    group: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Update lists of tensors in place: together on a device, in parts that fit into the cache on a CPU."""
+    if weights[0].device.type != "cpu":
+        _foreach_update(weights, gradients, means, squares, counts, group)
+        return
+    for *tensors, count in zip(weights, gradients, means, squares, counts, strict=True):
+        flat = all(x.is_contiguous() for x in tensors)
+        parts = [x.view(-1).split(_CACHED_ELEMENTS) if flat else (x,) for x in tensors]
+        for weight, gradient, mean, square in zip(*parts, strict=True):
+            _foreach_update([weight], [gradient], [mean], [square], [count], group)
+
+
+def _foreach_update(
+    weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], counts: list[Any],
+    group: Mapping[str, Any],
+) -> None:  # fmt: skip
+    (beta1, beta2), lr, v1 = group["betas"], group["lr"], group["v1"]
+    clips = [count**0.25 for count in counts]  # 0 at the first step, whose normalised gradients so become zero
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_clamp_min_(roots, group["eps"])
+    normalised = torch._foreach_div(gradients, roots)
+    torch._foreach_clamp_max_(normalised, clips)
+    torch._foreach_clamp_min_(normalised, [-clip for clip in clips])
+    torch._foreach_lerp_(means, normalised, 1 - beta1)
+    if group["weight_decay"]:
+        torch._foreach_mul_(weights, [1 - lr * decay_of(group) * (count > 0) for count in counts])
+    updates: Any = means
+    if v1 < 1:
+        torch._foreach_lerp_(normalised, means, v1)
+        updates = normalised
+    if isinstance(lr, Tensor):
+        torch._foreach_sub_(weights, torch._foreach_mul(updates, lr))
+    else:
+        torch._foreach_add_(weights, updates, alpha=-lr)
+    new: list[Any] = [
+        torch.where(count > 0, 1 - beta2, 1.0) if isinstance(count, Tensor) else 1 - beta2 if count else 1.0
+        for count in counts
+    ]
+    torch._foreach_lerp_(squares, torch._foreach_mul(gradients, gradients), new)
