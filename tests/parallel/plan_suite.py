@@ -177,6 +177,8 @@ CASES = [
     Case(Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=4, activation_checkpointing="full"), fields={"layers": 4}),
     Case(Plan(pp=2, micro_batches=4, activation_checkpointing="selective", compile="aot_eager")),
     Case(Plan(dp_shard=2, pp=2, micro_batches=4), quick=True),
+    Case(Plan(pp=2, micro_batches=4), fields={"mup": {"base_dim": 16, "base_layers": 1}}, quick=True),
+    Case(Plan(dp_shard=2, tp=2), "qwen3-debug", fields={"head_dim": 8, "mup": {"base_dim": 16, "base_layers": 3}}),
     Case(Plan(dp_shard=2, pp=2, schedule="ZBVZeroBubble", micro_batches=4), fields={"layers": 4}, dtype=torch.float64),
     Case(Plan(dp_replicate=2, pp=2, schedule="InterleavedZeroBubble", micro_batches=3), fields={"layers": 4}),
     Case(Plan(tp=2, pp=2, micro_batches=4), quick=True),

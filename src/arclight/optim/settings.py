@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from arclight._intervals import Checked, Fraction, NonNegativeFloat, PositiveInt, ProperFraction, check
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 
 
 Named = Iterable[tuple[str, "torch.nn.Parameter"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Factors of one parameter's options, as a parametrisation (muP) wants them for Adam."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+    width: float = 1.0
+    """What ``lr`` was divided by for the width; rules whose updates have a spectral norm of their own put it back."""
+
+
+ScaleOf = Callable[[str, "torch.nn.Parameter"], Scale]
 
 
 def _check_pattern(name: str, pattern: str) -> None:
@@ -40,19 +54,30 @@ class _Rule(Checked):
         super().__post_init__()
         _check_pattern("pattern", self.pattern)
 
-    def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
+    def build(
+        self, parameters: Named, all_names: Iterable[str] = (), scale_of: ScaleOf | None = None
+    ) -> MixedOptimizer:
         """Return the optimizer of the trainable ones among ``parameters``, given with their names.
 
-        ``all_names``: those of the whole model where ``parameters`` are a part of it (a pipeline stage).
+        ``all_names``: those of the whole model where ``parameters`` are a part of it (a pipeline stage). ``scale_of``: factors of
+        each parameter's options; None for none.
         """
 
         if self.pattern:
             raise ValueError(f"pattern={self.pattern!r} is for the groups of kind 'mixed', not for the only optimizer")
-        return build_optimizer(self, (), parameters, all_names)
+        return build_optimizer(self, (), parameters, all_names, scale_of)
 
     def options(self) -> dict[str, Any]:
         """Return the options of a parameter group."""
         raise NotImplementedError
+
+    def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
+        """Return the options that ``scale`` changes, of parameters that decay by ``weight_decay``."""
+        options = self.options()
+        made = {"lr": options["lr"] * scale.lr, "weight_decay": weight_decay * scale.weight_decay}
+        if options.get("decay_scale") == "lr/peak":  # which the rate is not a factor of
+            made["weight_decay"] *= scale.lr
+        return made | ({"eps": options["eps"] * scale.eps} if "eps" in options else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +194,14 @@ class Muon(_Rule):
             "scale": self.scale, "precision": self.precision, "state_dtype": self.state_dtype, "beta2": None,
         }  # fmt: skip
 
+    def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
+        """Leave out the width's factor of the rate: an orthogonal update has the same spectral norm at any width.
+
+        With the ``rms`` of AdamW's updates that norm grows with the root of the width.
+        """
+        back = scale.width if self.scale == "spectral" else scale.width**0.5
+        return super().scaled(replace(scale, lr=scale.lr * back, weight_decay=scale.weight_decay / back), weight_decay)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NorMuon(Muon):
@@ -199,10 +232,12 @@ class Mixed:
             if not group.pattern:
                 raise ValueError(f"groups[{number}] needs a pattern: which parameters are its?")
 
-    def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
+    def build(
+        self, parameters: Named, all_names: Iterable[str] = (), scale_of: ScaleOf | None = None
+    ) -> MixedOptimizer:
         """Return one optimizer for all; see :meth:`AdamW.build`. Raises ValueError for a pattern that matches no parameter."""
 
-        return build_optimizer(self.default, self.groups, parameters, all_names)
+        return build_optimizer(self.default, self.groups, parameters, all_names, scale_of)
 
 
 Pair = tuple[str, "torch.nn.Parameter"]
@@ -224,8 +259,9 @@ def _by_decay(trainable: list[Pair], weight_decay: float) -> list[dict[str, Any]
 
 
 def build_optimizer(
-    default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = ()
-) -> MixedOptimizer:
+    default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = (),
+    scale_of: ScaleOf | None = None,
+) -> MixedOptimizer:  # fmt: skip
     """Return an optimizer of the trainable ``parameters``, each in the first of ``rules`` whose pattern is found in its name.
 
     Raises ValueError where nothing is trainable, and for a pattern that has no parameter among these and ``all_names``.
@@ -237,7 +273,7 @@ def build_optimizer(
     groups: list[dict[str, Any]] = []
     for number, rule in enumerate((*rules, default)):
         own = [pair for pair, home in zip(known, taken, strict=True) if home == number and pair[1].requires_grad]
-        groups += _groups_of(rule, own)
+        groups += _groups_of(rule, own, scale_of)
     if not groups:
         raise ValueError("no parameter requires gradients; is everything frozen?")
     return MixedOptimizer(groups, known)
@@ -263,14 +299,29 @@ def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[st
     return [homes[name] for name in names]
 
 
-def _groups_of(rule: _Rule, own: list[Pair]) -> list[dict[str, Any]]:
-    """Parameter groups with the options of ``rule``, split by what decays."""
+def _groups_of(rule: _Rule, own: list[Pair], scale_of: ScaleOf | None) -> list[dict[str, Any]]:
+    """Parameter groups with the options of ``rule``, split by what decays and by the factors of their options."""
     if isinstance(rule, Muon):
         hidden = {name for name, p in own if _is_hidden(rule, name, p)}
-        rest = _groups_of(rule.others, [pair for pair in own if pair[0] not in hidden])
+        rest = _groups_of(rule.others, [pair for pair in own if pair[0] not in hidden], scale_of)
         matrices = [pair for pair in own if pair[0] in hidden]
-        return _with(rule, [{"params": matrices, "weight_decay": rule.weight_decay}] if matrices else []) + rest
-    return _with(rule, _by_decay(own, rule.weight_decay))  # type: ignore[attr-defined]
+        groups = [{"params": matrices, "weight_decay": rule.weight_decay}] if matrices else []
+        return [part for group in groups for part in _scaled(rule, group, scale_of)] + rest
+    groups = _by_decay(own, rule.weight_decay)  # type: ignore[attr-defined]
+    return [part for group in groups for part in _scaled(rule, group, scale_of)]
+
+
+def _scaled(rule: _Rule, group: dict[str, Any], scale_of: ScaleOf | None) -> list[dict[str, Any]]:
+    """Split a group into one for each of its parameters' scales."""
+    if scale_of is None:
+        return [rule.options() | group]
+    members: dict[Scale, list[Pair]] = {}
+    for name, parameter in group["params"]:
+        members.setdefault(scale_of(name, parameter), []).append((name, parameter))
+    return [
+        rule.options() | rule.scaled(scale, group["weight_decay"]) | {"params": pairs}
+        for scale, pairs in members.items()
+    ]
 
 
 def _is_hidden(rule: Muon, name: str, parameter: torch.nn.Parameter) -> bool:
@@ -278,7 +329,3 @@ def _is_hidden(rule: Muon, name: str, parameter: torch.nn.Parameter) -> bool:
     if re.search(rule.not_hidden, name):
         return False
     return parameter.ndim == 2 or (parameter.ndim == 3 and re.search(rule.stacks, name) is not None)
-
-
-def _with(rule: _Rule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [rule.options() | group for group in groups]

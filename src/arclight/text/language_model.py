@@ -25,6 +25,7 @@ from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, cross_entropy
 from arclight.text.model.balance import routers, scale_balance_loss, update_expert_bias, weigh_balance_loss
 from arclight.text.model.decoder import flops_per_token
+from arclight.text.model.mup import scale_of
 from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
 from arclight.trainer.throughput import compute_dtype, get_available_flops
@@ -144,7 +145,8 @@ class LanguageModel(Module):
         everyones = self.trainer.strategy.all_gather_object(
             list(parameters)
         )  # stages of a pipeline have different ones
-        optimizer = self.settings.optimizer.build(parameters.items(), (name for names in everyones for name in names))
+        names = (name for names in everyones for name in names)
+        optimizer = self.settings.optimizer.build(parameters.items(), names, scale_of(self.config))
         steps = self.trainer.estimated_stepping_batches
         if steps == math.inf:
             raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")

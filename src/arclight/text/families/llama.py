@@ -17,6 +17,7 @@ from arclight.text.model.layers import (
     RotaryEmbedding,
     kept_on_device,
     rope_frequencies,
+    scaled,
 )
 
 
@@ -57,8 +58,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.heads * config.width, config.dim, bias=False)
         self.q_norm = RMSNorm(config.width, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.width, config.norm_eps) if config.qk_norm else None
-        self.inner = InnerAttention()
-        self.initial = {f"{name}.weight": Normal(config.std) for name in ("wq", "wk", "wv")}
+        self.inner = InnerAttention(scale=config.attention_scale(config.width))
+        self.initial = {f"{name}.weight": Normal(config.hidden_std) for name in ("wq", "wk", "wv")}
         self.initial["wo.weight"] = Normal(config.std_out)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
@@ -84,10 +85,11 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = feed_forward
+        self.branch_scale = config.branch_scale
 
     def forward(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
-        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), context)
-        out: Tensor = h_BTD + self.feed_forward(self.feed_forward_norm(h_BTD))
+        h_BTD = h_BTD + scaled(self.attention(self.attention_norm(h_BTD), context), self.branch_scale)
+        out: Tensor = h_BTD + scaled(self.feed_forward(self.feed_forward_norm(h_BTD)), self.branch_scale)
         return out
 
 
@@ -99,7 +101,7 @@ class Llama(Decoder):
 
     @staticmethod
     def block(config: Any, number: int) -> nn.Module:
-        feed_forward = FeedForward(config.dim, config.hidden, config.std, config.std_out)
+        feed_forward = FeedForward(config.dim, config.hidden, config.hidden_std, config.std_out)
         return Block(config, Attention(config, str(number)), feed_forward)
 
     def rotation(self, positions: Tensor) -> RotaryEmbedding:

@@ -19,6 +19,7 @@ from arclight.text.families.llama4 import Llama4, Llama4Config
 from arclight.text.families.qwen3 import Qwen3, Qwen3Config, Qwen3MoE, Qwen3MoEConfig
 from arclight.text.model.layers import RopeScaling
 from arclight.text.model.moe import MoEConfig
+from arclight.text.model.mup import mup_of
 from arclight.text.vision_language.siglip import VisionConfig
 from arclight.text.vision_language.vision_llama import VisionLlama, VisionLlamaConfig
 
@@ -153,6 +154,8 @@ FAMILIES: tuple[Family, ...] = (
     ("llama4", Llama4, _LLAMA4),
     ("llama3-vision", VisionLlama, _VISION),
 )
+MUP_FAMILIES = (Llama, Qwen3)
+"""Models whose blocks scale their weights, branches and attention as muP and CompleteP say."""
 FORMER_FIELDS = {
     "query_rank": "q_lora_rank", "latent": "kv_lora_rank", "plain_width": "qk_nope_head_dim",
     "turned_width": "qk_rope_head_dim", "value_width": "v_head_dim",
@@ -170,12 +173,16 @@ def model_names() -> list[str]:
 def model_config(name: str, **overrides: Any) -> Any:
     """Return the configuration called ``name``, with fields replaced.
 
-    Raises ValueError for an unknown name or field, and names the nearest; and for heads that do not divide.
+    Raises ValueError for an unknown name or field, and names the nearest; for heads that do not divide, and for muP where
+    a family has no factors or base shapes do not divide.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
         raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
     config = _replaced(name, MODELS[name][1], overrides)
+    if config.mup is not None and MODELS[name][0] not in MUP_FAMILIES:
+        known = ", ".join(sorted({family for family, model, _ in FAMILIES if model in MUP_FAMILIES}))
+        raise ValueError(f"{name} has no table of muP's factors: leave mup out, or take a model of {known}")
     kv_heads = getattr(config, "kv_heads", None) or config.heads
     if config.heads % kv_heads:
         raise ValueError(f"{name}: {config.heads} heads do not divide among kv_heads = {kv_heads}")
@@ -196,6 +203,9 @@ def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
             near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
             raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")
         inner = getattr(config, key)
+        if key == "mup" and inner is None and isinstance(value, Mapping):
+            values[key] = mup_of({field: _value(given) for field, given in value.items()})
+            continue
         nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
         values[key] = _replaced(f"{name}'s {key}", inner, value) if nested else _value(value)
     return dataclasses.replace(config, **values)

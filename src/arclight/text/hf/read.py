@@ -93,6 +93,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _check_same(model: nn.Module, family: Family, ours: dict[str, Any]) -> None:
     if family_of_model(model) is not family:
         raise ValueError(f"the source has a model of {family.model_type}; the given one is a {type(model).__name__}")
+    if getattr(model.config, "mup", None) is not None:
+        raise ValueError(
+            "the given model multiplies by mup's factors, which the weights of a folder have taken up or do not know: fill a model "
+            "without mup"
+        )
     other = {name: (value, own) for name, value in ours.items() if (own := getattr(model.config, name)) != value}
     for name in ("std", "head_dim"):  # how it began says nothing about how it computes; shapes are compared anyway
         other.pop(name, None)

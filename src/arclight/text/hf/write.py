@@ -16,6 +16,7 @@ from arclight.fabric.weight_files import byte_count, shard_name, shards, write_i
 from arclight.text.hf.families import Family
 from arclight.text.hf.registry import family_of_model
 from arclight.text.hf.state_keys import Piece, pieces, same_tensors, tensors
+from arclight.text.model.mup import folded_factor
 
 
 class SavesFolder(Protocol):
@@ -30,7 +31,7 @@ def to_hf(
 ) -> None:  # fmt: skip
     """Write ``model`` as a folder for ``AutoModelForCausalLM``: config.json, safetensors, tokenizer.
 
-    A sharded model is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
+    Multipliers of muP are folded into the weights. A sharded model is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
     of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it
     is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage.
     """
@@ -60,7 +61,8 @@ def to_hf(
     if writes:
         partial.mkdir(parents=True)
     try:
-        _write_shards(todo, held, limit, dtype, family.stem, partial if writes else None)
+        factors = {name: folded_factor(model.config, name) for name in held}
+        _write_shards(todo, held, factors, limit, dtype, family.stem, partial if writes else None)
         if writes:
             _write_rest(model, family, tokenizer, dtype, partial)
             if folder.exists():
@@ -71,7 +73,8 @@ def to_hf(
 
 
 def _write_shards(
-    todo: list[Piece], held: dict[str, Tensor], limit: int, dtype: torch.dtype | None, stem: str, folder: Path | None
+    todo: list[Piece], held: dict[str, Tensor], factors: dict[str, float], limit: int, dtype: torch.dtype | None, stem: str,
+    folder: Path | None,
 ) -> None:  # fmt: skip
     types = [_written(held[piece.keys[0].ours], piece, dtype) for piece in todo]
     sizes = [torch.Size(piece.shape).numel() * kind.itemsize for piece, kind in zip(todo, types, strict=True)]
@@ -83,7 +86,8 @@ def _write_shards(
             if len(last) >= 3:  # a tensor's parts are used together, its experts one after the other
                 last.clear()
             own = held[name].detach()
-            last[name] = (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
+            full = (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
+            last[name] = full if factors[name] == 1 else full * factors[name]
         return last[name]
 
     index: dict[str, str] = {}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import Mask
 from arclight.text.model.kv_cache import KVCache
-from arclight.text.model.layers import RMSNorm, RotaryEmbedding, in_compute_type
+from arclight.text.model.layers import RMSNorm, RotaryEmbedding, in_compute_type, scaled
+from arclight.text.model.mup import MuP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,12 @@ class DecoderConfig:
     """Whether the output uses the embeddings' weights."""
     std: float = 0.02
     """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+    mup: MuP | None = None
+    """Base shapes of muP or CompleteP, by which a rate is right for any width and depth; None: standard parametrisation."""
+
+    def __post_init__(self) -> None:
+        if self.mup is not None:
+            self.mup.check(self.dim, self.layers)
 
     @property
     def attention_width(self) -> float:
@@ -41,8 +48,32 @@ class DecoderConfig:
         return sequence
 
     @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the first weights of blocks."""
+        return self.std if self.mup is None else self.std / math.sqrt(self.mup.widths(self.dim))
+
+    @property
     def std_out(self) -> float:
-        return self.std / math.sqrt(2 * self.layers)
+        layers = self.layers if self.mup is None or self.mup.base_layers is None else self.mup.base_layers
+        return self.hidden_std / math.sqrt(2 * layers)
+
+    @property
+    def branch_scale(self) -> float:
+        """Factor of what a block adds to the residual stream."""
+        return 1.0 if self.mup is None else float(self.mup.depths(self.layers) ** -self.mup.alpha)
+
+    @property
+    def output_scale(self) -> float:
+        """Factor of logits."""
+        return 1.0 if self.mup is None else 1 / self.mup.widths(self.dim)
+
+    @property
+    def output_std(self) -> float:
+        return float(self.dim if self.mup is None else self.mup.base_dim) ** -0.5
+
+    def attention_scale(self, width: int) -> float | None:
+        """Factor of the products of queries and keys; None: 1 / sqrt(width)."""
+        return None if self.mup is None else 1 / width
 
 
 @dataclass
@@ -76,7 +107,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(number): block(number) for number in range(config.layers)})
         self.norm: nn.Module | None = self.final_norm(config)
         self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.initial = {"tok_embeddings.weight": Normal(config.std), "output.weight": Normal(config.dim**-0.5)}
+        self.initial = {"tok_embeddings.weight": Normal(config.std), "output.weight": Normal(config.output_std)}
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -116,7 +147,7 @@ class Decoder(nn.Module):
             h_BTD = layer(h_BTD, context)
         if cache is not None:
             cache.used += new
-        return self.norm(h_BTD) if self.norm is not None else h_BTD
+        return scaled(self.norm(h_BTD), self.config.output_scale) if self.norm is not None else h_BTD
 
     def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
         assert self.tok_embeddings is not None

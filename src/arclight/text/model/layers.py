@@ -30,6 +30,10 @@ def in_compute_type(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) == torch.bfloat16 else x
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in float32 and given in the type of x."""
 
