@@ -78,6 +78,8 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 UNBALANCED = LATENT | {"moe": dataclasses.replace(model_config("deepseek-v3-debug").moe, balance_loss=0.0)}
 """Without the loss that is a mean over sequences: parts of them and micro-batches have others."""
+MPT: dict[str, Any] = {"kv_heads": None, "hidden": None, "tied": False}
+MUP = MPT | {"mup": {"base_dim": 16, "base_layers": 1}}
 CHUNKS: dict[str, Any] = {"chunk": 16, "temperature_floor": 8}
 
 HALF = [
@@ -104,6 +106,13 @@ CASES = [
     Case(Plan(dp_shard=2), fields={"tied": True}),
     Case(Plan(tp=2), fields={"tied": True}),
     Case(Plan(tp=2), "gpt2-debug", fields={"kv_heads": None, "hidden": None}),
+    Case(Plan(tp=2), "mpt-debug", fields=MPT | {"clip_qkv": 0.1}, quick=True),
+    Case(Plan(dp_shard=2), "mpt-mup-debug", fields=MUP | {"tied": True}, quick=True),
+    Case(Plan(tp=2, pp=2, micro_batches=4), "mpt-mup-debug", fields=MUP),
+    Case(Plan(dp_shard=2, activation_checkpointing="selective"), "mpt-debug", fields=MPT),
+    Case(Plan(cp=2), "mpt-debug", fields=MPT, dtype=torch.float64),
+    Case(Plan(cp=2, context="ulysses"), "mpt-debug", fields=MPT, dtype=torch.float64),
+    Case(Plan(dp_shard=2, compile="aot_eager"), "mpt-debug", fields=MPT),
     Case(Plan(tp=2), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(tp=2, sequence_parallel=False), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(dp_shard=2, activation_checkpointing="full")),

@@ -33,6 +33,7 @@ LLAMA4 = SMALL | {
     "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 4,
     "interleave_moe_layer_step": 2, "attention_chunk_size": 16, "floor_scale": 8,
 }  # fmt: skip
+MPT = {"vocab_size": 256, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SMALL),
@@ -46,6 +47,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4-all-mixtures": (
         "Llama4",
         LLAMA4 | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "rope_parameters": STRETCHED},
+    ),
+    "mpt": ("Mpt", MPT),
+    "mpt-clipped": (
+        "Mpt",
+        MPT
+        | {
+            "n_heads": 6,
+            "d_model": 96,
+            "tie_word_embeddings": False,
+            "attn_config": {"clip_qkv": 0.3, "softmax_scale": 0.2},
+        },
     ),
     "gpt2": ("GPT2", {"vocab_size": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
 }

@@ -22,6 +22,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama3-debug": {"layers": 2},
     "qwen3-debug": {"layers": 2},
     "gpt2-debug": {"layers": 2},
+    "mpt-debug": {"layers": 2, "clip_qkv": 0.5},
+    "mpt-mup-debug": {"layers": 2, "logit_cap": 2.0},
     "qwen3-moe-debug": {"layers": 2},
     "deepseek-v3-debug": {"layers": 2},
     "llama4-debug": {"layers": 4, "chunk": 8, "temperature_floor": 4},
@@ -103,7 +105,7 @@ def test_packed_documents_do_not_see_one_another(name: str) -> None:
 PUBLISHED = {  # millions of parameters, tied ones once
     "llama3-1b": 1235.8, "llama3-3b": 3212.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7, "llama3-405b": 405853.4,
     "qwen3-0.6b": 596.0, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-14b": 14768.3,
-    "qwen3-32b": 32762.1, "gpt2-124m": 124.4, "gpt2-350m": 354.8, "gpt2-774m": 774.0, "gpt2-1.5b": 1557.6,
+    "qwen3-32b": 32762.1, "gpt2-124m": 124.4, "gpt2-350m": 354.8, "gpt2-774m": 774.0, "gpt2-1.5b": 1557.6, "mpt-7b": 6649.3,
     "qwen3-30b-a3b": 30532.1, "qwen3-235b-a22b": 235093.6, "deepseek-v3-16b": 15706.5, "deepseek-v3-236b": 235741.4,
     "deepseek-v3-671b": 671026.4, "llama4-scout-17bx16e": 107769.9, "llama4-maverick-17bx128e": 400711.9,
 }  # fmt: skip

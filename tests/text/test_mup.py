@@ -107,9 +107,13 @@ def test_the_base_shape_is_the_standard_model_but_for_attention() -> None:
     torch.testing.assert_close(base(tokens), plain(tokens), rtol=0, atol=1e-6)
 
 
-def grown(mup: dict[str, Any] | None, width: int) -> float:
+def grown(name: str, mup: dict[str, Any] | None, width: int) -> float:
     """Root mean square of the residual stream after ten steps on a text that repeats itself."""
-    model = small(dim=width, layers=2, heads=width // 16, kv_heads=width // 16, hidden=2 * width, mup=mup)
+    sizes: dict[str, Any] = {"vocab_size": 96, "dim": width, "layers": 2, "heads": width // 16, "mup": mup}
+    if name == "llama3-debug":
+        sizes |= {"kv_heads": width // 16, "hidden": 2 * width}
+    model = build_model(name, **sizes)
+    initialize(model, seed=1)
     optimizer = AdamW(lr=3e-3, betas=(0.9, 0.95)).build(model.named_parameters(), (), scale_of(model.config))
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 96, (64,), generator=generator).repeat(3)
@@ -125,10 +129,14 @@ def grown(mup: dict[str, Any] | None, width: int) -> float:
 
 def test_activations_do_not_grow_with_width() -> None:
     """The coordinate check (Yang et al. 2022, appendix D.1), per doubling of the width."""
-    growth = {
-        name: (grown(mup, 256) / grown(mup, 64)) ** 0.5 for name, mup in (("mup", {"base_dim": 64}), ("standard", None))
+    cases = {
+        "mup": ("llama3-debug", {"base_dim": 64}),
+        "standard": ("llama3-debug", None),
+        "mpt": ("mpt-mup-debug", {"base_dim": 64}),
     }
+    growth = {key: (grown(*case, 256) / grown(*case, 64)) ** 0.5 for key, case in cases.items()}  # type: ignore[arg-type]
     assert growth["mup"] == pytest.approx(1, abs=0.1)
+    assert growth["mpt"] == pytest.approx(1, abs=0.1)
     assert growth["standard"] > 1.5
 
 

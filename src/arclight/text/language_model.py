@@ -182,7 +182,7 @@ class LanguageModel(Module):
     def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the cross-entropy (nats) of hidden states (B, T, D), and count the valid labels."""
         (weight,) = self.model.output.parameters(recurse=False)  # all of it, where `output.weight` shows own rows only
-        total = cross_entropy(output, weight, targets, chunk=self.settings.loss_chunk)
+        total = cross_entropy(output, weight, targets, self.settings.loss_chunk, self.config.logit_cap)
         return total, (targets != IGNORED).sum()
 
     def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:

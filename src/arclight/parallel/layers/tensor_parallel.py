@@ -18,7 +18,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from arclight.parallel.plan import Plan, PlanError
 
-STYLES = ("column", "row", "vocabulary", "head", "sequence", "sequence_gather", "gather", "shared", "part", "experts")
+STYLES = (
+    "column",
+    "row",
+    "vocabulary",
+    "head",
+    "sequence",
+    "sequence_gather",
+    "gather",
+    "shared",
+    "part",
+    "experts",
+    "heads",
+)
 
 
 def declared_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -105,6 +117,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool 
             module.register_forward_pre_hook(lambda _, given: (_whole(given[0], mesh, outside), *given[1:]))
             continue
         if style == "experts":  # see `arclight.parallel.layers.expert_parallel`: they are cut in two ways at once
+            continue
+        if style == "heads":  # no parameters, but another computation for each head
+            module.part = (mesh.get_local_rank(), mesh.size())  # type: ignore[assignment]
             continue
         for part in module.modules():
             _cut(part, mesh, style, outside, made)

@@ -41,6 +41,11 @@ class LlamaConfig(DecoderConfig):
     def attention_width(self) -> float:
         return self.width
 
+    @property
+    def scaled_queries(self) -> str:
+        """Parameter that takes up a factor of attention."""
+        return ".attention.q_norm.weight" if self.qk_norm else ".attention.wq.weight"
+
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023)."""

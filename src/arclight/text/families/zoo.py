@@ -16,10 +16,11 @@ from arclight.text.families.deepseek import DeepSeek, DeepSeekConfig, Yarn
 from arclight.text.families.gpt2 import GPT2, GPT2Config
 from arclight.text.families.llama import Llama, LlamaConfig
 from arclight.text.families.llama4 import Llama4, Llama4Config
+from arclight.text.families.mpt import MPT, MPTConfig
 from arclight.text.families.qwen3 import Qwen3, Qwen3Config, Qwen3MoE, Qwen3MoEConfig
 from arclight.text.model.layers import RopeScaling
 from arclight.text.model.moe import MoEConfig
-from arclight.text.model.mup import mup_of
+from arclight.text.model.mup import MuP, mup_of
 from arclight.text.vision_language.siglip import VisionConfig
 from arclight.text.vision_language.vision_llama import VisionLlama, VisionLlamaConfig
 
@@ -69,6 +70,20 @@ _GPT2: dict[str, Any] = {
     "774m": GPT2Config(vocab_size=50257, dim=1280, layers=36, heads=20),
     "1.5b": GPT2Config(vocab_size=50257, dim=1600, layers=48, heads=25),
 }
+
+_MPT: dict[str, Any] = {
+    "debug": MPTConfig(vocab_size=2048, dim=256, layers=6, heads=8),
+    "125m": MPTConfig(vocab_size=50368, dim=768, layers=12, heads=12),
+    "1b": MPTConfig(vocab_size=50368, dim=2048, layers=24, heads=16, clip_qkv=8.0),
+    "7b": MPTConfig(vocab_size=50432, dim=4096, layers=32, heads=32),
+}
+_MPT_MUP: dict[str, Any] = {
+    size: dataclasses.replace(
+        config, position="rotary", qk_norm=True, clip_qkv=None, peri_norm=True, embedding_norm=True,
+        mup=MuP(base_dim=64, base_layers=2) if size == "debug" else MuP(base_dim=256, base_layers=4),
+    )
+    for size, config in _MPT.items()
+}  # fmt: skip
 
 _SO400M = VisionConfig(dim=1152, layers=27, heads=16, hidden=4304)
 _VISION: dict[str, Any] = {
@@ -150,11 +165,13 @@ FAMILIES: tuple[Family, ...] = (
     ("qwen3", Qwen3, _QWEN3),
     ("qwen3", Qwen3MoE, _QWEN3_MOE),
     ("gpt2", GPT2, _GPT2),
+    ("mpt", MPT, _MPT),
+    ("mpt-mup", MPT, _MPT_MUP),
     ("deepseek-v3", DeepSeek, _DEEPSEEK_V3),
     ("llama4", Llama4, _LLAMA4),
     ("llama3-vision", VisionLlama, _VISION),
 )
-MUP_FAMILIES = (Llama, Qwen3)
+MUP_FAMILIES = (Llama, Qwen3, MPT)
 """Models whose blocks scale their weights, branches and attention as muP and CompleteP say."""
 FORMER_FIELDS = {
     "query_rank": "q_lora_rank", "latent": "kv_lora_rank", "plain_width": "qk_nope_head_dim",

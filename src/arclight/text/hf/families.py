@@ -12,6 +12,7 @@ from torch import nn
 from arclight.text.diffusion.flux import Flux, FluxConfig
 from arclight.text.families.gpt2 import GPT2, GPT2Config
 from arclight.text.families.llama import Llama, LlamaConfig
+from arclight.text.families.mpt import MPT, MPTConfig
 from arclight.text.families.qwen3 import Qwen3, Qwen3Config
 from arclight.text.hf.state_keys import Key
 from arclight.text.model.layers import RopeScaling
@@ -66,6 +67,9 @@ class Family:
         return ours | self.read_more(theirs)
 
     def write(self, config: Any) -> Fields:
+        """Fields of config.json. Raises ValueError for what a model there does not do."""
+        if getattr(config, "logit_cap", None):
+            raise ValueError(f"a {self.model_type} model at Hugging Face caps no logits: keep a checkpoint instead")
         theirs = {other: getattr(config, name) for name, (other, _) in self.fields.items()}
         base: Fields = {self.kind: self.model_type}
         if self.kind == "model_type":
@@ -238,6 +242,73 @@ GPT2_FAMILY = Family(
     ignored=(".attn.bias", ".attn.masked_bias"),
     read_more=_read_gpt2,
     write_more=lambda config: {"n_inner": None},
+)
+
+
+def _mpt_keys() -> tuple[Key, ...]:
+    ours, theirs = "layers.{layer}", "transformer.blocks.{layer}"
+    names = {
+        f"{ours}.attention.wo": f"{theirs}.attn.out_proj",
+        f"{ours}.attention_norm": f"{theirs}.norm_1",
+        f"{ours}.feed_forward_norm": f"{theirs}.norm_2",
+        f"{ours}.feed_forward.w1": f"{theirs}.ffn.up_proj",
+        f"{ours}.feed_forward.w2": f"{theirs}.ffn.down_proj",
+        "tok_embeddings": "transformer.wte",
+        "norm": "transformer.norm_f",
+        "output": "lm_head",
+    }
+    return (
+        *(Key(f"{own}.weight", f"{other}.weight") for own, other in names.items()),
+        *(Key(f"{ours}.attention.w{x}.weight", f"{theirs}.attn.Wqkv.weight", n, 3) for n, x in enumerate("qkv")),
+    )
+
+
+_MPT_ATTENTION: Fields = {"attn_type": "multihead_attention", "alibi": True, "qk_ln": False, "prefix_lm": False}
+"""What transformers computes, of the fields of attn_config."""
+
+
+def _read_mpt(theirs: Fields) -> Fields:
+    attention = theirs.get("attn_config") or {}
+    for name, value in _MPT_ATTENTION.items():
+        if attention.get(name, value) != value:
+            raise ValueError(f"config.json has attn_config.{name} = {attention[name]!r}; MPT here reads only {value!r}")
+    return {
+        "position": "alibi", "alibi_max": attention.get("alibi_bias_max", 8), "clip_qkv": attention.get("clip_qkv"),
+        "softmax_scale": attention.get("softmax_scale"),
+    }  # fmt: skip
+
+
+def _write_mpt(config: MPTConfig) -> Fields:
+    unknown = [name for name in ("qk_norm", "peri_norm", "embedding_norm") if getattr(config, name)]
+    unknown += ["rotary embeddings"] if config.position != "alibi" else ["alibi_max"] if config.alibi_max != 8 else []
+    if unknown:  # it reads alibi_bias_max, and computes with 8
+        raise ValueError(f"transformers knows no MPT with {', '.join(unknown)}: keep a checkpoint instead")
+    scale = config.query_scale if config.mup is not None or config.softmax_scale else None
+    own = {"alibi_bias_max": config.alibi_max, "clip_qkv": config.clip_qkv, "softmax_scale": scale}
+    return {"attn_config": _MPT_ATTENTION | own}
+
+
+MPT_FAMILY = Family(
+    model_type="mpt",
+    architecture="MptForCausalLM",
+    model=MPT,
+    config=MPTConfig,
+    fields={
+        "vocab_size": ("vocab_size", 50368),
+        "dim": ("d_model", 2048),
+        "layers": ("n_layers", 24),
+        "heads": ("n_heads", 16),
+        "max_positions": ("max_seq_len", 2048),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "tied": ("tie_word_embeddings", True),
+        "std": ("initializer_range", 0.02),
+    },
+    fixed={"no_bias": True, "expansion_ratio": 4, "norm_type": "low_precision_layernorm", "logit_scale": None},
+    keys=_mpt_keys(),
+    prefix="transformer.",
+    ignored=(),
+    read_more=_read_mpt,
+    write_more=_write_mpt,
 )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from arclight.text.hf.families import FLUX, GPT2_FAMILY, LLAMA, QWEN3, SIGLIP2, Family
+from arclight.text.hf.families import FLUX, GPT2_FAMILY, LLAMA, MPT_FAMILY, QWEN3, SIGLIP2, Family
 from arclight.text.hf.moe_families import DEEPSEEK_V3, LLAMA4, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, QWEN3_MOE, DEEPSEEK_V3, LLAMA4, SIGLIP2, FLUX)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, MPT_FAMILY, QWEN3_MOE, DEEPSEEK_V3, LLAMA4, SIGLIP2, FLUX)
 
 
 def family_of_type(model_type: str) -> Family:

@@ -31,9 +31,10 @@ def to_hf(
 ) -> None:  # fmt: skip
     """Write ``model`` as a folder for ``AutoModelForCausalLM``: config.json, safetensors, tokenizer.
 
-    Multipliers of muP are folded into the weights. A sharded model is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
-    of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it
-    is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage.
+    Multipliers of muP are folded into the weights. A sharded model is gathered tensor by tensor; every process calls this, rank 0
+    writes. max_shard_size: bytes of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The
+    folder appears when it is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage and
+    for what the family at Hugging Face does not do.
     """
     folder, family, limit = Path(folder), family_of_model(model), byte_count(max_shard_size)
     held = tensors(model)
@@ -41,6 +42,7 @@ def to_hf(
         raise ValueError(
             f"{', '.join(non_trunk)} have no place in a folder of {family.model_type}: write parts by themselves"
         )
+    content = family.write(model.config)
     keys = []
     for names in same_tensors(held):
         key = next((key for rule in family.keys if (key := rule.match(names[0])) is not None), None)
@@ -64,7 +66,7 @@ def to_hf(
         factors = {name: folded_factor(model.config, name) for name in held}
         _write_shards(todo, held, factors, limit, dtype, family.stem, partial if writes else None)
         if writes:
-            _write_rest(model, family, tokenizer, dtype, partial)
+            _write_rest(model, family, content, tokenizer, dtype, partial)
             if folder.exists():
                 folder.rmdir()
             partial.rename(folder)
@@ -110,10 +112,10 @@ def _written(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> torch.d
 
 
 def _write_rest(
-    model: nn.Module, family: Family, tokenizer: SavesFolder | None, dtype: torch.dtype | None, folder: Path
+    model: nn.Module, family: Family, content: dict[str, Any], tokenizer: SavesFolder | None, dtype: torch.dtype | None,
+    folder: Path,
 ) -> None:  # fmt: skip
     first = next(model.parameters()).dtype
-    content = family.write(model.config)
     if family.kind == "model_type":
         content["dtype"] = str(dtype or first).removeprefix("torch.")
         content |= {f"{role}_token_id": getattr(tokenizer, role, None) for role in ("bos", "eos", "pad")}

@@ -31,6 +31,8 @@ class DecoderConfig:
     """Whether the output uses the embeddings' weights."""
     std: float = 0.02
     """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+    logit_cap: float | None = None
+    """Logits become logit_cap * tanh(logits / logit_cap) (Gemma Team 2024); None: they stay as they are."""
     mup: MuP | None = None
     """Base shapes of muP or CompleteP, by which a rate is right for any width and depth; None: standard parametrisation."""
 
@@ -69,7 +71,7 @@ class DecoderConfig:
 
     @property
     def output_std(self) -> float:
-        return float(self.dim if self.mup is None else self.mup.base_dim) ** -0.5
+        return float((self.dim if self.mup is None else self.mup.base_dim) ** -0.5)
 
     def attention_scale(self, width: int) -> float | None:
         """Factor of the products of queries and keys; None: 1 / sqrt(width)."""
@@ -125,12 +127,16 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
 
-        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them, for a loss that never holds them all.
+        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them (before a cap), for a loss that never holds them all.
         With ``last``: what belongs to the last token only (B, 1, ...).
         """
         h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
         h_BTD = h_BTD[:, -1:] if last else h_BTD
-        return h_BTD if self.output is None or not logits else self.output(h_BTD)
+        if self.output is None or not logits:
+            return h_BTD
+        cap = self.config.logit_cap
+        out_BTV: Tensor = self.output(h_BTD)
+        return out_BTV if cap is None else cap * torch.tanh(out_BTV / cap)
 
     def hidden(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,

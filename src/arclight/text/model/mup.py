@@ -96,5 +96,6 @@ def folded_factor(config: Any, name: str) -> float:
         return float(config.output_scale)
     if name.endswith((".attention.wo.weight", ".feed_forward.w2.weight")):
         return float(config.branch_scale)
-    queries = ".attention.q_norm.weight" if config.qk_norm else ".attention.wq.weight"
-    return float(config.attention_scale(config.width) * config.width**0.5) if name.endswith(queries) else 1.0
+    if name.endswith(config.scaled_queries):
+        return float(config.attention_scale(config.width) * config.width**0.5)
+    return 1.0

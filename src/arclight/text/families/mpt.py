@@ -1,0 +1,218 @@
+"""MPT (MosaicML 2023): ALiBi or rotary embeddings, clipped or normalised queries and keys, LayerNorm without bias, GELU.
+
+What Photon adds for rates that transfer and activations that stay bounded (peri-LN, a norm of embeddings, capped logits) is an option each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
+from arclight.text.model.attention import InnerAttention
+from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
+from arclight.text.model.layers import RotaryEmbedding, kept_on_device, rope_frequencies, scaled
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPTConfig(DecoderConfig):
+    max_positions: int = 2048
+    tied: bool = True
+    position: Literal["alibi", "rotary"] = "alibi"
+    alibi_max: int = 8
+    """Exponent of the last head's slope: it is 2^-alibi_max."""
+    rope_theta: float = 10_000.0
+    softmax_scale: float | None = None
+    """Factor of the products of queries and keys; None: 1 / sqrt(head width), with muP 1 / head width."""
+    clip_qkv: float | None = None
+    """Largest size of an element of queries, keys and values."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised head by head."""
+    peri_norm: bool = False
+    """Whether what a block adds to the residual stream is normalised too (Kim et al. 2025)."""
+    embedding_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.heads or (self.position == "rotary" and self.width % 2):
+            even = ", of even width each, as rotary embeddings need" if self.position == "rotary" else ""
+            raise ValueError(f"dim = {self.dim} does not divide among {self.heads} heads{even}: change one of them")
+
+    @property
+    def width(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return 4 * self.dim
+
+    @property
+    def scaled_queries(self) -> tuple[str, ...]:
+        """No parameter takes up a factor of attention: config.json has it."""
+        return ()
+
+    @property
+    def query_scale(self) -> float:
+        return self.softmax_scale or self.attention_scale(self.width) or 1 / math.sqrt(self.width)
+
+
+class LowPrecisionLayerNorm(nn.LayerNorm):
+    """Layer norm without a bias, in the precision of x (bfloat16 under ``bf16-mixed``)."""
+
+    initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0)}
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
+
+
+def alibi_slopes(heads: int, maximum: int) -> Tensor:
+    """Return each head's slope (H,): powers of two from 2^(-maximum / H) to 2^-maximum; of heads that are no power of two, some of the next."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * maximum / power)
+    return slopes if power == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
+
+
+class Alibi(nn.Module):
+    """Attention with linear biases (Press et al. 2022): slope * (place of key - place of query).
+
+    The queries' part is the same for all keys, so softmax does without it. The keys' part is a product of two more dimensions of queries
+    and keys, so that it is there on every back end, in caches, and where heads or sequences are sharded. Places are split at 256, which
+    bfloat16 can represent.
+    """
+
+    def __init__(self, heads: int, maximum: int) -> None:
+        super().__init__()
+        self.heads, self.maximum = heads, maximum
+        self.part = (0, 1)
+        """Which of how many equal parts of the heads are here: tensor parallelism sets it."""
+
+    def forward(self, q_BTHC: Tensor, k_BTHC: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        table = kept_on_device(
+            ("alibi", self.heads, self.maximum), lambda: alibi_slopes(self.heads, self.maximum), positions
+        )
+        part, parts = self.part
+        slopes_H = table.chunk(parts)[part].to(q_BTHC.dtype) / scale
+        places = positions if positions.ndim == 2 else positions[None]
+        coarse = places // 256 * 256
+        split_BT12 = torch.stack((coarse, places - coarse), -1)[:, :, None].to(k_BTHC.dtype)
+        q_more, k_more = slopes_H[:, None].expand(*q_BTHC.shape[:3], 2), split_BT12.expand(*k_BTHC.shape[:3], 2)
+        return torch.cat((q_BTHC, q_more), -1), torch.cat((k_BTHC, k_more), -1)
+
+
+class Attention(nn.Module):
+    sharding: ClassVar[dict[str, str]] = {
+        "": "gather", "wq": "column", "wk": "column", "wv": "column", "wo": "row", "q_norm": "shared", "k_norm": "shared",
+        "alibi": "heads",
+    }  # fmt: skip
+
+    def __init__(self, config: MPTConfig, layer: str) -> None:
+        super().__init__()
+        self.layer, self.width, self.clip, self.scale = layer, config.width, config.clip_qkv, config.query_scale
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
+        self.q_norm = LowPrecisionLayerNorm(config.width, config.norm_eps) if config.qk_norm else None
+        self.k_norm = LowPrecisionLayerNorm(config.width, config.norm_eps) if config.qk_norm else None
+        self.alibi = Alibi(config.heads, config.alibi_max) if config.position == "alibi" else None
+        self.inner = InnerAttention(scale=self.scale)
+        self.initial = {f"{name}.weight": Normal(config.hidden_std) for name in ("wq", "wk", "wv")}
+        self.initial["wo.weight"] = Normal(config.std_out)
+
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        q_BTHC, k_BTHC, v_BTHC = (
+            self._clipped(w(x_BTD)).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BTHC = self.q_norm(q_BTHC), self.k_norm(k_BTHC)
+        if self.alibi is not None:
+            q_BTHC, k_BTHC = self.alibi(q_BTHC, k_BTHC, context.positions, self.scale)
+        elif context.rotation is not None:
+            q_BTHC, k_BTHC = context.rotation.apply(q_BTHC), context.rotation.apply(k_BTHC)
+        k_BHTC, v_BHTC = k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2)
+        if context.cache is not None:
+            k_BHTC, v_BHTC = context.cache.extend(self.layer, k_BHTC, v_BHTC)
+        v_BHTC = F.pad(v_BHTC, (0, k_BHTC.shape[-1] - self.width))  # fast kernels want one width
+        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BHTC, v_BHTC, context.masks["full"])[..., : self.width]
+        out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
+        return out
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.clip is None else x.clamp(-self.clip, self.clip)
+
+
+class FeedForward(nn.Module):
+    sharding: ClassVar[dict[str, str]] = {"": "gather", "w1": "column", "w2": "row"}
+
+    def __init__(self, config: MPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden, bias=False)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+        self.initial = {"w1.weight": Normal(config.hidden_std), "w2.weight": Normal(config.std_out)}
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.gelu(self.w1(x_BTD)))
+        return out
+
+
+class Block(nn.Module):
+    """Add norm(f(norm(x))) to x for attention and feed-forward part; the outer norms with ``peri_norm`` only."""
+
+    sharding: ClassVar[dict[str, str]] = {
+        "attention_norm": "sequence", "attention_out_norm": "sequence", "feed_forward_norm": "sequence",
+        "feed_forward_out_norm": "sequence",
+    }  # fmt: skip
+
+    def __init__(self, config: MPTConfig, number: int) -> None:
+        super().__init__()
+
+        def norm() -> LowPrecisionLayerNorm:
+            return LowPrecisionLayerNorm(config.dim, config.norm_eps)
+
+        self.attention_norm, self.feed_forward_norm = norm(), norm()
+        self.attention_out_norm = norm() if config.peri_norm else None
+        self.feed_forward_out_norm = norm() if config.peri_norm else None
+        self.attention = Attention(config, str(number))
+        self.feed_forward = FeedForward(config)
+        self.branch_scale = config.branch_scale
+
+    def forward(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
+        out_BTD = self.attention(self.attention_norm(h_BTD), context)
+        h_BTD = h_BTD + scaled(_normed(self.attention_out_norm, out_BTD), self.branch_scale)
+        out_BTD = self.feed_forward(self.feed_forward_norm(h_BTD))
+        out: Tensor = h_BTD + scaled(_normed(self.feed_forward_out_norm, out_BTD), self.branch_scale)
+        return out
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    normed: Tensor = x if norm is None else norm(x)
+    return normed
+
+
+class MPT(Decoder):
+    """MPT, whose ``embedding_norm`` stays with ``tok_embeddings`` where a pipeline cuts the model."""
+
+    sharding: ClassVar[dict[str, str]] = Decoder.sharding | {"embedding_norm": "sequence"}
+    config: MPTConfig
+
+    def __init__(self, config: MPTConfig) -> None:
+        super().__init__(config, lambda number: Block(config, number))
+        self.embedding_norm = LowPrecisionLayerNorm(config.dim, config.norm_eps) if config.embedding_norm else None
+
+    def final_norm(self, config: DecoderConfig) -> nn.Module:
+        return LowPrecisionLayerNorm(config.dim, config.norm_eps)
+
+    def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
+        return _normed(self.embedding_norm, super().embed(tokens_BT, context))
+
+    def rotation(self, positions: Tensor) -> RotaryEmbedding | None:
+        if self.config.position != "rotary":
+            return None
+        key = self.config.width, self.config.rope_theta
+        return RotaryEmbedding.at(positions, kept_on_device((*key, None), lambda: rope_frequencies(*key), positions))
