@@ -4,6 +4,8 @@ The layer has the shape of DeepSeek-V3's 16B model (2048 wide, 64 experts of 140
 a quarter of the widths, float32 and one thread on a CPU. Loads are forced to be equal, so that figures do not depend on a router's
 state; one row has a fresh router. Forward and backward; the contenders take turns in random order, figures are medians of ratios
 within a turn. On a CPU a turn is a single step; on a GPU it is ten, since its queue must not run empty.
+
+Then what `benchmarks.rate_transfer` measures of muP, CompleteP and ADOPT, on the CPU with one thread.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from arclight.text.model.decoder import active_parameters
 from arclight.text.model.layers import FeedForward
 from arclight.text.model.moe import MoE, MoEConfig
 from arclight.trainer.throughput import get_available_flops
+from benchmarks import rate_transfer
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 
 
@@ -171,12 +174,14 @@ def report(
     }
     if nominal:
         figures["layer_mfu"] = share(best, [nominal] * len(reached))
+    torch.set_num_threads(1)
+    transfer, losses = rate_transfer.measure(options.quick)
     publish(
-        "moe", "What a layer of experts reaches",
+        "moe", "What a layer of experts reaches, and which rates transfer",
         ("", "ms forward and backward", "GFLOP/s", "of a large product", "of the data sheet", f"time over grouped: {SPREAD}", "difference"),
-        rows, figures, options=options, packages=versions("torch", "arclight-torch"),
+        rows, figures | transfer, options=options, packages=versions("torch", "arclight-torch"),
         notes=f"{tokens} tokens, {str(dtype).removeprefix('torch.')}, {device.type}. Operations are 6 per parameter that a token meets. "
-        "The large product is the fastest of several in each turn.",
+        f"The large product is the fastest of several in each turn.\n\n{losses}",
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from arclight.optim import ADOPT, QHADOPT, AdamW, Cosine
+from arclight.optim.adopt import _foreach_update
 
 SHAPES = {"w": (5, 7), "deep": (3, 4, 2), "b": (9,)}
 
@@ -123,6 +124,25 @@ def test_skipped_steps_are_not_counted() -> None:
         step(optimizer, weights, push)
         step(straight, reached, push)
     assert all(torch.equal(weight, reached[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("settings", [ADOPT(weight_decay=0.1), QHADOPT()])
+def test_steps_counted_on_a_device_give_what_steps_counted_on_the_host_do(settings: Any) -> None:
+    """Where a step may be skipped the count is a tensor, as is a rate that only a device knows."""
+    group = settings.options() | {"weight_decay": settings.weight_decay}
+    pairs = []
+    for on_device in (False, True):
+        tensors = [[weight.detach() for weight in start().values()] for _ in range(3)]
+        for moment in (*tensors[1], *tensors[2]):
+            moment.zero_()
+        weights, means, squares = tensors
+        for number, push in enumerate(pushes(5)):
+            count: Any = torch.tensor(float(number), dtype=torch.float64) if on_device else number
+            rate = {"lr": torch.tensor(settings.lr, dtype=torch.float64)} if on_device else {}
+            _foreach_update(weights, list(push.values()), means, squares, [count] * len(SHAPES), group | rate)
+        pairs.append([*weights, *means, *squares])
+    for host, device in zip(*pairs, strict=True):
+        torch.testing.assert_close(host, device, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.optim.processes import run
 from torch import nn
 
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, lambda_schedule
@@ -184,12 +188,28 @@ def test_a_schedule_over_seconds_keeps_the_elapsed_time(monkeypatch: pytest.Monk
         return rates, (optimizer.state_dict(), schedule.state_dict())
 
     def at(seconds: float) -> float:
-        return linear(seconds * 1000, total_steps=10_000, warmup=1000, final=0.0)
+        return linear(round(seconds * 1000), total_steps=10_000, warmup=1000, final=0.0)
 
     rates, state = stepped_by_clock(3)
     assert rates == [at(0), at(1.5), at(4)]
     assert state[1]["position"] == 4000
     assert stepped_by_clock(2, state)[0] == [at(4), at(6)]
+
+
+def clocks_agree(rank: int, count: int) -> None:
+    optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+    schedule = Linear(seconds=60.0).build(optimizer, 3)
+    for _ in range(3):
+        time.sleep(0.02 * rank)
+        optimizer.step()
+        schedule.step()
+    everyones: list[Any] = [None] * count
+    dist.all_gather_object(everyones, (schedule.position, schedule.get_last_lr()))
+    assert everyones == [everyones[0]] * count
+
+
+def test_ranks_go_by_one_clock(tmp_path: Path) -> None:
+    run(2, tmp_path, clocks_agree, 2)
 
 
 def test_schedules_over_tokens_and_seconds_refuse_what_they_cannot_count() -> None:

@@ -12,7 +12,7 @@ from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.optim.elementwise_rules import decay_of, is_half
 from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, rounded_at_random, store
 
-_CACHED_ELEMENTS = 1 << 15
+_CACHED_ELEMENTS = 1 << 17
 """Elements of a tensor that a CPU updates at a time: weight, gradient, moments and temporaries fit into its cache."""
 
 
@@ -103,14 +103,16 @@ def _foreach_update(
 ) -> None:  # fmt: skip
     (beta1, beta2), lr, v1 = group["betas"], group["lr"], group["v1"]
     clips = [count**0.25 for count in counts]  # 0 at the first step, whose normalised gradients so become zero
-    roots = torch._foreach_sqrt(squares)
-    torch._foreach_clamp_min_(roots, group["eps"])
-    normalised = torch._foreach_div(gradients, roots)
+    normalised = torch._foreach_clamp_min(squares, group["eps"] ** 2)
+    torch._foreach_rsqrt_(normalised)  # of the larger square: cheaper than a root and a quotient
+    torch._foreach_mul_(normalised, gradients)
     torch._foreach_clamp_max_(normalised, clips)
     torch._foreach_clamp_min_(normalised, [-clip for clip in clips])
     torch._foreach_lerp_(means, normalised, 1 - beta1)
     if group["weight_decay"]:
-        torch._foreach_mul_(weights, [1 - lr * decay_of(group) * (count > 0) for count in counts])
+        decay = decay_of(group)
+        kept: Any = [1 - lr * decay * _later(count, weight) for count, weight in zip(counts, weights, strict=True)]
+        torch._foreach_mul_(weights, kept)
     updates: Any = means
     if v1 < 1:
         torch._foreach_lerp_(normalised, means, v1)
@@ -119,8 +121,10 @@ def _foreach_update(
         torch._foreach_sub_(weights, torch._foreach_mul(updates, lr))
     else:
         torch._foreach_add_(weights, updates, alpha=-lr)
-    new: list[Any] = [
-        torch.where(count > 0, 1 - beta2, 1.0) if isinstance(count, Tensor) else 1 - beta2 if count else 1.0
-        for count in counts
-    ]
+    new: Any = [1 - beta2 * _later(count, square) for count, square in zip(counts, squares, strict=True)]
     torch._foreach_lerp_(squares, torch._foreach_mul(gradients, gradients), new)
+
+
+def _later(count: Any, like: Tensor) -> Any:
+    """Return 0 at the first step and 1 later, where ``count`` is known."""
+    return (count > 0).to(like.dtype) if isinstance(count, Tensor) else int(count > 0)

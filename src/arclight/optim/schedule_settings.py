@@ -49,7 +49,7 @@ class _Schedule(Checked):
             )
         unit: schedules.Unit = "tokens" if self.tokens else "seconds" if self.seconds else "steps"
         scale = schedules.TICKS_PER_SECOND if self.seconds else 1
-        total = self.tokens or int((self.seconds or 0) * scale) or total_steps
+        total = self.tokens or (max(1, round(self.seconds * scale)) if self.seconds else total_steps)
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("rewarm", "tokens", "seconds")}
         given |= {k: given[k] * scale for k in ("warmup", "decay", "timescale") if isinstance(given.get(k), int)}
         phases = {name: schedules.phase(given[name], total) for name in ("warmup", "decay") if name in given}

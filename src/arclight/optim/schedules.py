@@ -2,7 +2,7 @@
 
 The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
 step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
-In the place of steps may be tokens, or ticks of a clock.
+Tokens, or ticks of a clock, may take the place of steps.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def phase(length: float, total_steps: int) -> int:
     return steps
 
 
-def _warmed_up(step: float, warmup_steps: int) -> float:
+def _warmed_up(step: int, warmup_steps: int) -> float:
     """Linear factor of the warm-up; its first step already moves."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
-def _decayed(step: float, start: int, end: int, shape: str, final: float) -> float:
+def _decayed(step: int, start: int, end: int, shape: str, final: float) -> float:
     """1 up to ``start``, ``final`` from ``end`` on."""
     share = min(1.0, max(0, step - start) / max(1, end - start))
     return final + (1 - final) * DECAYS[shape](share)
 
 
-def cosine(step: float, *, total_steps: int, warmup: float, final: float) -> float:
+def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float:
     """Linear warm-up, then half a cosine from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -62,7 +62,7 @@ def cosine(step: float, *, total_steps: int, warmup: float, final: float) -> flo
     return _decayed(step, warmup_steps, total_steps, "cosine", final)
 
 
-def linear(step: float, *, total_steps: int, warmup: float, final: float) -> float:
+def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float:
     """Linear warm-up, then a straight line from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -70,7 +70,7 @@ def linear(step: float, *, total_steps: int, warmup: float, final: float) -> flo
     return _decayed(step, warmup_steps, total_steps, "linear", final)
 
 
-def wsd(step: float, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
+def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
     """Warm-up, stable, then a decay of one of the :data:`DECAYS` over the last ``decay`` steps (Hu et al. 2024, MiniCPM)."""
     warmup_steps, decay_steps = phase(warmup, total_steps), max(1, phase(decay, total_steps))
     if step < warmup_steps:
@@ -78,7 +78,7 @@ def wsd(step: float, *, total_steps: int, warmup: float, decay: float, final: fl
     return _decayed(step, total_steps - decay_steps, total_steps, shape, final)
 
 
-def inverse_sqrt(step: float, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
+def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
     """Linear warm-up, then ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
 
     ``timescale`` t is in steps, by default the warm-up's (and the step at which it starts to fall).
@@ -90,12 +90,12 @@ def inverse_sqrt(step: float, *, total_steps: int, warmup: float, timescale: int
     return math.sqrt(scale / (scale + step - warmup_steps))
 
 
-def constant(step: float, *, total_steps: int, warmup: float) -> float:
+def constant(step: int, *, total_steps: int, warmup: float) -> float:
     """Linear warm-up, then 1."""
     return _warmed_up(step, phase(warmup, total_steps))
 
 
-def rewarmed(step: float, *, since: int, steps: int) -> float:
+def rewarmed(step: int, *, since: int, steps: int) -> float:
     """Return a second factor: linear from the resume at step ``since``, 1 after ``steps``."""
     return 1.0 if step < since else _warmed_up(step - since, steps)
 
@@ -115,7 +115,7 @@ class FactorSchedule(LambdaLR):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, factor: Callable[[Any], float], rewarm: int = 0, unit: Unit = "steps"
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], rewarm: int = 0, unit: Unit = "steps"
     ) -> None:
         check("rewarm", rewarm, NonNegativeInt)
         self.factor, self.rewarm, self.unit = factor, rewarm, unit
