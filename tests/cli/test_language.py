@@ -18,7 +18,7 @@ import arclight
 from arclight.checkpoint import find_last
 from arclight.checkpoint import load as load_checkpoint
 from arclight.deploy import Program
-from arclight.text import Tokenizer, from_hf
+from arclight.text import Tokenizer, from_hf, generate
 
 Typed = Callable[[str], tuple[int, str, str]]
 
@@ -90,10 +90,16 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
 
     assert typed("export runs/lm/1 --out hf")[0] == 0
     model, tokenizer = from_hf("hf"), Tokenizer.load("hf")
-    tokens = torch.tensor([tokenizer.encode("the 7 cats sat on the mat and saw 7 birds\n" * 8)[:32]])
-    assert typed("export runs/lm/1 --out lm.onnx")[0] == 0
-    program = Program.load("lm.onnx")
-    np.testing.assert_allclose(program(tokens), model(tokens).detach(), atol=1e-4)
+    assert generate(model, tokenizer, said["prompt"], 4, temperature=0) == said["text"]
+    status, out, _ = typed("export runs/lm/1 --out lm.onnx")
+    assert status == 0
+    assert "with cache and tokenizer, for up to 2048 tokens" in out
+    status, out, _ = typed("predict lm.onnx --prompt the --tokens 4 --temperature 0 --json program.json")
+    assert status == 0, out
+    assert json.loads(Path("program.json").read_text()) == [said]
+    status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "lower max_new_tokens" in err
     status, out, _ = typed("quantize runs/lm/1 --out int8.onnx")
     assert re.search(r"wrote int8\.onnx: int8, .* agrees with its torch model to \d+ dB", out)
     assert status == 0, out

@@ -15,8 +15,8 @@ from arclight.text.settings import LanguageTask
 
 def test_export_leaves_mode_and_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(deployment, "export", lambda decoder, *_, **__: given.append(decoder))
-    moved: list[nn.Module] = []
+    monkeypatch.setattr(deployment, "export", lambda cached, *_, **__: given.append(cached.decoder))
+    moved: list[Any] = []
     apply = nn.Module._apply
     model = LanguageModel(LanguageTask(model="llama3-debug"), vocab_size=32)
     model.configure_model()
@@ -25,6 +25,8 @@ def test_export_leaves_mode_and_device_of_the_model(tmp_path: Path, monkeypatch:
         nn.Module, "_apply", lambda self, *args, **kw: (moved.append(self), apply(self, *args, **kw))[1]
     )
     deployment.export_language_model(model, tmp_path / "model.onnx", [torch.zeros(2, 4, dtype=torch.int64)])
-    assert given == [model.model]
+    (exported,) = given
+    assert type(exported) is type(model.model)
+    assert exported is not model.model
     assert model.model.training
-    assert not moved
+    assert not set(model.model.modules()) & set(moved)

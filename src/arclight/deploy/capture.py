@@ -66,9 +66,9 @@ def free_dimensions(
     ``{"tokens": {0: "batch", 1: "time"}}`` frees two dimensions of the input that ``forward`` calls tokens. Raises
     ExportError for an input or dimension that is not there, and for two sizes under one name.
     """
-    names = list(inspect.signature(model.forward).parameters)[: len(example)]
+    names = _input_names(model, len(example))
     if unknown := sorted(set(dynamic) - set(names)):
-        raise ExportError(f"dynamic names the inputs {unknown}; the model takes {names}")
+        raise ExportError(f"dynamic names the inputs {unknown}; the model takes {list(dict.fromkeys(names))}")
     sizes: dict[str, int] = {}
     for name, value in zip(names, example):
         for place, free in dynamic.get(name, {}).items():
@@ -84,13 +84,28 @@ def free_dimensions(
     return [dict(dynamic.get(name, {})) for name in names]
 
 
+def _input_names(model: nn.Module, count: int) -> list[str]:
+    """Name the first ``count`` positional inputs of ``model``; those of ``*past`` are all called past."""
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        repeated = count - len(names) if parameter.kind is parameter.VAR_POSITIONAL else 1
+        names += [parameter.name] * repeated
+    return names[:count]
+
+
 def with_sizes(inputs: Inputs, free: FreeDimensions, sizes: Mapping[str, int]) -> Inputs:
-    """Resize the free dimensions of ``inputs`` to ``sizes`` by name: the first values, repeated in order if too few."""
+    """Resize the free dimensions of ``inputs`` to ``sizes`` by name: the first values, repeated in order if too few.
+
+    A dimension that was empty is filled with zeros.
+    """
     resized_inputs = []
     for value, dimensions in zip(inputs, free):
         for place, name in dimensions.items():
             if name in sizes:
-                value = value.index_select(place, torch.arange(sizes[name]) % value.shape[place])
+                if value.shape[place]:
+                    value = value.index_select(place, torch.arange(sizes[name]) % value.shape[place])
+                else:
+                    value = value.new_zeros([*value.shape[:place], sizes[name], *value.shape[place + 1 :]])
         resized_inputs.append(value)
     return tuple(resized_inputs)
 
@@ -105,10 +120,10 @@ def dimensions_to_export(
 ) -> tuple[Inputs, tuple[dict[int, Any], ...]]:  # fmt: skip
     """Return the inputs to capture on, with at least 2 of each free dimension, and the dimensions as torch.export takes them.
 
-    ``least`` is the smallest size that is allowed later.
+    ``least`` is the smallest size that is allowed later; what is empty in ``example`` may be so later, too.
     """
     sizes = free_sizes(example, free)
-    dims = {name: Dim(name, min=least) for name in sizes}
+    dims = {name: Dim(name, min=least if size else 0) for name, size in sizes.items()}
     # torch.export takes a size of 1 for a constant
     inputs = with_sizes(example, free, {name: max(2, size) for name, size in sizes.items()})
     return inputs, tuple({place: dims[name] for place, name in named.items()} for named in free)
@@ -139,7 +154,7 @@ def capture(
         shapes = tuple({0: batch} if value.dim() else {} for value in example)
     try:
         with torch.no_grad(), quiet():
-            exported = torch.export.export(model, example, dynamic_shapes=shapes)
+            exported = torch.export.export(model, example, dynamic_shapes=_as_passed(model, shapes))
             if _writes_in_place(exported.graph_module.graph.nodes):
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
     except Exception as error:  # torch.export raises many kinds, all of them about the model
@@ -148,6 +163,15 @@ def capture(
             hint = "; a dimension that the model fixes or bounds cannot be named in dynamic"
         raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
     return exported
+
+
+def _as_passed(model: nn.Module, shapes: tuple[dict[int, Any], ...] | None) -> tuple[Any, ...] | None:
+    """Return ``shapes`` with those of ``*past`` as one tuple, which torch.export wants."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if shapes is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:first], shapes[first:])
 
 
 def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:

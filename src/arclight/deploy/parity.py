@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LISTED = 4
+"""Outputs that a summary says the difference of."""
 Parts = Callable[..., Mapping[str, Tensor]]
 """Takes a model's outputs and names what of them is compared by itself, such as boxes and scores that share a tensor."""
 
@@ -55,8 +57,11 @@ def parity_summary(metadata: Mapping[str, Any]) -> str:
     closest = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
     outputs = parity.get("outputs", {})  # programs of the release before have none
     differences = [
-        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}" for name, one in outputs.items()
+        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}"
+        for name, one in list(outputs.items())[:LISTED]
     ]
+    if len(outputs) > LISTED:
+        differences.append(f"{len(outputs) - LISTED} more outputs")
     return f"agrees with its torch model to {closest}" + (f" ({', '.join(differences)})" if differences else "")
 
 

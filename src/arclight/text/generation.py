@@ -6,13 +6,15 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from arclight.deploy.programs.program import Program
 from arclight.text.data.tokenizer import Tokenizer
+from arclight.text.language_program import ProgramRun
 from arclight.text.model.decoder import Decoder
 from arclight.text.model.kv_cache import KVCache
 
@@ -37,18 +39,20 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> str: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder | Program, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> str: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder | Program, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[str]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder | Program, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[str]: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder | Program, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]] | Tensor, max_new_tokens: int = 128, *, stream: bool = False,
+    model: Decoder | Program, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]] | Tensor, max_new_tokens: int = 128, *, stream: bool = False,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """Continue a prompt, or several computed together (texts or token ids); prompts are not repeated.
+
+    ``model`` is a model, or a language program (`arclight.text.deployment`), whose tokenizer `tokenizer_of` returns.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of
@@ -62,8 +66,9 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     ids = [_prompt(prompt, tokenizer, settings.bos) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-    _check(ids, model, max_new_tokens)
-    pieces = _pieces(model, tokenizer, ids, max_new_tokens, settings)
+    run: _Run = ProgramRun(model) if isinstance(model, Program) else _DecoderRun(model)
+    _check(ids, run, max_new_tokens)
+    pieces = _pieces(run, tokenizer, ids, max_new_tokens, settings)
     if stream:
         return (row[0] for row in pieces) if isinstance(prompts, str) else pieces
     answers = ["".join(row) for row in zip(*pieces)] if ids else []
@@ -121,17 +126,60 @@ def _prompt(prompt: str | list[int] | Tensor, tokenizer: Tokenizer, bos: bool) -
     return [begin]
 
 
-def _check(ids: list[list[int]], model: Decoder, new: int) -> None:
+class _Run(Protocol):
+    """Run a model with its cache, or a program, step by step."""
+
+    vocab_size: int
+    max_positions: int
+    placeholders: tuple[int, ...]
+    device: torch.device
+
+    def start(self, padding_B: Tensor, length: int) -> None:
+        """Begin sequences of at most ``length`` tokens, of which ``padding_B`` at the left have no meaning."""
+
+    def logits(self, tokens_BT: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Append tokens; give the logits (B, V) behind them."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these sequences (indices into the batch)."""
+
+
+class _DecoderRun:
+    def __init__(self, model: Decoder) -> None:
+        if model.output is None:
+            raise ValueError("this is a pipeline stage; generation needs the whole model")
+        self.vocab_size, self.max_positions = model.config.vocab_size, model.config.max_positions
+        self.placeholders = model.placeholders
+        self.device = next(model.parameters()).device
+        self._model = model
+        self._cache = KVCache(0, 0)
+
+    def start(self, padding_B: Tensor, length: int) -> None:
+        self._cache = KVCache(len(padding_B), length, padding_B if bool(padding_B.any()) else None)
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Tensor, inputs: dict[str, Any]) -> Tensor:
+        with _evaluating(self._model):  # called whole, as FSDP wants a model to be
+            logits = self._model(tokens_BT, cache=self._cache, last=True, **inputs)[:, 0]
+        whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return whole
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.keep(rows)
+
+
+def _check(ids: list[list[int]], run: _Run, new: int) -> None:
     for number, prompt in enumerate(ids):
-        unknown = next((token for token in prompt if not 0 <= token < model.config.vocab_size), None)
+        unknown = next((token for token in prompt if not 0 <= token < run.vocab_size), None)
         if unknown is not None:
             raise ValueError(
-                f"prompt {number} has token {unknown}, the model knows {model.config.vocab_size}: the tokenizer is another model's"
+                f"prompt {number} has token {unknown}, the model knows {run.vocab_size}: the tokenizer is another model's"
             )
-        if len(prompt) + new > model.config.max_positions:
+        if len(prompt) + new > run.max_positions:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {new} new ones that is more than the model's "
-                f"{model.config.max_positions} positions: shorten it or lower max_new_tokens"
+                f"{run.max_positions} positions: shorten it or lower max_new_tokens"
             )
 
 
@@ -193,33 +241,23 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-@torch.no_grad()
-def _logits(model: Decoder, tokens_BT: Tensor, cache: KVCache, inputs: dict[str, Any]) -> Tensor:
-    if model.output is None:
-        raise ValueError("this is a pipeline stage; generation needs the whole model")
-    logits = model(tokens_BT, cache=cache, last=True, **inputs)[:, 0]  # called whole, as FSDP wants a model to be
-    whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    return whole
-
-
 def _pieces(
-    model: Decoder, tokenizer: Tokenizer, ids: list[list[int]], new: int, settings: _Settings
+    run: _Run, tokenizer: Tokenizer, ids: list[list[int]], new: int, settings: _Settings
 ) -> Generator[list[str]]:  # fmt: skip
     if not ids:
         return
-    device = next(model.parameters()).device
+    device = run.device
     longest = max(map(len, ids))
     padding = torch.tensor([longest - len(prompt) for prompt in ids], device=device)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in ids], device=device)
-    cache = KVCache(len(ids), longest + new, padding if bool(padding.any()) else None)
+    run.start(padding, longest + new)
     random = torch.Generator()  # on the CPU: the same draws for any device
     random.seed() if settings.seed is None else random.manual_seed(settings.seed)
     answers = [_Answer(tokenizer, settings.stop, prompt) for prompt in ids]
     rows = list(range(len(ids)))
-    never = [token for token in model.placeholders if token < tokenizer.vocab_size]
+    never = [token for token in run.placeholders if token < tokenizer.vocab_size]
     for step in range(new):
-        with _evaluating(model):
-            logits = _logits(model, tokens, cache, {} if step else settings.inputs)[:, : tokenizer.vocab_size]
+        logits = run.logits(tokens, {} if step else settings.inputs)[:, : tokenizer.vocab_size]
         if never:
             logits[:, never] = -torch.inf
         chance = torch.rand(len(ids), generator=random)[rows]
@@ -234,7 +272,7 @@ def _pieces(
         if not going:
             return
         if len(going) < len(rows):
-            cache.keep(torch.tensor(going, device=device))
+            run.keep(torch.tensor(going, device=device))
         rows, tokens = [rows[place] for place in going], chosen[going][:, None]
 
 

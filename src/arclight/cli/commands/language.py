@@ -15,7 +15,9 @@ from arclight.cli.style import working
 from arclight.deploy.settings import Quantization, calibration_batches
 
 if TYPE_CHECKING:
-    from arclight.text import LanguageModel
+    from arclight.deploy import Program
+    from arclight.text import LanguageModel, Tokenizer
+    from arclight.text.model.decoder import Decoder
 
 
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -27,6 +29,15 @@ def trained_language(words: list[str]) -> bool:
         return False
     run = run_folder(Path(words[0]))
     return run is not None and (run / "tokenizer").is_dir()
+
+
+def names_program(words: list[str]) -> bool:
+    """Return True if the first word names the program of a language model."""
+    if not words or not words[0].endswith(".onnx") or not Path(words[0]).is_file():
+        return False
+    from arclight.deploy.programs.metadata import unseal
+
+    return unseal(Path(words[0]))[0].get("task") == "language"
 
 
 def load_run(path: Path) -> LanguageModel:
@@ -42,10 +53,24 @@ def load_run(path: Path) -> LanguageModel:
     return model.eval()
 
 
+def _load(path: Path) -> tuple[Decoder | Program, Tokenizer]:
+    """Load what generates text, a run or a program, and its tokenizer."""
+    if path.suffix == ".onnx":
+        from arclight.deploy import Program
+        from arclight.text.language_program import tokenizer_of
+
+        program = Program.load(path)
+        return program, tokenizer_of(program)
+    model = load_run(path)
+    return model.model, model.tokenizer
+
+
 def predict(arguments: list[str]) -> None:
     """Let a trained model go on with texts, shown as they are written."""
     parser = Parser(prog="arclight predict", description="Generate text with a language model.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint), a checkpoint, or a program (.onnx)"
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -70,12 +95,14 @@ def predict(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the texts to this file")
     options = parser.parse_args(arguments)
-    model = load_run(options.run)
+    from arclight.text import generate
+
+    model, tokenizer = _load(options.run)
     texts = []
     for prompt in options.prompt or [sys.stdin.read()]:
         try:
-            written = model.generate(
-                prompt, max_new_tokens=options.tokens, temperature=options.temperature, top_k=options.top_k,
+            written = generate(
+                model, tokenizer, prompt, max_new_tokens=options.tokens, temperature=options.temperature, top_k=options.top_k,
                 top_p=options.top_p, stop=options.stop, seed=options.seed, stream=True,
             )  # fmt: skip
         except ValueError as error:
@@ -190,7 +217,6 @@ def _program(options: Namespace, recipe: Quantization | None) -> None:
         f"{'exporting' if recipe is None else 'quantizing'} {model.settings.model} and comparing the program with it"
     ):
         program = export_language_model(model, options.out, batches, recipe)
-    length = batches[0].shape[1]
-    size = f"{program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits"
+    size = f"{program.nbytes / 1e6:.1f} MB with cache and tokenizer, for up to {model.config.max_positions} tokens"
     proof = parity_summary(program.metadata) + speed_summary(program.metadata)
     print(f"wrote {options.out}: {program.precision}, {size}, {proof}")

@@ -37,12 +37,12 @@ def predict(arguments: list[str]) -> int:
 
         run_user_module("predict", own, arguments[1:])
         return 0
-    if language.trained_language(arguments):
+    if language.trained_language(arguments) or language.names_program(arguments):
         language.predict(arguments)
         return 0
     if "--prompt" in arguments:
         raise UsageError(
-            "--prompt needs the run of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
+            "--prompt needs the run or the program of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
         )
     options = _parser().parse_args(arguments)
     following = Following.asked(options)

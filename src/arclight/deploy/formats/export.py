@@ -9,15 +9,27 @@ import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from arclight._intervals import kind_of
-from arclight.deploy.capture import Inputs, as_inputs, as_outputs, batch_size, capture, frozen_copy, resized
+from arclight.deploy.capture import (
+    FreeDimensions,
+    Inputs,
+    as_inputs,
+    as_outputs,
+    batch_size,
+    capture,
+    free_dimensions,
+    free_sizes,
+    frozen_copy,
+    resized,
+)
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.parity import Parity, Parts, compare, worst
@@ -56,13 +68,18 @@ def export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = True,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    comparisons: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
     metadata: Mapping[str, Any] | None = None,
     max_difference: float | None = None,
     parts: Parts | None = None,
 ) -> Program:
     """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return it.
 
-    ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``metadata`` is
+    ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``dynamic`` names the
+    dimensions of any size, by the parameters of ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``,
+    equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further inputs of other
+    sizes that the program is compared on, and what is empty there may be so in the program. ``metadata`` is
     stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
     absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
     value for float32, and 30 dB between the program and the simulation of a quantized model. Every output is
@@ -73,39 +90,85 @@ def export(
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
     activations have none; QuantizeError where the program's metric drops further than the model was quantized with.
     """
-    if format != "onnx":
-        raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        require(package, extra="deploy")
+    _check_format(format)
     described = _callers_metadata(metadata)
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
     precision = _precision(quantized.recipe) if quantized else "fp32"
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
-    exported = capture(module, inputs, dynamic_batch=dynamic_batch)
-    onnx_model = onnx_graph.convert(exported, input_names=input_names, output_names=output_names)
+    sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
+    onnx_model = onnx_graph.convert(sizes.capture(module), input_names=input_names, output_names=output_names)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
         draft = Path(scratch) / "program.onnx"
-        onnx_graph.write(onnx_model, draft)
-        # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
-        batches = {n: resized(inputs, n) for n in BATCH_SIZES} if dynamic_batch else {batch_size(inputs): inputs}
+        files = onnx_graph.write(onnx_model, draft, weights=f"{path.name}.data")
         program = _opened(draft, precision)
-        parity = _parity(program, module, batches, parts)
+        parity = _parity(program, module, sizes.batches, parts)
         _accept(parity, max_difference, precision)
         against = f"simulated {precision}" if quantized else "fp32"
-        described["parity"] = {"against": against, "batch_sizes": list(batches), **_described(parity)}
-        described["precision"] = precision
+        described |= {"parity": {"against": against, **sizes.described(), **_described(parity)}, "precision": precision}
         if quantized:
-            described["quantization"] = _quantization_report(quantized, program, inputs, parts, dynamic_batch)
+            described["quantization"] = _quantization_report(quantized, program, inputs, parts, sizes)
         described |= {"runtime": program.runtime} if program.runtime != "onnxruntime" else {}
         described["versions"] = _versions(program.runtime)
         seal(draft, described)
         Program.load(draft, device="cpu")
-        os.replace(draft, path)
+        for file in files:
+            os.replace(file, path if file == draft else path.with_name(file.name))
     log.info("%s: %s", path, described["parity"])
     return Program.load(path, device="cpu")
+
+
+def _check_format(format: str) -> None:
+    if format != "onnx":
+        raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require(package, extra="deploy")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a program: those it is captured in, those that are free, and those it is compared in."""
+
+    example: Inputs
+    free: FreeDimensions | None
+    dynamic_batch: bool
+    batches: Mapping[str, Inputs]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Inputs,
+        comparisons: Mapping[str, Tensor | Sequence[Tensor]],
+        dynamic: Mapping[str, Mapping[int, str]] | None,
+        dynamic_batch: bool,
+    ) -> _Sizes:
+        samples = batch_size(inputs)
+        compared = {name: as_inputs(more) for name, more in comparisons.items()}
+        empty = (more for more in compared.values() if any(0 in value.shape for value in more))
+        example = next(empty, inputs)  # what may be empty is told from it
+        if dynamic is not None:
+            free = free_dimensions(model, inputs, dynamic)
+            return cls(example, free, dynamic_batch, {"example": inputs} | compared)
+        # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
+        batch_sizes = BATCH_SIZES if dynamic_batch else (samples,)
+        batches = {f"batch size {n}": resized(inputs, n) if dynamic_batch else inputs for n in batch_sizes}
+        return cls(example, None, dynamic_batch, batches | compared)
+
+    def capture(self, module: nn.Module) -> ExportedProgram:
+        return capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)
+
+    def described(self) -> dict[str, Any]:
+        """Say on what sizes a program was compared."""
+        if self.free is None:
+            return {"batch_sizes": [batch_size(batch) for batch in self.batches.values()]}
+        return {"sizes": {name: free_sizes(batch, self.free) for name, batch in self.batches.items()}}
+
+    def one(self, inputs: Inputs) -> Inputs:
+        """Return one sample of ``inputs``, where the batch is free."""
+        return resized(inputs, 1) if self.dynamic_batch else inputs
 
 
 def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -125,12 +188,12 @@ def _opened(draft: Path, precision: str) -> Program:
 
 
 def _parity(
-    program: Program, module: nn.Module, batches: Mapping[int, Inputs], parts: Parts | None
+    program: Program, module: nn.Module, batches: Mapping[str, Inputs], parts: Parts | None
 ) -> dict[str, Parity]:  # fmt: skip
-    """Compare the program with ``module`` on ``batches`` by size; the worst of every output, or part, by name."""
+    """Compare the program with ``module`` on ``batches`` by name; the worst of every output, or part, by name."""
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     found: dict[str, list[Parity]] = {}
-    for size, batch in batches.items():
+    for which, batch in batches.items():
         with torch.no_grad():
             expected = as_outputs(module(*batch))
         given = program(*batch)
@@ -138,9 +201,7 @@ def _parity(
             for name, parity in compare(expected, as_outputs(given), named).items():
                 found.setdefault(name, []).append(parity)
         except ValueError as error:
-            raise ExportError(
-                f"the program does not compute what the model computes at batch size {size}: {error}"
-            ) from error
+            raise ExportError(f"the program does not compute what the model computes at {which}: {error}") from error
     return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
 
 
@@ -183,7 +244,7 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
 
 
 def _quantization_report(
-    quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, dynamic_batch: bool
+    quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, sizes: _Sizes
 ) -> dict[str, Any]:
     """Report what was quantized, its distance to the float model, its kernels, and its speed and scores."""
     calibrated = isinstance(quantized.recipe, Int8)
@@ -194,9 +255,9 @@ def _quantization_report(
             "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
             "integers in float (Int8.skip), or export the float model"
         )
-    against_float = _parity(program, quantized.reference, {batch_size(inputs): inputs}, parts)
+    against_float = _parity(program, quantized.reference, {"the example": inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
-    timed = {} if calibrated else {"speed": _speed(quantized, program, inputs, dynamic_batch)}
+    timed = {} if calibrated else {"speed": _speed(quantized, program, inputs, sizes)}
     scored = {} if quantized.scores is None else {"metric": _metric(quantized, program)}
     return {
         **kind,
@@ -221,13 +282,16 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
     return {name: found[name] for name in sorted(wanted) if found[name]}
 
 
-def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, dynamic_batch: bool) -> dict[str, Any]:
+def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
-    exported = capture(frozen_copy(quantized.reference), inputs, dynamic_batch=dynamic_batch)
+    exported = sizes.capture(frozen_copy(quantized.reference))
     plain = program.path.with_name("fp32.onnx")
-    onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
+    size = program.nbytes + sum(
+        file.stat().st_size for file in plain.parent.glob("*.data")
+    )  # not listed before it is sealed
+    files = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
     programs = {"fp32": Program.load(plain, device="cpu"), "quantized": program}
-    table = benchmark(programs, resized(inputs, 1) if dynamic_batch else inputs, rounds=TIMED_ROUNDS)
+    table = benchmark(programs, sizes.one(inputs), rounds=TIMED_ROUNDS)
     row = table["quantized"]
     if row.speedup_high < 1:
         log.warning(
@@ -241,7 +305,7 @@ def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, dynamic_
         "high": row.speedup_high,
         "threads": table.threads,
         "shapes": [list(shape) for shape in table.shapes],
-        "size_over_fp32": program.nbytes / plain.stat().st_size,
+        "size_over_fp32": size / sum(file.stat().st_size for file in files),
     }
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
 """ONNX Runtime's kernels of layers with weights that multiply 8-bit integers."""
+LARGEST_FILE = 2**31 - 2**24
+"""Bytes of weights from which they are kept beside the file: protobuf messages end at 2 GiB, and there is more in them."""
 LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"}
 """Those of linear layers whose activations have no fixed ranges."""
 
@@ -48,13 +50,17 @@ def convert(
     return model
 
 
-def write(model: onnx.ModelProto, path: Path) -> None:
-    """Write ``model`` as one file; ExportError if it is too large for that."""
-    try:
-        content = model.SerializeToString(deterministic=True)
-    except ValueError as error:
-        raise ExportError(f"the model does not fit one ONNX file, which holds at most 2 GiB: {error}") from error
-    path.write_bytes(content)
+def write(model: onnx.ModelProto, path: Path, *, weights: str | None = None) -> list[Path]:
+    """Write ``model``; return its files: two where one cannot hold the weights, which go into ``weights`` (PATH.data) beside it."""
+    held = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if held < LARGEST_FILE:
+        path.write_bytes(model.SerializeToString(deterministic=True))
+        return [path]
+    weights = weights or f"{path.name}.data"
+    require("onnx", extra="deploy").save_model(
+        model, str(path), save_as_external_data=True, location=weights, size_threshold=1024
+    )
+    return [path.with_name(weights), path]
 
 
 def kernels(path: Path, scratch: Path) -> Counter[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy, quiet
+from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, free_dimensions, frozen_copy, quiet
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
@@ -129,6 +129,7 @@ def quantize(
     *,
     recipe: Quantization | None = None,
     example: Tensor | Sequence[Tensor] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     parts: Parts | None = None,
     metric: Metric | None = None,
     max_drop: float | None = None,
@@ -138,9 +139,10 @@ def quantize(
     ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
     first dimension is the batch; None for the recipes that need none (`DynamicInt8`, `WeightOnly`, `BFloat16`, `LowBit` with 8-bit
     activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
-    size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
-    outputs). ``metric`` scores a model on data of its own, more being better; with ``max_drop`` the quantized model, and its
-    program in `export`, may score that much less. ``model`` itself is not changed, whatever mode and device it is in.
+    size stays free, or the dimensions that ``dynamic`` names by input, as in `export`. ``parts`` takes the outputs and names
+    tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model on data of its own, more
+    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less. ``model`` itself
+    is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
     nothing, a model without a layer to quantize, groups that do not divide a layer's inputs, an output or part noisier than
@@ -153,7 +155,8 @@ def quantize(
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
-    graph = capture(frozen_copy(reference), inputs).module()
+    free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
+    graph = capture(frozen_copy(reference), inputs, free=free).module()
     if is_calibrated(recipe):
         graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
     else:

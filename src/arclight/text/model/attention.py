@@ -56,9 +56,10 @@ class Mask:
         """Return the mask as bool (B or 1, 1, queries, keys), True where seen; made once."""
 
         def make() -> Tensor:
-            places = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)[None]
-            rows = torch.arange(self._batch(), device=device)[:, None, None]
-            return self._sees(device)(rows, 0, *places).expand(self._batch(), queries, keys)[:, None]
+            seen = self._seen(
+                lambda ids: _rows(ids, queries, device)[:, :, None], lambda ids: _rows(ids, keys, device)[:, None]
+            )
+            return seen.expand(-1, queries, keys)[:, None]
 
         made: Tensor = self._once(("dense", queries, keys), make)
         return made
@@ -102,6 +103,7 @@ class Mask:
         return made
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        key = tuple(map(str, key))  # sizes are symbols while a graph is captured, and these have no hash
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -122,22 +124,23 @@ class Mask:
                 return place
             return ids[place] if ids.ndim == 1 else ids[row if len(ids) > 1 else 0, place]
 
-        def sees(b: Any, h: Any, i: Any, j: Any) -> Tensor:
-            q, k = at(self.index_q, b, i), at(self.index_k, b, j)
-            seen: Tensor = k <= q if self.causal else k == k  # noqa: PLR0124  all of them, as a tensor
-            if self.window is not None:
-                seen = seen & (k > q - self.window)
-                if not self.causal:
-                    seen = seen & (k < q + self.window)
-            if self.documents_q is not None and self.documents_k is not None:
-                seen = seen & (at(self.documents_q, b, i) == at(self.documents_k, b, j))
-            if self.chunk is not None:
-                place_q = q if self.positions_q is None else at(self.positions_q, b, i)
-                place_k = k if self.positions_k is None else at(self.positions_k, b, j)
-                seen = seen & (place_q // self.chunk == place_k // self.chunk)
-            return seen
+        return lambda b, h, i, j: self._seen(lambda ids: at(ids, b, i), lambda ids: at(ids, b, j))
 
-        return sees
+    def _seen(self, of_queries: Callable[[Tensor | None], Any], of_keys: Callable[[Tensor | None], Any]) -> Tensor:
+        """Tell which keys are seen; the functions take from ids of a place (None: 0, 1, 2, ...) those to be compared."""
+        q, k = of_queries(self.index_q), of_keys(self.index_k)
+        seen: Tensor = k <= q if self.causal else k == k  # noqa: PLR0124  all of them, as a tensor
+        if self.window is not None:
+            seen = seen & (k > q - self.window)
+            if not self.causal:
+                seen = seen & (k < q + self.window)
+        if self.documents_q is not None and self.documents_k is not None:
+            seen = seen & (of_queries(self.documents_q) == of_keys(self.documents_k))
+        if self.chunk is not None:
+            place_q = q if self.positions_q is None else of_queries(self.positions_q)
+            place_k = k if self.positions_k is None else of_keys(self.positions_k)
+            seen = seen & (place_q // self.chunk == place_k // self.chunk)
+        return seen
 
 
 def _rows(index: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -164,6 +167,8 @@ def attention(
         backend = "sdpa" if plain or q_BHTC.device.type == "cpu" or q_BHTC.shape[2] < _FEW else "flex"
     if backend == "sdpa":
         dense = None if plain else mask.dense(q_BHTC.shape[2], k_BKSC.shape[2], q_BHTC.device)
+        if dense is not None and heads != kv_heads and torch.compiler.is_exporting():
+            return _grouped_queries(q_BHTC, k_BKSC, v_BKSC, dense, scale)
         return scaled_dot_product_attention(
             q_BHTC, k_BKSC, v_BKSC, attn_mask=dense, is_causal=plain and mask.causal, scale=scale,
             enable_gqa=heads != kv_heads,
@@ -173,6 +178,16 @@ def attention(
     if backend == "varlen":
         return _varlen(q_BHTC, k_BKSC, v_BKSC, mask, scale)
     raise ValueError(f"attention has no back end {backend!r}; choose sdpa, flex or varlen")
+
+
+def _grouped_queries(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dense: Tensor, scale: float | None) -> Tensor:
+    """Attend with the queries that share a key in one product: a program would copy keys and values for each of them."""
+    shared = q_BHTC.shape[1] // k_BKSC.shape[1]
+    q_BKRC = q_BHTC.unflatten(1, (-1, shared)).flatten(2, 3)
+    mask = dense[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    out_BKRC = scaled_dot_product_attention(q_BKRC, k_BKSC, v_BKSC, attn_mask=mask, scale=scale)
+    out_BHTC: Tensor = out_BKRC.unflatten(2, (shared, -1)).flatten(1, 2)
+    return out_BHTC
 
 
 @cache

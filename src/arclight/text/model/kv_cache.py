@@ -34,6 +34,10 @@ class KVCache:
             kept[:, :, self.used : stop] = x
         return tuple(kept[:, :, :stop] for kept in self._layers[layer])
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is held of all layers, in their order: each (B, K, T, C)."""
+        return [kept[:, :, : self.used] for layer in self._layers.values() for kept in layer]
+
     def keep(self, rows: Tensor) -> None:
         """Keep only these sequences (indices into the batch)."""
         self.batch = len(rows)

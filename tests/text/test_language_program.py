@@ -1,0 +1,175 @@
+"""Language programs say what their models say, and refuse what they cannot say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import warm
+from tests.test_readme import block
+
+from arclight.deploy import Program, ProgramError, WeightOnly, export, quantize
+from arclight.deploy.formats import onnx_graph
+from arclight.parallel import initialize
+from arclight.text import ByteTokenizer, build_model, generate
+from arclight.text.deployment import DYNAMIC, CachedDecoder, export_language_model
+from arclight.text.language_program import tokenizer_of
+
+PROMPTS = ["def main", "x", "import numpy as np\n"]
+TEXT = torch.tensor([list(b"the cat sat on t"), list(b"a bird saw 7 dog"), list(b"import numpy as ")])
+
+
+def model(name: str = "llama3-debug", **overrides: Any) -> Any:
+    """A model that says many different tokens."""
+    sizes = {"layers": 1, "vocab_size": 264, "dim": 64, "heads": 4, "max_positions": 64}
+    built = build_model(name, **(sizes | overrides))
+    initialize(built, seed=0)
+    with torch.no_grad():
+        built.tok_embeddings.weight.mul_(30)
+    return built.eval()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Any:
+    return model(kv_heads=2, hidden=96)
+
+
+@pytest.fixture(scope="module")
+def program(decoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    path = tmp_path_factory.mktemp("program") / "lm.onnx"
+    return export_language_model(decoder, path, [TEXT], tokenizer=ByteTokenizer())
+
+
+def same_tokens(program: Program, decoder: Any, new: int = 12) -> None:
+    tokenizer = tokenizer_of(program)
+    expected = [generate(decoder, tokenizer, prompt, new, temperature=0) for prompt in PROMPTS]
+    assert len(set(expected)) == len(PROMPTS)
+    assert [generate(program, tokenizer, prompt, new, temperature=0) for prompt in PROMPTS] == expected
+    assert generate(program, tokenizer, PROMPTS, new, temperature=0) == expected  # padded at the left
+
+
+def test_a_program_says_what_its_model_says(program: Program, decoder: Any) -> None:
+    same_tokens(program, decoder)
+    sampled = [generate(it, ByteTokenizer(), PROMPTS[0], 12, seed=3, top_p=0.9) for it in (decoder, program)]
+    assert sampled[0] == sampled[1]
+
+
+def test_answers_that_end_early_leave_the_others_alone(program: Program, decoder: Any) -> None:
+    tokenizer = ByteTokenizer()
+    whole = generate(decoder, tokenizer, PROMPTS, 12, temperature=0)
+    stop = whole[1][4:6]
+    assert generate(program, tokenizer, PROMPTS, 12, temperature=0, stop=stop) == generate(
+        decoder, tokenizer, PROMPTS, 12, temperature=0, stop=stop
+    )
+    streamed = [*generate(program, tokenizer, PROMPTS, 12, temperature=0, stream=True)]
+    assert ["".join(row) for row in zip(*streamed)] == whole
+
+
+def test_other_runtimes_say_the_same(program: Program, decoder: Any) -> None:
+    same_tokens(Program.load(program.path, runtime="openvino", threads=1), decoder)
+
+
+def test_parity_is_of_every_output_where_prompts_are_read_and_go_on(program: Program) -> None:
+    parity = program.metadata["parity"]
+    assert parity["sizes"] == {
+        "example": {"batch": 3, "time": 1, "past": 15},
+        "prompts": {"batch": 3, "time": 15, "past": 0},
+        "continued": {"batch": 3, "time": 8, "past": 8},
+        "first token": {"batch": 1, "time": 1, "past": 0},
+    }
+    assert parity["outputs"].keys() == {"logits", "present.0", "present.1"}
+    assert all(0 < one["max_difference"] < 1e-4 for one in parity["outputs"].values())
+
+
+def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, decoder: Any) -> None:
+    cached = CachedDecoder(decoder)
+    for batch, time in ((5, 63), (1, 2), (2, 1)):
+        tokens = torch.arange(batch * time).view(batch, time) % 256
+        inputs = (tokens, torch.zeros(batch, dtype=torch.int64), *cached.empty(batch))
+        with torch.no_grad():
+            torch.testing.assert_close(program(*inputs), cached(*inputs), rtol=1e-4, atol=1e-4)
+    longest = "x" * 63
+    assert len(generate(program, ByteTokenizer(), longest, 1)) <= 1
+    with pytest.raises(ValueError, match="64 tokens; with 1 new ones that is more than the model's 64 positions"):
+        generate(program, ByteTokenizer(), longest + "x", 1)
+
+
+def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a program takes tokens alone, got images"):
+        generate(program, ByteTokenizer(), "a", 2, inputs={"images": torch.zeros(1)})
+    with pytest.raises(ValueError, match="the tokenizer is another model's"):
+        generate(program, ByteTokenizer(), [[300]], 2)
+    other = export(torch.nn.Linear(2, 2), tmp_path / "other.onnx", example_inputs=torch.ones(2, 2))
+    with pytest.raises(ProgramError, match="is no language program: export a language model"):
+        generate(other, ByteTokenizer(), "a", 2)
+    old = export(
+        torch.nn.Linear(2, 2), tmp_path / "old.onnx", example_inputs=torch.ones(2, 2), metadata={"task": "language"}
+    )
+    with pytest.raises(ProgramError, match="older arclight, without a cache: export the model again"):
+        tokenizer_of(old)
+
+
+def test_a_tokenizer_is_of_the_program_or_asked_for(decoder: Any, program: Program) -> None:
+    assert tokenizer_of(program).digest == ByteTokenizer().digest
+    bare = Program(program.path, program._session, program.metadata | {"tokenizer_files": None}, None)
+    with pytest.raises(ProgramError, match="exported without a tokenizer"):
+        tokenizer_of(bare)
+    outside = program.metadata["tokenizer_files"] | {"../x": ""}
+    with pytest.raises(ProgramError, match="which is no plain name"):
+        tokenizer_of(Program(program.path, program._session, program.metadata | {"tokenizer_files": outside}, None))
+
+
+@pytest.mark.slow
+def test_weights_beside_the_file_are_sealed(decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1000)
+    path = tmp_path / "lm.onnx"
+    program = export_language_model(decoder, path, [TEXT])
+    weights = tmp_path / "lm.onnx.data"
+    assert sorted(tmp_path.iterdir()) == [path, weights]
+    assert program.nbytes == path.stat().st_size + weights.stat().st_size
+    assert weights.stat().st_size >= 4 * sum(p.numel() for p in decoder.parameters() if p.numel() >= 1024)
+    expected = generate(decoder, ByteTokenizer(), PROMPTS, 8, temperature=0)
+    assert generate(program, ByteTokenizer(), PROMPTS, 8, temperature=0) == expected
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ProgramError, match=r"lm.onnx.data, which holds weights of lm.onnx, is missing or was changed"):
+        Program.load(path)
+
+
+@pytest.mark.slow
+def test_four_bit_weights_say_what_their_simulation_says(decoder: Any, tmp_path: Path) -> None:
+    recipe = WeightOnly(bits=4, skip=("output",), min_sqnr_db=5)
+    program = export_language_model(decoder, tmp_path / "w4.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
+    held = program.metadata["quantization"]
+    assert held["kernels"] == {"MatMulNBits": 7}
+    assert held["float_layers"] == ["decoder.tok_embeddings", "decoder.output"]
+    assert program.metadata["parity"]["sqnr_db"] > 60
+    cached, none = CachedDecoder(decoder), torch.zeros(1, dtype=torch.int64)
+    inputs = (TEXT[:1], none, *cached.empty(1))
+    recipe = WeightOnly(bits=4, skip=("decoder.output",), min_sqnr_db=5)
+    simulated = quantize(cached, recipe=recipe, example=inputs, dynamic=DYNAMIC)
+    said = []
+    for _ in range(8):
+        logits, *past = simulated(*inputs)
+        said.append(int(logits[0, :259].argmax()))
+        inputs = (torch.tensor([said[-1:]]), none, *past)
+    assert generate(program, ByteTokenizer(), TEXT[:1], 8, temperature=0) == [ByteTokenizer().decode(said)]
+
+
+@pytest.mark.slow
+def test_the_guide(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/language-models.md"))
+    warm.run("example.py", cwd=tmp_path, timeout=600, check=True)
+    assert Program.load(tmp_path / "lm.onnx").metadata["task"] == "language"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-debug", "qwen3-debug"])
+def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
+    layers = {"layers": 2} if "gpt2" not in name else {}
+    decoder = model(name, **layers, **({"chunk": 8} if name == "llama4-debug" else {}))
+    program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], tokenizer=ByteTokenizer())
+    same_tokens(program, decoder)
