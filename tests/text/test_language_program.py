@@ -10,7 +10,7 @@ import torch
 from tests import warm
 from tests.test_readme import block
 
-from arclight.deploy import Program, ProgramError, WeightOnly, export, quantize
+from arclight.deploy import Int8, Program, ProgramError, WeightOnly, export, quantize
 from arclight.deploy.formats import onnx_graph
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, build_model, generate
@@ -167,9 +167,21 @@ def test_the_guide(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-debug", "qwen3-debug"])
+@pytest.mark.parametrize("name", ["gpt2-debug", "qwen3-debug", "deepseek-v3-debug", "llama4-debug", "qwen3-moe-debug"])
 def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
     layers = {"layers": 2} if "gpt2" not in name else {}
     decoder = model(name, **layers, **({"chunk": 8} if name == "llama4-debug" else {}))
     program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], tokenizer=ByteTokenizer())
     same_tokens(program, decoder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [WeightOnly(), Int8(min_sqnr_db=10)], ids=["weightonly", "int8"])
+def test_programs_of_experts_are_quantized(recipe: WeightOnly | Int8, tmp_path: Path) -> None:
+    decoder = model("qwen3-moe-debug", moe={"experts": 4, "top_k": 2, "hidden": 32})
+    program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
+    held = program.metadata["quantization"]
+    assert "decoder.layers.0.feed_forward.router" in held["float_layers"]  # a changed choice is no rounding
+    kernels = held["kernels" if isinstance(recipe, WeightOnly) else "integer_kernels"]
+    assert sum(kernels.values()) == 8  # four of attention, three of all experts, the output
+    assert program.metadata["parity"]["sqnr_db"] > 30

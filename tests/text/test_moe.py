@@ -72,10 +72,24 @@ def test_outputs_and_gradients_are_those_of_a_loop(
     expected = one_by_one(moe, x)
     bounds = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(moe(x), expected.to(dtype), **bounds)
+    shared = 0 if moe.shared is None else moe.shared(x)
+    torch.testing.assert_close(moe.dense(x) + shared, expected.to(dtype), **bounds)
     expected_grads = torch.autograd.grad(expected.square().mean(), inputs)
     grads = torch.autograd.grad(moe(x).square().mean(), inputs)
     bounds = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else bounds
     torch.testing.assert_close(grads, expected_grads, **bounds)
+
+
+@pytest.mark.parametrize("settings", [{}, {"score": "sigmoid", "top_k": 1, "score_before": True, "bias_rate": 0.0}])
+def test_captured_graphs_hold_the_dense_reference(settings: dict[str, Any]) -> None:
+    moe = mixture(**settings).eval().requires_grad_(False)
+    tokens = torch.export.Dim("tokens", min=1)
+    graph = torch.export.export(moe, (torch.randn(2, 5, WIDTH),), dynamic_shapes=({1: tokens},)).module()
+    targets = {str(node.target) for node in graph.graph.nodes}
+    assert not any("grouped_mm" in target or "sort" in target for target in targets)
+    for length in (1, 9):
+        x = torch.randn(2, length, WIDTH)
+        torch.testing.assert_close(graph(x), moe(x), rtol=1e-5, atol=1e-5)
 
 
 def test_experts_without_tokens_and_layers_without_tokens() -> None:

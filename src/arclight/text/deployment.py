@@ -18,6 +18,7 @@ from arclight.text.language_model import LanguageModel
 from arclight.text.language_program import described
 from arclight.text.model.decoder import Decoder
 from arclight.text.model.kv_cache import KVCache
+from arclight.text.model.moe import Router
 
 CHECKED = 3
 """Sequences on which the program is compared with the model."""
@@ -96,7 +97,7 @@ def export_language_model(
         exported = quantize(
             cached,
             calibration,
-            recipe=_inside(recipe),
+            recipe=_inside(recipe, cached),
             example=inputs["prompts"],
             dynamic=DYNAMIC,
             parts=lambda logits, *_: {"logits": logits},  # what is cached is judged by them
@@ -113,11 +114,16 @@ def export_language_model(
     )
 
 
-def _inside(recipe: Quantization) -> Quantization:
-    """Return ``recipe`` with the modules of ``skip`` called as `CachedDecoder` has them."""
+def _inside(recipe: Quantization, cached: CachedDecoder) -> Quantization:
+    """Return ``recipe`` with the modules of ``skip`` called as in ``cached``, and routers among them.
+
+    Another choice of experts is no rounding error.
+    """
     if isinstance(recipe, BFloat16):
         return recipe
-    return replace(recipe, skip=tuple(f"decoder.{name.removeprefix('decoder.')}" for name in recipe.skip))
+    asked = [f"decoder.{name.removeprefix('decoder.')}" for name in recipe.skip]
+    routers = [name for name, module in cached.named_modules() if isinstance(module, Router)]
+    return replace(recipe, skip=tuple(dict.fromkeys([*asked, *routers])))
 
 
 @torch.no_grad()

@@ -118,6 +118,29 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     return tensors
 
 
+def fold_linear_weights(graph: GraphModule) -> GraphModule:
+    """Store the weights that linear layers make of a stored tensor by views and permutations, in place, and return ``graph``.
+
+    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix.
+    """
+    sources = _constant_sources(graph)
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        made = node.args[1]
+        if made.op == "get_attr" or made not in sources:
+            continue
+        origin = sources[made]
+        name = f"linear_weight_{len(graph._parameters)}"
+        value = stored_tensor(graph, made).detach().contiguous()
+        graph.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        with graph.graph.inserting_before(made):
+            stored = graph.graph.get_attr(name)
+        stored.meta = {**made.meta, NAME: str(origin.target)}
+        made.replace_all_uses_with(stored)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
 def _constant_sources(graph: GraphModule) -> dict[Node, Node]:
     """Map each node that depends on stored tensors alone to the first of them."""
     sources: dict[Node, Node] = {}

@@ -19,7 +19,7 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.bfloat16 import round_layers
-from arclight.deploy.quantizing.graphs import NamedGraphs, fold_weights
+from arclight.deploy.quantizing.graphs import NamedGraphs, fold_linear_weights, fold_weights
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
 from arclight.deploy.settings import BFloat16, Int8, LowBit, Quantization, is_calibrated
@@ -156,7 +156,7 @@ def quantize(
     reference = frozen_copy(model)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
-    graph = capture(frozen_copy(reference), inputs, free=free).module()
+    graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
     if is_calibrated(recipe):
         graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
     else:
