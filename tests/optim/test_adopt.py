@@ -179,6 +179,14 @@ def test_decay_by_lr_over_peak_does_not_depend_on_the_peak() -> None:
     assert shrunk[0] < 0.6
 
 
+def test_a_resumed_decay_keeps_its_scale() -> None:
+    usual, scaled = ADOPT(weight_decay=0.1), ADOPT(weight_decay=0.1, decay_scale="lr/peak")
+    for saved, resumed in ((usual, scaled), (scaled, usual)):
+        optimizer = resumed.build(start().items())
+        optimizer.load_state_dict(saved.build(start().items()).state_dict())
+        assert {group.get("decay_scale", "lr") for group in optimizer.param_groups} == {saved.decay_scale}
+
+
 @pytest.mark.parametrize("wrong", [{"v1": 1.5}, {"v1": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": -1.0}])
 def test_numbers_beyond_their_interval_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

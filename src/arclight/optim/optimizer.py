@@ -228,6 +228,8 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
                 "alone, with which the optimizer starts afresh"
             )
         options = {key: value for key, value in saved.items() if key not in _OF_THIS_RUN}
+        if "decay_scale" in group:  # the saved decay is meant as it was saved; the usual scale is not written
+            options.setdefault("decay_scale", "lr")
         if options not in found:
             found.append(options)
     if len(found) == 1:

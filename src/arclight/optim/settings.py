@@ -126,8 +126,8 @@ class AdamW(_Rule):
     def options(self) -> dict[str, Any]:
         return {
             "kind": "adamw", "lr": self.lr, "betas": self.betas, "eps": self.eps, "state_dtype": self.state_dtype,
-            "stochastic_rounding": self.stochastic_rounding, "seed": self.seed, "decay_scale": self.decay_scale,
-        }  # fmt: skip
+            "stochastic_rounding": self.stochastic_rounding, "seed": self.seed,
+        } | ({} if self.decay_scale == "lr" else {"decay_scale": self.decay_scale})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
