@@ -21,8 +21,14 @@ def test_python(tmp_path: Path) -> None:
     assert [sum(counts.values()) for counts in kernels] == [3, 3]
 
 
-def test_recipes(tmp_path: Path) -> None:
+def test_targets(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 1))
+    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+    assert printed.startswith("openvino openvino {'Convolution': 3} {'over_fp32': "), printed
+
+
+def test_recipes(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
     first, second = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
     assert first.startswith("{'MatMulNBits': 2} {'float': "), first
     assert second.endswith(" dB"), second
@@ -30,7 +36,7 @@ def test_recipes(tmp_path: Path) -> None:
 
 
 def test_verifying(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 3))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed

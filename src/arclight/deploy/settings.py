@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeGuard
 
 from arclight._intervals import Checked, FiniteFloat, PositiveInt
 
 Observer = Literal["minmax", "histogram"]
+Target = Literal["onnxruntime", "openvino", "inductor", "executorch", "tensorrt"]
+"""The runtime that an int8 model is placed for."""
+Placement = Literal["onnxruntime", "onednn", "xnnpack", "symmetric"]
+PLACEMENTS: Mapping[Target, Placement] = {
+    "onnxruntime": "onnxruntime", "openvino": "onednn", "inductor": "onednn", "executorch": "xnnpack", "tensorrt": "symmetric",
+}  # fmt: skip
+"""Which tensors become integers for a target; `quantizing.placement` has each."""
 
 
 @dataclass(frozen=True, kw_only=True)

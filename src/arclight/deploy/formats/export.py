@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,11 +37,11 @@ from arclight.deploy.parity import Parity, Parts, compare, worst
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal
-from arclight.deploy.programs.openvino import LAYERS, check_bfloat16
+from arclight.deploy.programs.openvino import INTEGERS, LAYERS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.program import Program, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
-from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
+from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
 from arclight.fabric.extras import require
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ INT8_SQNR_DB = 30.0
 noise of quantization itself."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
-_KERNELS = {"onnxruntime": "integer kernels in ONNX Runtime", "openvino-bf16": "bfloat16 kernels in OpenVINO"}
+_KERNELS = {
+    "onnxruntime": "integer kernels in ONNX Runtime", "openvino": "integer kernels in OpenVINO",
+    "openvino-bf16": "bfloat16 kernels in OpenVINO",
+}  # fmt: skip
 TIMED_ROUNDS = 15
 """Calls of a program and of its float32 program that are timed, one after the other."""
 
@@ -95,6 +99,7 @@ def export(
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
     precision = _precision(quantized.recipe) if quantized else "fp32"
+    runtime = _runtime(quantized.target if quantized else "onnxruntime", precision)
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
     onnx_model = onnx_graph.convert(sizes.capture(module), input_names=input_names, output_names=output_names)
@@ -103,7 +108,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
         draft = Path(scratch) / "program.onnx"
         files = onnx_graph.write(onnx_model, draft, weights=f"{path.name}.data")
-        program = _opened(draft, precision)
+        program = _opened(draft, runtime)
         parity = _parity(program, module, sizes.batches, parts)
         _accept(parity, max_difference, precision)
         against = f"simulated {precision}" if quantized else "fp32"
@@ -179,10 +184,22 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return described
 
 
-def _opened(draft: Path, precision: str) -> Program:
+def _runtime(target: Target, precision: str) -> Runtime:
+    """Return what runs the program of a target; ExportError for one that runs no ONNX file."""
+    if target in ("inductor", "executorch"):
+        raise ExportError(
+            f"the model was quantized for {target}, which does not run ONNX files: quantize it with target='openvino' or "
+            "'onnxruntime'"
+        )
+    if target == "openvino":
+        return "openvino-bf16" if precision == "bf16" else "openvino"
+    return "onnxruntime"  # where TensorRT's programs are compared with their models, too
+
+
+def _opened(draft: Path, runtime: Runtime) -> Program:
     """Open a program that does not say yet what runs it."""
     try:
-        return Program.load(draft, device="cpu", runtime="openvino-bf16" if precision == "bf16" else "onnxruntime")
+        return Program.load(draft, device="cpu", runtime=runtime)
     except ProgramError as error:
         raise ExportError(f"the exported model cannot be run here: {error}") from error
 
@@ -248,38 +265,55 @@ def _quantization_report(
 ) -> dict[str, Any]:
     """Report what was quantized, its distance to the float model, its kernels, and its speed and scores."""
     calibrated = isinstance(quantized.recipe, Int8)
-    planned, found = len(quantized.quantized_layers), _kernels(quantized, program)
-    if sum(found.values()) < INTEGER_SHARE * planned:
-        raise ExportError(
-            f"only {sum(found.values())} of {planned} quantized layers became {_KERNELS[program.runtime]}, so the program "
-            "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
-            "integers in float (Int8.skip), or export the float model"
-        )
     against_float = _parity(program, quantized.reference, {"the example": inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
-    timed = {} if calibrated else {"speed": _speed(quantized, program, inputs, sizes)}
     scored = {} if quantized.scores is None else {"metric": _metric(quantized, program)}
     return {
         **kind,
         **asdict(quantized.recipe),
+        "target": quantized.target,
         "calibration_batches": quantized.batches,
-        "quantized_layers": planned,
+        "quantized_layers": len(quantized.quantized_layers),
         "float_layers": list(quantized.float_layers),
-        "integer_kernels" if calibrated else "kernels": found,
+        **_measured(quantized, program, inputs, sizes),
         "against_float": _described(against_float),
-        **timed,
         **scored,
     }
 
 
+def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
+    """Count kernels and measure speed in the target; ExportError where layers would not run on the kernels they are for."""
+    if quantized.target == "tensorrt":
+        log.warning(
+            "TensorRT is not here: kernels and speed of the program are not measured, only its outputs, in ONNX Runtime; measure "
+            "them with trtexec on the machine that will run it"
+        )
+        return {}
+    planned, found = len(quantized.quantized_layers), _kernels(quantized, program)
+    if sum(found.values()) < INTEGER_SHARE * planned:
+        recipe = quantized.recipe
+        field = "" if isinstance(recipe, BFloat16) else f" ({type(recipe).__name__}.skip)"
+        raise ExportError(
+            f"only {sum(found.values())} of {planned} quantized layers became {_KERNELS[program.runtime]}, so the program "
+            f"would be called {_precision(recipe)} without running as that: keep the modules around operators that it cannot run on "
+            f"these kernels in float{field}, quantize for another target, or export the float model"
+        )
+    name = "integer_kernels" if isinstance(quantized.recipe, Int8) else "kernels"
+    return {name: found, "speed": _speed(quantized, program, inputs, sizes)}
+
+
 def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
     """Count the kernels that the recipe asks for among those that the runtime really runs."""
-    if program.runtime == "openvino-bf16":
-        counts = program.openvino_kernels()
-        return {kind: counts[kind, "bf16"] for kind in sorted(LAYERS) if counts[kind, "bf16"]}
-    wanted = onnx_graph.INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else onnx_graph.LINEAR_KERNELS
+    if program.runtime != "onnxruntime":
+        wanted = ("bf16",) if program.runtime == "openvino-bf16" else INTEGERS
+        ran: Counter[str] = Counter()
+        for (kind, precision), count in program.openvino_kernels().items():
+            if kind in LAYERS and precision in wanted:
+                ran[kind] += count
+        return dict(sorted(ran.items()))
+    kernels = onnx_graph.INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else onnx_graph.LINEAR_KERNELS
     found = onnx_graph.kernels(program.path, program.path.parent)
-    return {name: found[name] for name in sorted(wanted) if found[name]}
+    return {name: found[name] for name in sorted(kernels) if found[name]}
 
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
@@ -290,12 +324,15 @@ def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _
         file.stat().st_size for file in plain.parent.glob("*.data")
     )  # not listed before it is sealed
     files = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
-    programs = {"fp32": Program.load(plain, device="cpu"), "quantized": program}
+    # bfloat16 is for speed over what runs anywhere, which is ONNX Runtime; integers are placed for one runtime
+    runtime: Runtime = "openvino" if program.runtime == "openvino" else "onnxruntime"
+    programs = {"fp32": Program.load(plain, device="cpu", runtime=runtime), "quantized": program}
     table = benchmark(programs, sizes.one(inputs), rounds=TIMED_ROUNDS)
     row = table["quantized"]
     if row.speedup_high < 1:
         log.warning(
-            "the quantized program takes %.1f times as long as the float32 program (%.2f ms): it saves memory, no time",
+            "in %s the quantized program takes %.1f times as long as the float32 program (%.2f ms): it saves memory, no time",
+            quantized.target,
             1 / row.speedup,
             table["fp32"].wall_ms,
         )

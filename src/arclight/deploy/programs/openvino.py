@@ -13,6 +13,8 @@ from arclight.fabric.extras import require
 
 LAYERS = {"FullyConnected", "Convolution", "Deconvolution", "MatMul"}
 """OpenVINO's kernels of layers with weights."""
+INTEGERS = {"i8", "u8"}
+"""OpenVINO's names of the precisions that multiply 8-bit integers."""
 _ONNX_TYPES = {
     "f32": "float", "f64": "double", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
 }  # fmt: skip

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check
-from arclight.deploy.quantizing.ptq import QuantizedModel
+from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target
 from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
-from arclight.deploy.settings import Int8, Quantization
+from arclight.deploy.settings import Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class QuantizationAwareTraining(Callback):
     """Train ``pl_module.<attribute>`` with rounded weights and activations; validate and test it as the int8 model.
 
+    ``recipe`` and ``target``: as in `prepare_qat`.
     ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called.
     ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``; ranges start from theirs.
     From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
@@ -40,6 +41,7 @@ class QuantizationAwareTraining(Callback):
         self,
         recipe: Quantization | None = None,
         *,
+        target: Target | None = None,
         attribute: str = "model",
         example_inputs: Tensor | Sequence[Tensor] | None = None,
         freeze_observers_at: int | None = None,
@@ -48,6 +50,7 @@ class QuantizationAwareTraining(Callback):
         check("freeze_observers_at", freeze_observers_at, NonNegativeInt | None)
         check("freeze_batch_norm_at", freeze_batch_norm_at, NonNegativeInt | None)
         self.recipe = recipe or Int8()
+        self.target = chosen_target(self.recipe, target)
         self.attribute, self.example_inputs = attribute, example_inputs
         self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
         self._frozen: tuple[bool, bool] | None = None
@@ -95,7 +98,7 @@ class QuantizationAwareTraining(Callback):
                 "QuantizationAwareTraining captures the model on example inputs: give example_inputs=, or set "
                 f"{type(pl_module).__name__}.example_input_array"
             )
-        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe))
+        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe, self.target))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._frozen, self._warned = None, False

@@ -53,11 +53,16 @@ class LeastErrorObserver(pt2e.ObserverBase):
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point, one each for the whole tensor."""
+        symmetric = self.qscheme == torch.per_tensor_symmetric
+        steps = self.quant_max if symmetric else self.quant_max - self.quant_min
         if self._range is None:
-            self._range = least_error_range(self._counts, self._low, self._high, self.reader, self.quant_max)
+            held = (
+                _magnitudes(self._counts, self._low, self._high) if symmetric else (self._counts, self._low, self._high)
+            )
+            self._range = least_error_range(*held, self.reader, steps)
         low, high = self._range
-        scale = max((high - low) / self.quant_max, self.eps)
-        zero_point = min(max(round(-low / scale), 0), self.quant_max)
+        scale = max((high - low) / steps, self.eps)
+        zero_point = 0 if symmetric else min(max(self.quant_min + round(-low / scale), self.quant_min), self.quant_max)
         return torch.tensor([scale], dtype=torch.float32), torch.tensor([zero_point], dtype=torch.int64)
 
 
@@ -89,6 +94,13 @@ def least_error_range(
 
 def _centers(bins: int, low: float, high: float) -> Tensor:
     return low + (torch.arange(bins) + 0.5) * ((high - low) / bins)
+
+
+def _magnitudes(counts: Tensor, low: float, high: float) -> tuple[Tensor, float, float]:
+    """Return the histogram of absolute values, and its range: what a range around 0 is chosen from."""
+    largest = max(-low, high)
+    at = (_centers(len(counts), low, high).abs() / max(largest, torch.finfo(torch.float32).tiny) * len(counts)).long()
+    return torch.zeros_like(counts).index_add_(0, at.clamp(max=len(counts) - 1), counts), 0.0, largest
 
 
 def _rebinned(counts: Tensor, old: tuple[float, float], new: tuple[float, float]) -> Tensor:

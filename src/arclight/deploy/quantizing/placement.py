@@ -5,11 +5,13 @@ speed: quantizing just the inputs of convolutions runs no faster than float32 in
 between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
 What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so do a convolution whose
 result is only read there, the activations that such a convolution reads, and the convolution that reads the image.
+That is the profile of ONNX Runtime; `PROFILES` has those of other runtimes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,7 +22,7 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import stored_tensor
 from arclight.deploy.quantizing.observers import LeastErrorObserver, MovingRange, PerChannelWeightRange
-from arclight.deploy.settings import Observer
+from arclight.deploy.settings import Observer, Placement
 
 aten = torch.ops.aten
 
@@ -39,16 +41,55 @@ MOVEMENT = {
     aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.dropout.default, aten.clone.default,
 }  # fmt: skip
 """Operators that only choose or move values: inputs and output share one scale and zero point."""
-BETWEEN = CLIPS | ARITHMETIC | MOVEMENT
 ELEMENTWISE = MOVEMENT | {
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self, aten.expand.default,
     aten.stack.default, aten.index_select.default, aten.masked_fill.Tensor, aten.copy_.default, aten.maximum.default,
     aten.minimum.default,
 }  # fmt: skip
 """Operators that make no layer of a stored tensor."""
+POOLING = {aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim}
+ACTIVATIONS = {aten.silu.default, aten.hardswish.default, aten.leaky_relu.default, aten.sigmoid.default}
+"""Activations that oneDNN and TensorRT compute in float32 before the convolution before them rounds its result."""
 STEM_CHANNELS = 4
 """A convolution of fewer input channels, such as one that reads an image, is faster in float32: ONNX Runtime's integer
 kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 px: 13 % of the whole model)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Describe the tensors that integer kernels of a runtime read and write, and the operators that they fuse."""
+
+    signed: bool = False
+    """Activations are signed integers; unsigned ones are faster on x86."""
+    zero_point: bool = True
+    """Activations have a zero point."""
+    integer_bias: bool = True
+    """A layer adds an int32 bias; else it takes the float one and rounds that itself."""
+    splits_silu: bool = True
+    """SiLU runs as an integer sigmoid and an integer product."""
+    fuses: frozenset[Any] = frozenset(CLIPS)
+    """Operators that a layer before them computes before it rounds its result."""
+    arithmetic: frozenset[Any] = frozenset(ARITHMETIC)
+    """Operators that have an integer kernel."""
+    float_results: bool = False
+    """A convolution may write float32, so that what is decoded behind it takes no part in the placement."""
+    stem_channels: int = 0
+    """Fewest input channels of a convolution on integers."""
+
+
+PROFILES: Mapping[str, Profile] = {
+    "onnxruntime": Profile(stem_channels=STEM_CHANNELS),
+    "onednn": Profile(
+        splits_silu=False, fuses=frozenset(CLIPS | ACTIVATIONS), arithmetic=frozenset({aten.add.Tensor} | POOLING),
+        float_results=True,
+    ),
+    "xnnpack": Profile(signed=True),
+    "symmetric": Profile(
+        signed=True, zero_point=False, integer_bias=False, splits_silu=False, fuses=frozenset(CLIPS | ACTIVATIONS),
+        arithmetic=frozenset({aten.add.Tensor} | POOLING), float_results=True,
+    ),
+}  # fmt: skip
+"""Placements by name: of ONNX Runtime; of OpenVINO and inductor, both on oneDNN; of XNNPACK; of TensorRT, without zero points."""
 
 
 class PlacementQuantizer(pt2e.Quantizer):
@@ -60,6 +101,7 @@ class PlacementQuantizer(pt2e.Quantizer):
     def __init__(
         self,
         *,
+        profile: Placement = "onnxruntime",
         observer: Observer = "histogram",
         weight_bits: int = 8,
         activation_bits: int = 8,
@@ -67,13 +109,22 @@ class PlacementQuantizer(pt2e.Quantizer):
         qat: bool = False,
     ) -> None:
         super().__init__()
+        if profile not in PROFILES:
+            raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
+        self.profile = PROFILES[profile]
+
+        def spec(observer: Any, **options: Any) -> Any:
+            signed, zero_point = self.profile.signed, self.profile.zero_point
+            return pt2e.activation_spec(observer, activation_bits, signed=signed, zero_point=zero_point, **options)
+
         # a gate is never cut: its largest values let the largest activations pass
-        self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver, activation_bits)
+        self.activation = self.before_silu = self.gate = spec(pt2e.MinMaxObserver)
         if observer == "histogram":
-            self.activation = pt2e.activation_spec(LeastErrorObserver, activation_bits)
-            self.before_silu = pt2e.activation_spec(LeastErrorObserver, activation_bits, reader="silu")
+            self.activation = spec(LeastErrorObserver)
+            self.before_silu = spec(LeastErrorObserver, reader="silu")
         if qat:
-            self.activation = self.before_silu = self.gate = pt2e.activation_spec(MovingRange, activation_bits)
+            self.activation = self.before_silu = self.gate = spec(MovingRange)
+        self._between = self.profile.fuses | self.profile.arithmetic | MOVEMENT
         self.qat = qat
         self.weight_bits = weight_bits
         self.skip = tuple(skip)
@@ -85,8 +136,8 @@ class PlacementQuantizer(pt2e.Quantizer):
         self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
 
     def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
-        """SiLU becomes x * sigmoid(x): runtimes have integer kernels for both parts, not for the whole."""
-        for node in list(graph.graph.nodes):
+        """SiLU becomes x * sigmoid(x) for runtimes that have integer kernels for both parts, not for the whole."""
+        for node in list(graph.graph.nodes) if self.profile.splits_silu else ():
             if node.target is aten.silu.default:
                 with graph.graph.inserting_before(node):
                     gate = _like(node, graph.graph.call_function(aten.sigmoid.default, (node.args[0],)))
@@ -101,7 +152,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         self._kept = {node for node in graph.graph.nodes if inside(module_name(node), self.skip)}
         self._before_layer = _before(graph, LAYERS)
         for node in reversed(graph.graph.nodes):
-            if node.target in BETWEEN and _readers(node) and all(map(self._integer, _readers(node))):
+            if node.target in self._between and _readers(node) and all(map(self._integer, _readers(node))):
                 self._rounded.add(node)
         for node in list(graph.graph.nodes):
             if node.target in LAYERS and self._integer(node):
@@ -128,7 +179,8 @@ class PlacementQuantizer(pt2e.Quantizer):
             return False  # a weight that is computed has no constant scales
         # A convolution must write integers to run on integers; a matrix product also writes float32.
         return node.target not in CONVOLUTIONS or (
-            node in self._before_layer and _input_channels(node) >= STEM_CHANNELS
+            (node in self._before_layer or self.profile.float_results)
+            and _input_channels(node) >= self.profile.stem_channels
         )
 
     def _annotate_layer(self, graph: GraphModule, node: Node) -> None:
@@ -138,13 +190,17 @@ class PlacementQuantizer(pt2e.Quantizer):
         values = graph.get_parameter(str(weight.target))
         options = {"observer": PerChannelWeightRange} if self.qat else {}
         inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits, **options)}
-        if isinstance(bias, Node) and not self.qat:  # there it is rounded when the trained model is converted
+        if (
+            isinstance(bias, Node) and self.profile.integer_bias and not self.qat
+        ):  # there it is rounded when the trained model is converted
             bias = _own(graph, node, bias)
             inputs[bias] = pt2e.bias_spec(source, node)
         pt2e.annotate(node, inputs=inputs)
         # Float sums of many matrix products, the residual stream of a transformer, stay exact.
-        direct = all(user.target in LAYERS and self._integer(user) for user in _readers(self._tail(node)))
-        if node.target in CONVOLUTIONS or direct:
+        readers = _readers(self._tail(node))
+        direct = all(user.target in LAYERS and self._integer(user) for user in readers)
+        written = not self.profile.float_results or all(map(self._integer, readers))
+        if direct or (node.target in CONVOLUTIONS and written):
             self._annotate_output(node)
 
     def _annotate_between(self, node: Node) -> None:
@@ -154,7 +210,7 @@ class PlacementQuantizer(pt2e.Quantizer):
             return
         if node.target in MOVEMENT:
             self._annotate_movement(node, sources)
-        elif node.target in ARITHMETIC:
+        elif node.target in self.profile.arithmetic:
             pt2e.annotate(node, inputs={source: self._spec(source) for source in sources})
             self._annotate_output(node)
 
@@ -179,7 +235,8 @@ class PlacementQuantizer(pt2e.Quantizer):
         readers = _readers(node)
         if self.qat and len(readers) == 1 and readers[0].target is aten.batch_norm.default:
             return self._tail(readers[0])
-        return readers[0] if len(readers) == 1 and readers[0].target in CLIPS and readers[0] not in self._kept else node
+        fused = len(readers) == 1 and readers[0].target in self.profile.fuses and readers[0] not in self._kept
+        return readers[0] if fused else node
 
 
 def module_name(node: Node) -> str:

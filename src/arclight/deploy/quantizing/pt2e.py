@@ -66,17 +66,20 @@ _ACTIVATION_EPS = 2.0**-16
 _WEIGHT_EPS = 2.0**-16
 
 
-def activation_spec(observer: Any, bits: int = 8, **options: Any) -> Any:
+def activation_spec(
+    observer: Any, bits: int = 8, *, signed: bool = False, zero_point: bool = True, **options: Any
+) -> Any:  # fmt: skip
     """Unsigned with a zero point: in 8 bits the activation type of the fast integer kernels on x86 and ARM.
 
-    ``observer`` is an ObserverBase, made with ``options``.
+    ``signed`` and without ``zero_point`` it is TensorRT's. ``observer`` is an ObserverBase, made with ``options``.
     """
+    least = -(2 ** (bits - 1)) if signed else 0
     return QuantizationSpec(
-        dtype=torch.uint8,
+        dtype=torch.int8 if signed else torch.uint8,
         observer_or_fake_quant_ctr=observer.with_args(eps=_ACTIVATION_EPS, **options),
-        quant_min=0,
-        quant_max=2**bits - 1,
-        qscheme=torch.per_tensor_affine,
+        quant_min=least + (signed and not zero_point),
+        quant_max=least + 2**bits - 1,
+        qscheme=torch.per_tensor_affine if zero_point else torch.per_tensor_symmetric,
     )
 
 

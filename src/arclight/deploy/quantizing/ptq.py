@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from arclight.deploy.quantizing.bfloat16 import round_layers
 from arclight.deploy.quantizing.graphs import NamedGraphs, fold_linear_weights, fold_weights
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
-from arclight.deploy.settings import BFloat16, Int8, LowBit, Quantization, is_calibrated
+from arclight.deploy.settings import PLACEMENTS, BFloat16, Int8, LowBit, Quantization, Target, is_calibrated
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class QuantizedModel(NamedGraphs):
         quantized_layers: Sequence[str],
         float_layers: Sequence[str],
         batches: int,
+        target: Target,
     ) -> None:
         tensors = fold_weights(graph)
         super().__init__({"inference": graph})
@@ -80,6 +82,7 @@ class QuantizedModel(NamedGraphs):
             "quantized_layers": tuple(quantized_layers),
             "float_layers": tuple(float_layers),
             "batches": batches,
+            "target": target,
             "sqnr_db": math.nan,
             "scores": None,
             "seconds": math.nan,
@@ -99,6 +102,8 @@ class QuantizedModel(NamedGraphs):
     """Layers with weights that stay in float32, of whatever kind."""
     batches: int
     """Calibration batches that were run."""
+    target: Target
+    """The runtime whose integer kernels it is made for."""
     sqnr_db: float
     """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch (or the example), decibels."""
     scores: Scores | None
@@ -133,6 +138,7 @@ def quantize(
     parts: Parts | None = None,
     metric: Metric | None = None,
     max_drop: float | None = None,
+    target: Target | None = None,
 ) -> QuantizedModel:
     """Quantize ``model`` by ``recipe``, by default `Int8`: 8-bit activations and weights, ranges from ``calibration``.
 
@@ -141,16 +147,19 @@ def quantize(
     activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
     size stays free, or the dimensions that ``dynamic`` names by input, as in `export`. ``parts`` takes the outputs and names
     tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model on data of its own, more
-    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less. ``model`` itself
-    is not changed, whatever mode and device it is in.
+    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less. ``target`` is the
+    runtime to place integers for: onnxruntime (default), openvino, inductor, executorch or tensorrt; recipes without calibration
+    have kernels in one of them. ``model`` itself is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
-    nothing, a model without a layer to quantize, groups that do not divide a layer's inputs, an output or part noisier than
-    ``recipe.min_sqnr_db``, and a metric that drops too far; ExportError for a model that torch.export cannot capture.
+    nothing, a target without kernels for the recipe, a model without a layer to quantize, groups that do not divide a layer's
+    inputs, an output or part noisier than ``recipe.min_sqnr_db``, and a metric that drops too far; ExportError for a model
+    that torch.export cannot capture.
     """
     recipe = recipe or Int8()
     if max_drop is not None and metric is None:
         raise ValueError(f"max_drop={max_drop} bounds a metric: give metric, a function that scores a model")
+    target = chosen_target(recipe, target)
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
@@ -158,12 +167,11 @@ def quantize(
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
     if is_calibrated(recipe):
-        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, type(model).__name__)
+        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, target, type(model).__name__)
     else:
         assert not isinstance(recipe, Int8)
-        quantized_layers, float_layers = (
-            round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe)
-        )
+        rounded = round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe)
+        quantized_layers, float_layers = rounded
     quantized = QuantizedModel(
         graph,
         reference=reference,
@@ -172,6 +180,7 @@ def quantize(
         quantized_layers=quantized_layers,
         float_layers=float_layers,
         batches=len(batches),
+        target=target,
     )
     judged = batches[0] if batches else inputs
     with torch.no_grad():
@@ -192,14 +201,32 @@ def _scored(reference: nn.Module, quantized: QuantizedModel, metric: Metric, max
     return scores
 
 
-def placement(recipe: Quantization, *, qat: bool = False) -> PlacementQuantizer:
+def chosen_target(recipe: Quantization, target: Target | None) -> Target:
+    """Return the runtime to quantize for, by default ONNX Runtime; QuantizeError for one that has no kernels for ``recipe``."""
+    alone: Target = "openvino" if isinstance(recipe, BFloat16) else "onnxruntime"
+    if target is None:
+        return alone
+    if target not in PLACEMENTS:
+        near = get_close_matches(str(target), PLACEMENTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(PLACEMENTS)}"
+        raise QuantizeError(f"target {target!r} is not known{hint}")
+    if target != alone and not is_calibrated(recipe):
+        raise QuantizeError(
+            f"{type(recipe).__name__} has kernels in target {alone!r} alone, got {target!r}: leave target out, or take Int8()"
+        )
+    return target
+
+
+def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> PlacementQuantizer:
     """Return the quantizer of a recipe whose activations have fixed ranges; QuantizeError for another recipe."""
+    profile = PLACEMENTS[target]
     if isinstance(recipe, Int8):
+        bits = 7 if recipe.reduce_range else 8
         return PlacementQuantizer(
-            observer=recipe.observer, weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip, qat=qat
+            profile=profile, observer=recipe.observer, weight_bits=bits, skip=recipe.skip, qat=qat
         )
     if isinstance(recipe, LowBit) and recipe.needs_calibration:
-        return PlacementQuantizer(weight_bits=4, activation_bits=4, skip=recipe.skip, qat=qat)
+        return PlacementQuantizer(profile=profile, weight_bits=4, activation_bits=4, skip=recipe.skip, qat=qat)
     raise QuantizeError(
         f"{recipe} has no ranges of activations that training could learn: take Int8(), or LowBit(activation_bits=4), or "
         "quantize the trained model"
@@ -232,10 +259,10 @@ def _inputs(
 
 
 def _calibrated(
-    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit, name: str
+    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit, target: Target, name: str
 ) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
     """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
-    quantizer = placement(recipe)
+    quantizer = placement(recipe, target)
     with torch.no_grad():
         with quiet():
             prepared = pt2e.prepare(graph, quantizer)

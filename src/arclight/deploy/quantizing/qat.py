@@ -28,9 +28,9 @@ from arclight.deploy.parity import Parts, compare
 from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
-from arclight.deploy.quantizing.placement import PlacementQuantizer, module_name
-from arclight.deploy.quantizing.ptq import QuantizedModel, accept, placement
-from arclight.deploy.settings import Int8, Quantization
+from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, placement
+from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
 
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
@@ -48,10 +48,14 @@ class PreparedModel(NamedGraphs):
     ranges: so a model may return something else in evaluation, as detectors do.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, recipe: Quantization) -> None:
-        graphs, quantizer = _graphs(model, example, recipe)
+    def __init__(
+        self, model: nn.Module, example: Inputs, recipe: Quantization, target: Target
+    ) -> None:  # fmt: skip
+        graphs, quantizer = _graphs(model, example, recipe, target)
         super().__init__(graphs)
-        self.__dict__.update(model=model, recipe=recipe, example=example)  # the model's tensors are registered below
+        self.__dict__.update(
+            model=model, recipe=recipe, example=example, target=target
+        )  # the model's tensors are registered below
         self.quantized_layers = tuple(quantizer.quantized_layers)
         self.float_layers = tuple(quantizer.float_layers)
         if RANGES in model._modules:
@@ -70,6 +74,8 @@ class PreparedModel(NamedGraphs):
     model: nn.Module
     """The model that was prepared; it shares its tensors with this one."""
     recipe: Quantization
+    target: Target
+    """The runtime whose integer kernels it will run on."""
     example: Inputs
     """The inputs it was captured on."""
     called: bool
@@ -151,7 +157,11 @@ class PreparedModel(NamedGraphs):
 
 
 def prepare_qat(
-    model: nn.Module, example_inputs: Tensor | Sequence[Tensor], *, recipe: Quantization | None = None
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor],
+    *,
+    recipe: Quantization | None = None,
+    target: Target | None = None,
 ) -> PreparedModel:
     """Copy ``model`` with fake quantization inserted, to be trained with any loop and optimizer.
 
@@ -159,11 +169,13 @@ def prepare_qat(
     first; their first ranges are those that training moves. Weights are rounded with the scale of the batch norms behind them,
     whose epsilon and momentum stay as they are, as dropout does. ``convert`` makes the int8 model.
 
-    ``recipe``: `Int8`, or `LowBit` with 4-bit activations. Raises QuantizeError for other recipes, a model without a layer to
+    ``recipe``: `Int8`, or `LowBit` with 4-bit activations. ``target``: as in `quantize`. Raises QuantizeError for others, a model without a layer to
     quantize and a ``skip`` that names nothing; ExportError for a model
     that torch.export cannot capture in training and in evaluation mode.
     """
-    return PreparedModel(copy.deepcopy(model), inputs_on(model, example_inputs), recipe or Int8())
+    recipe = recipe or Int8()
+    inputs = inputs_on(model, example_inputs)
+    return PreparedModel(copy.deepcopy(model), inputs, recipe, chosen_target(recipe, target))
 
 
 def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
@@ -202,7 +214,8 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
     with torch.no_grad():
         batch_norm.fold(graph)
         graph(*example)  # ranges of folded weights
-        round_biases(graph)
+        if PROFILES[PLACEMENTS[prepared.target]].integer_bias:
+            round_biases(graph)
         with quiet():
             converted = pt2e.convert(graph)
     return QuantizedModel(
@@ -213,11 +226,12 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
         quantized_layers=prepared.quantized_layers,
         float_layers=prepared.float_layers,
         batches=max((int(r.batches) for r in prepared.ranges()), default=0),
+        target=prepared.target,
     )
 
 
 def _graphs(
-    model: nn.Module, example: Inputs, recipe: Quantization
+    model: nn.Module, example: Inputs, recipe: Quantization, target: Target
 ) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
     """Capture ``model`` in training and evaluation mode, and insert fake quantization into both graphs."""
     modes = {module: module.training for module in model.modules()}
@@ -227,7 +241,7 @@ def _graphs(
             if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
                 model.train(kind == "training")
             graph = capture_as(kind, model, example)
-            quantizer = placement(recipe, qat=True)
+            quantizer = placement(recipe, target, qat=True)
             with torch.no_grad(), quiet():
                 graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
             for module, mode in modes.items():
