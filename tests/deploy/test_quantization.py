@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, prepare_qat, quantize
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
@@ -151,6 +151,8 @@ def test_inputs_without_a_common_batch_are_refused() -> None:
 
     with pytest.raises(ExportError, match=r"shapes \[\(2, 8\), \(5, 8\)\]: put the batch first"):
         quantize(Lookup(), [(torch.rand(2, 8), torch.rand(5, 8))])
+    with pytest.raises(ExportError, match=r"shapes \[\(2, 8\), \(5, 8\)\]: put the batch first"):
+        prepare_qat(Lookup(), (torch.rand(2, 8), torch.rand(5, 8)))
 
 
 def test_a_model_without_integers_is_refused() -> None:

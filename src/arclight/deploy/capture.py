@@ -44,6 +44,16 @@ def batch_size(inputs: Inputs) -> int:
     return next((len(value) for value in inputs if value.dim()), 1)
 
 
+def check_shared_batch(inputs: Inputs) -> None:
+    """Raise ExportError for inputs of several first dimensions, which cannot all be the batch."""
+    if len({len(value) for value in inputs if value.dim()}) > 1:
+        raise ExportError(
+            f"the first dimension of every input is the batch, and the inputs have shapes "
+            f"{[tuple(value.shape) for value in inputs]}: put the batch first, make a table that all samples share a buffer "
+            "of the model, or, in export, take dynamic_batch=False"
+        )
+
+
 def resized(inputs: Inputs, batch: int) -> Inputs:
     """Resize ``inputs`` to ``batch`` samples: the first ones, repeated in order if there are too few."""
     return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
@@ -143,12 +153,7 @@ def capture(
     if free is not None:
         example, shapes = dimensions_to_export(example, free)
     elif dynamic_batch:
-        if len({len(value) for value in example if value.dim()}) > 1:
-            raise ExportError(
-                f"the first dimension of every input is the batch, and the inputs have shapes "
-                f"{[tuple(value.shape) for value in example]}: put the batch first, make a table that all samples share a buffer "
-                "of the model, or, in export, take dynamic_batch=False"
-            )
+        check_shared_batch(example)
         example = resized(example, max(2, samples))  # torch.export takes a size of 1 for a constant
         batch = Dim("batch", min=1)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)

@@ -18,6 +18,7 @@ from arclight.deploy.capture import (
     Inputs,
     as_outputs,
     batch_size,
+    check_shared_batch,
     dimensions_to_export,
     frozen_copy,
     quiet,
@@ -266,6 +267,8 @@ def capture_as(
     captured, takes its batch size for a constant, or writes into a tensor that others read.
     """
     size = max(2, batch_size(example))
+    if free is None:
+        check_shared_batch(example)
     inputs = resized(example, size)
     shapes: tuple[dict[int, Any], ...] = tuple({0: Dim.AUTO} if value.dim() else {} for value in inputs)
     if free is not None:
