@@ -37,6 +37,7 @@ from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.results.plots import DetectionPlots, write_predictions
 from arclight.vision.tasks.deployment import evaluate_program, export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
+from arclight.vision.tasks.module import InferenceCopy
 from arclight.vision.tasks.settings import DetectionTask
 
 SCRIPT = Path(__file__).parent / "detector_script.py"
@@ -417,3 +418,29 @@ def test_a_model_file_that_does_not_fill_its_own_architecture_is_refused(tmp_pat
 
 def test_a_checkpoint_is_loaded_by_the_same_name(trained: Path) -> None:
     assert Detector.load(trained / "end.ckpt").names == ["qr_code"]
+
+
+def test_a_copy_for_inference_follows_every_change_of_the_network() -> None:
+    detector = Detector(DetectionTask(data=Path("none"), image_size=64), names=["a"]).eval()
+    network = detector.model
+
+    def replace_weight() -> None:
+        head = network.head.m[0]
+        head.weight = torch.nn.Parameter(torch.ones_like(head.weight))
+
+    def replace_module() -> None:
+        network.model[0].act = torch.nn.ReLU()
+
+    def add_buffer() -> None:
+        network.register_buffer("extra", torch.zeros(1))
+
+    def write_in_place() -> None:
+        with torch.no_grad():
+            network.head.m[0].bias.add_(1)
+
+    for change in (replace_weight, replace_module, add_buffer, write_in_place):
+        taken = InferenceCopy(network)
+        assert taken.is_current(network)
+        change()
+        assert not taken.is_current(network), change.__name__
+    assert not InferenceCopy(network).is_current(copy.deepcopy(network))

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -441,8 +442,12 @@ class InferenceCopy:
     """
 
     def __init__(self, model: Yolo) -> None:
-        self._tensors = list(itertools.chain(model.parameters(), model.buffers()))
-        self._state = [_state_of(tensor) for tensor in self._tensors]
+        self._source = model
+        tables = (
+            table for module in model.modules() for table in (module._parameters, module._buffers, module._modules)
+        )
+        self._tables = [(table, tuple(table.values())) for table in tables]
+        self._states = [(tensor, _state_of(tensor)) for tensor in itertools.chain(model.parameters(), model.buffers())]
         with torch.inference_mode():
             self._model = fuse(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self._device = next(model.parameters()).device
@@ -458,11 +463,15 @@ class InferenceCopy:
                     setattr(self._model.head, name, value)
 
     def is_current(self, model: Yolo) -> bool:
-        """Return True if ``model`` has the very weights that were copied."""
-        tensors = list(itertools.chain(model.parameters(), model.buffers()))
-        return len(tensors) == len(self._tensors) and all(
-            tensor is own and state is not None and _state_of(tensor) == state
-            for tensor, own, state in zip(tensors, self._tensors, self._state, strict=True)
+        """Return True if ``model`` has the very modules and weights that were copied."""
+        # each prediction asks: the modules' own tables are compared, as walking the modules takes several times as long
+        return (
+            model is self._source
+            and all(
+                len(table) == len(known) and all(map(operator.is_, table.values(), known))
+                for table, known in self._tables
+            )
+            and all(state is not None and _state_of(tensor) == state for tensor, state in self._states)
         )
 
     @torch.inference_mode()
