@@ -21,6 +21,7 @@ from tests.vision.mjpeg import Camera
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision.inputs import live
 from arclight.vision.inputs.image_source import ImageSource, prefetch
+from arclight.vision.inputs.live import LiveInput, LiveStreams, live_input
 from arclight.vision.inputs.memory_images import SourceError
 
 
@@ -545,3 +546,21 @@ def test_nothing_in_a_png_header_reaches_a_decoder_above_the_limit(tmp_path: Pat
     source = ImageSource([header, solid(1, 1, 1)])
     assert len(list(source)) == 1
     assert "too large" in source.skipped[0].reason
+
+
+def test_a_lost_stream_is_reported_where_another_ended_well(impatient: None, tmp_path: Path) -> None:
+    file = str(tmp_path / "clip.avi")
+    writer = cv2.VideoWriter(file, cv2.VideoWriter.fourcc(*"MJPG"), 10, (32, 32))
+    for _ in range(5):
+        writer.write(np.zeros((32, 32, 3), np.uint8))
+    writer.release()
+    lost: list[str] = []
+    absent = live_input("http://127.0.0.1:9/x")
+    assert absent is not None
+    inputs = [LiveInput("clip", lambda: cv2.VideoCapture(file)), absent]
+    streams = LiveStreams(
+        inputs, problem=lambda name, why: lost.append(name), max_pixels=10_000, every_frame=True, reconnect_s=0.2
+    )
+    with streams:
+        frames = [frame.index for batch in streams.batches(4, stopped=lambda: False) for frame in batch]
+    assert (frames, lost) == ([0, 1, 2, 3, 4], ["http://127.0.0.1:9/x"])

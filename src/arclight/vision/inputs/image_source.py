@@ -98,7 +98,7 @@ class ImageSource:
     prefetch: images of files decoded ahead in a thread.
 
     A file that cannot be read is reported, skipped and added to ``skipped``. Raises SourceError at once for a source
-    that does not exist, holds no image, or is no image; and where the last of some streams was lost.
+    that does not exist, holds no image, or is no image; and at the end if every stream was lost.
     """
 
     def __init__(

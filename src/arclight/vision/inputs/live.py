@@ -226,7 +226,7 @@ class LiveStreams:
 
     ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live camera then drops frames at its own
     end); else only the newest of each input waits. An input without a frame for ``reconnect_s`` is given up, and handed to
-    ``problem`` with a sentence. SourceError is raised when the last one was given up so.
+    ``problem`` with a sentence. SourceError is raised at the end if every input was given up so.
     """
 
     def __init__(
@@ -262,6 +262,7 @@ class LiveStreams:
     def batches(self, size: int, stopped: Callable[[], bool]) -> Iterator[list[LiveFrame]]:
         """Yield the frames that wait, at least one and at most ``size``, one of each input in turn, until ``stopped``."""
         failures: list[str] = []
+        inputs = len(self._readers)
         while self._readers and not stopped():
             frames = self._take(size, stopped)
             for reader in [reader for reader in self._readers if reader.ended and not reader.waiting]:
@@ -271,7 +272,7 @@ class LiveStreams:
                     self.problem(reader.source.name, reader.failure)
             if frames:
                 yield frames
-        if failures and not self._readers:
+        if failures and len(failures) == inputs:
             raise SourceError(failures[-1])
 
     def _take(self, size: int, stopped: Callable[[], bool]) -> list[LiveFrame]:
