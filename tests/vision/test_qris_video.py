@@ -12,6 +12,7 @@ segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris import build, scan  # noqa: E402
+from arclight.vision.qris.reading import video  # noqa: E402
 from arclight.vision.qris.reading.decode import read_zxing  # noqa: E402
 from arclight.vision.qris.reading.video import MAX_GAP, VideoScanner, camera_motion, scan_video  # noqa: E402
 from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
@@ -151,3 +152,20 @@ def test_drawn_clips_say_where_each_code_is() -> None:
                 assert np.abs(read.corners.mean(0) - places[read.text].mean(0)).max() < 12
     assert by_id
     assert all(len(texts) == 1 for texts in by_id.values())
+
+
+def test_a_long_video_keeps_a_bounded_number_of_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "MAX_TRACKS", 3)
+    blank = np.full((480, 640, 3), 120, np.uint8)
+    scanner = VideoScanner()
+    scanner.add(seen(table(TEXTS[0]), 0, 0))
+    for step in range(6):  # what a detector takes for a code, each time elsewhere, and long enough apart to be lost
+        scanner.detector = box_of(80 * step, 300, 80 * step + 60, 360)
+        scanner.add(blank)
+        scanner.detector = None
+        for _ in range(MAX_GAP + 1):
+            scanner.add(blank)
+    assert [track.id for track in scanner.tracks] == [0, 5, 6]
+    assert scanner.tracks[0].text == TEXTS[0], "what was read is kept longer than what was not"
+    assert scanner.dropped == 4
+    assert not any(track.sums for track in scanner.tracks)

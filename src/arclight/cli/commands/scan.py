@@ -119,6 +119,8 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
         for track in scanner.tracks:
             said = "not readable" if track.text is None else printable(track.text)
             tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", said))
+        if scanner.dropped:
+            tree.add(f"and {scanner.dropped} lost earlier, of which nothing was kept")
         console.print(tree)
     tracks = {path: [track.to_json() for track in scanner.tracks] for path, scanner in scanners.items()}
     every = [track for found in tracks.values() for track in found]

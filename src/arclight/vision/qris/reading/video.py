@@ -54,6 +54,8 @@ FLOW_SIDE = 320
 """Longest side of the reduced frames between which the camera's way is measured, pixels."""
 MAX_GAP = 15
 """Frames after which a code that was not seen again is no longer looked for at its place."""
+MAX_TRACKS = 1000
+"""Tracks that are kept: cameras have no end. Lost ones are dropped first, of these the unread before the read."""
 
 
 @dataclass
@@ -106,6 +108,8 @@ class VideoScanner:
         """``detector`` finds codes that no plain reader reads; without one, what a reader takes for a code is tried."""
         self.detector = detector
         self.tracks: list[CodeTrack] = []
+        self.dropped = 0
+        """Tracks that are no longer in ``tracks``, as more than ``MAX_TRACKS`` codes were seen."""
         self.frame = -1
         self._last: Grey | None = None
 
@@ -133,7 +137,21 @@ class VideoScanner:
             if track.text is None and track.votes < MAX_VOTES and grids < MAX_GRIDS:
                 grids += 1
                 self._vote(track, grey, box)
+        self._trim()
         return seen
+
+    def _trim(self) -> None:
+        """Free the votes on codes that were read or lost, and drop the tracks that are too many."""
+        for track in self.tracks:
+            if track.sums and (track.text is not None or self.frame - track.frames[-1] > MAX_GAP):
+                track.sums.clear()
+        surplus = len(self.tracks) - MAX_TRACKS
+        if surplus > 0:
+            lost = [track for track in self.tracks if self.frame - track.frames[-1] > MAX_GAP]
+            lost.sort(key=lambda track: (track.text is not None, track.frames[-1]))
+            dropped = {track.id for track in lost[:surplus]}
+            self.tracks = [track for track in self.tracks if track.id not in dropped]
+            self.dropped += len(dropped)
 
     def _follow(self, grey: Grey) -> None:
         """Move every track along with the camera."""
@@ -178,7 +196,7 @@ class VideoScanner:
         if track is None and text is not None:  # seen again after it was lost
             track = next((one for one in self.tracks if one not in taken and one.text == text), None)
         if track is None:
-            track = CodeTrack(len(self.tracks), box)
+            track = CodeTrack(self.dropped + len(self.tracks), box)
             self.tracks.append(track)
         track.box = box
         track.frames.append(self.frame)
