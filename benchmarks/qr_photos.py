@@ -38,7 +38,7 @@ from arclight.vision.data.mix import MixedData
 from arclight.vision.qris.reading.decode import read_opencv, read_zxing
 from arclight.vision.qris.reading.scanner import DetectFn
 from arclight.vision.qris.reading.video import VideoScanner
-from arclight.vision.qris.scenes.contents import Content, qris_content
+from arclight.vision.qris.scenes.contents import qris_content
 from arclight.vision.qris.scenes.fraud import draw_pair
 from arclight.vision.qris.scenes.motion import REACH, draw_clip
 from arclight.vision.qris.scenes.scene import SceneCode
@@ -241,11 +241,13 @@ def fraud(pairs: int, detector_of: DetectorOf) -> dict[str, float | Ratio]:
     Every second place is registered, honest photos are of registered and unregistered places alike, and half of the stickers name
     the shop that they steal from. No place is named to `verify`. A photo in which no payment code is read scores 0.
     """
-    decoys = tuple(_place_of(qris_content(np.random.default_rng([FRAUD_SEED, 0, n]))) for n in range(DECOYS))
+    decoys = tuple(
+        Place.of(qris.parse(qris_content(np.random.default_rng([FRAUD_SEED, 0, n])).text)) for n in range(DECOYS)
+    )
     rows = []
     for number in range(pairs):
         pair = draw_pair(np.random.default_rng([FRAUD_SEED, 1, number]))
-        own = (_place_of(pair.own),) if number % 2 else ()
+        own = (Place.of(qris.parse(pair.own.text)),) if number % 2 else ()
         table = Registry((*own, *decoys))
         scenes = (pair.clean, pair.forged)
         found = [qris.verify(scene.image, table, detector=detector_of(scene.codes)) for scene in scenes]
@@ -263,13 +265,6 @@ def fraud(pairs: int, detector_of: DetectorOf) -> dict[str, float | Ratio]:
         "fraud_false_alarms": float(alarms.mean()),
         "fraud_unread": float(unread.mean()),
     }
-
-
-def _place_of(content: Content) -> Place:
-    payload = qris.parse(content.text)
-    return Place(
-        name=payload.merchant_name, nmid=str(payload.nmid), city=payload.city, pan=payload.accounts[0].fields["01"]
-    )
 
 
 def calibrate(pairs: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from arclight.vision.qris import build, parse
+from arclight.vision.qris.payload.codec import Account
 from arclight.vision.qris.verification.registry import Place, Registry, RegistryError
 
 GOOD = {"name": "KOPI SENJA", "nmid": "ID1020012345678", "guids": ["COM.CONTOHPAY.WWW"], "city": "BANDUNG"}
@@ -131,3 +133,21 @@ def test_a_place_is_found_by_its_number_or_its_name(write: Write) -> None:
     assert table.named("kopi senja") == table.of_nmid("ID1020012345678")
     with pytest.raises(RegistryError, match="no place has the NMID or name 'KOPI'"):
         table.named("KOPI")
+
+
+def test_a_genuine_payload_makes_a_row(write: Write) -> None:
+    account = Account("26", guid="COM.CONTOHPAY.WWW", fields={"01": "936000091000000001"})
+    text = build(merchant_name="SATE MELATI", city="BANDUNG", mcc="5814", nmid="ID1020099999999", accounts=[account])
+    place = Place.of(parse(text))
+    assert place == Place(name="SATE MELATI", nmid="ID1020099999999", city="BANDUNG", pan="936000091000000001")
+    row = {name: value for name, value in place.to_json().items() if value}
+    assert Registry.read(write("a.json", [row])).places == (place,)
+
+
+def test_payloads_that_make_no_single_row_are_refused() -> None:
+    names = {"merchant_name": "SATE MELATI", "city": "BANDUNG", "mcc": "5814"}
+    accounts = [Account(tag, guid=f"COM.{tag}.WWW", fields={"01": "936000091000000001"}) for tag in ("26", "27")]
+    with pytest.raises(ValueError, match="of ID1020099999999 names 2 accounts; give one Place for each"):
+        Place.of(parse(build(**names, nmid="ID1020099999999", accounts=accounts)))
+    with pytest.raises(ValueError, match="'SATE MELATI' names no NMID"):
+        Place.of(parse(build(**names, accounts=accounts[:1])))

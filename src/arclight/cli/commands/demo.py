@@ -205,9 +205,7 @@ class Demo:
         for number, pair in enumerate(pairs):
             poster = folder / f"poster-{number}.png"
             cv2.imwrite(str(poster), cv2.cvtColor(pair.poster, cv2.COLOR_RGB2BGR))
-            payload = qris.parse(pair.own.text)
-            pan, name = payload.accounts[0].fields["01"], payload.merchant_name
-            places.append(Place(name=name, nmid=payload.nmid or "", pan=pan, city=payload.city, poster=poster))
+            places.append(Place.of(qris.parse(pair.own.text), poster=poster))
         registry = Registry(tuple(places))
         report, found = VerificationReport(f"a registry of {len(places)} places"), []
         for number, (pair, place) in enumerate(zip(pairs, places, strict=True)):

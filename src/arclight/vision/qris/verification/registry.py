@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
-from arclight.vision.qris.payload.rules import QRIS, TOP
+from arclight.vision.qris.payload.codec import Payload
+from arclight.vision.qris.payload.rules import QRIS, QRIS_TAG, TOP
 from arclight.vision.qris.reading.finder_patterns import Floats
 
 cv2 = require("cv2", extra="vision")
@@ -56,6 +57,19 @@ class Place:
     """Whether its code has an amount of its own; what is printed has none."""
     poster: Path | None = None
     """A picture of the print, seen from the front."""
+
+    @classmethod
+    def of(cls, payload: Payload, *, poster: Path | None = None) -> Place:
+        """Register the name, NMID, city and account of a payload that is known to be genuine.
+
+        Raises ValueError for a payload without an NMID, and for one of several accounts: each of these needs a row.
+        """
+        pans = [account.value or account.fields.get("01") for account in payload.accounts if account.tag != QRIS_TAG]
+        if payload.nmid is None:
+            raise ValueError(f"the payload of {payload.merchant_name!r} names no NMID; only a QRIS can be registered")
+        if len(pans) != 1:
+            raise ValueError(f"the payload of {payload.nmid} names {len(pans)} accounts; give one Place for each")
+        return cls(name=payload.merchant_name, nmid=payload.nmid, city=payload.city, pan=pans[0], poster=poster)
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, text and None."""

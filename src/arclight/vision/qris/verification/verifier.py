@@ -165,10 +165,10 @@ def _checked(photo: Image, code: Code, table: Registry, expected: Sequence[Place
     if code.payload is None:
         return _judged(code, expected[0] if expected else None, evidence, match=False)
     rows = expected or table.of_nmid(code.payload.nmid or "")
-    place, compared = _compared(code.payload, rows, table)
+    place, registered_pans, compared = _compared(code.payload, rows, table)
     evidence += compared
     # An NMID can be copied: whom a code pays is its PAN, so a place registered without one vouches for no code.
-    registered = place is not None and place.nmid == code.payload.nmid and bool(_pans_for(place, rows))
+    registered = place is not None and place.nmid == code.payload.nmid and bool(registered_pans)
     match = registered and not _contradicts(evidence)
     if accounts > 1:
         weight = 0.0 if match else 3.0
@@ -188,12 +188,18 @@ def _contradicts(evidence: Sequence[Evidence]) -> bool:
     return any(one.weight >= DECISIVE for one in evidence)
 
 
-def _compared(payload: Payload, rows: Sequence[Place], table: Registry) -> tuple[Place | None, list[Evidence]]:
-    """Compare a payload with the row that fits it best, else with the place it poses as."""
+def _compared(
+    payload: Payload, rows: Sequence[Place], table: Registry
+) -> tuple[Place | None, set[str], list[Evidence]]:
+    """Compare a payload with the row that fits it best and its registered PANs, else with the place it poses as."""
     if not rows:
-        return _namesake(payload, table)
-    every = [(row, _of_row(payload, row, _pans_for(row, rows))) for row in rows]
-    return min(every, key=lambda pair: sum(one.weight for one in pair[1]))
+        place, evidence = _namesake(payload, table)
+        return place, set(), evidence
+    every = []
+    for row in rows:
+        pans = _pans_for(row, rows)
+        every.append((row, pans, _of_row(payload, row, pans)))
+    return min(every, key=lambda compared: sum(one.weight for one in compared[2]))
 
 
 def _of_print(photo: Image, code: Code, place: Place | None, *, match: bool, contradicted: bool) -> list[Evidence]:
