@@ -29,6 +29,12 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
         return JSONResponse({"error": self.sentence}, status_code=self.status, headers=self.headers)
 
 
+def one_sentence(error: Exception) -> str:
+    """Format an error's message for a client: one line, a capital first and a full stop last."""
+    text = " ".join(str(error).split())
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
 def busy(sentence: str) -> Refusal:
     """Make a 429: the request is fine, the server is full; the client may come back in a second."""
     return Refusal(429, sentence, headers={"Retry-After": "1"})
@@ -96,17 +102,19 @@ async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
         yield piece
 
 
-def image_bytes(body: bytes, content_type: str) -> bytes:
-    """Return the image in a request body, raw or as field ``file`` of a form; raises Refusal 400."""
+def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:
+    """Return the image in a request body, raw or as ``field`` of a form; raises Refusal 400."""
     if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
-        body = file_field(body, content_type)
+        body = file_field(body, content_type, field)
     if not body:
-        raise Refusal(400, "The request has no image; send the file's bytes as the body or as the form field 'file'.")
+        raise Refusal(
+            400, f"The request has no image; send the file's bytes as the body or as the form field {field!r}."
+        )
     return body
 
 
-def file_field(body: bytes, content_type: str) -> bytes:
-    """Return the first field named ``file``; raises Refusal 400 for a malformed form, or none."""
+def file_field(body: bytes, content_type: str, field: str) -> bytes:
+    """Return the first file named ``field``; raises Refusal 400 for a malformed form, or none."""
     multipart = require("python_multipart.multipart", extra="serve")
     _, options = multipart.parse_options_header(content_type)
     found: list[bytes] = []
@@ -116,8 +124,8 @@ def file_field(body: bytes, content_type: str) -> bytes:
         nonlocal parts
         parts += 1
         if parts > MOST_FORM_PARTS:  # parsing is slow where every part is small
-            raise Refusal(400, "The form has too many fields; send one file in the form field 'file'.")
-        if part.field_name == b"file" and isinstance(part, multipart.File):
+            raise Refusal(400, f"The form has too many fields; send one file in the form field {field!r}.")
+        if part.field_name == field.encode() and isinstance(part, multipart.File):
             part.file_object.seek(0)
             found.append(part.file_object.read())
 
@@ -129,9 +137,9 @@ def file_field(body: bytes, content_type: str) -> bytes:
         parser.write(body)
         parser.finalize()
     except multipart.FormParserError:
-        raise Refusal(400, "The multipart form is malformed; send one file in the form field 'file'.") from None
+        raise Refusal(400, f"The multipart form is malformed; send one file in the form field {field!r}.") from None
     if not found:
-        raise Refusal(400, "The form has no file in the field 'file'; put the photo there.")
+        raise Refusal(400, f"The form has no file in the field {field!r}; put the photo there.")
     return found[0]
 
 

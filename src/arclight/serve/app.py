@@ -1,13 +1,12 @@
-"""Build the web application of any detector: ``/detect``, ``/health``, ``/metrics``, the page."""
+"""Build the web application: photos, tensors (Open Inference Protocol), health, metrics, the page."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -19,110 +18,14 @@ from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Workers, image_bytes, read_body
 from arclight.serve.middleware import CONTENT_TYPE, Envelope, Lingering, Metrics
 from arclight.serve.settings import Limits
+from arclight.serve.tasks.detection import Answer, Detect, answer, records
+from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
 
 if TYPE_CHECKING:
-    from arclight.vision.data.images import Image
-    from arclight.vision.results.detections import Detections
+    from arclight.deploy import Program
 
-
+T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
-
-
-Detect: TypeAlias = "Callable[[Image], Detections]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    width: int
-    height: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    xyxy_px: tuple[float, float, float, float]
-    """Left, top, right, bottom in pixels of the photo as it is shown (after its EXIF rotation)."""
-    confidence: float
-    """In [0, 1]."""
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Milliseconds:
-    decode: float
-    detect: float
-    scan: float
-    total: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Boxes found in a photo, and the codes read in it."""
-
-    image: Size
-    boxes: list[Box]
-    codes: list[dict[str, Any]]
-    """One object per code: corners_px, box_xyxy_px, confidence, text, kind, payload, problems."""
-    milliseconds: Milliseconds
-
-
-def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
-    """Decode, detect and read the codes; raises Refusal 422 if ``photo`` is no readable image."""
-    from arclight.vision.data.images import ImageError, decode_image
-    from arclight.vision.qris import scan
-
-    started = time.perf_counter()
-    try:
-        image = decode_image(photo, max_pixels=limits.pixels)
-    except ImageError as error:
-        raise Refusal(422, one_sentence(error)) from None
-    decoded = time.perf_counter()
-    detections = detector(image)
-    detected = time.perf_counter()
-
-    codes = scan(image, lambda _: top_k(detections, limits.codes))
-    scanned = time.perf_counter()
-    return Answer(
-        image=Size(width=image.shape[1], height=image.shape[0]),
-        boxes=boxes(detections),
-        codes=[code.to_json() for code in codes],
-        milliseconds=Milliseconds(
-            decode=milliseconds(started, decoded),
-            detect=milliseconds(decoded, detected),
-            scan=milliseconds(detected, scanned),
-            total=milliseconds(started, scanned),
-        ),
-    )
-
-
-def top_k(detections: Detections, most: int) -> Detections:
-    """Keep the ``most`` boxes of highest confidence."""
-    found = detections.boxes
-    kept = np.argsort(-found.conf, kind="stable")[:most]
-    return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
-
-
-def boxes(detections: Detections) -> list[Box]:
-    found = detections.boxes
-    return [
-        Box(
-            xyxy_px=(round(left, 1), round(top, 1), round(right, 1), round(bottom, 1)),
-            confidence=round(confidence, 4),
-            label=detections.names[int(category)],
-        )
-        for (left, top, right, bottom), confidence, category in zip(
-            found.xyxy.tolist(), found.conf.tolist(), found.cls.tolist(), strict=True
-        )
-    ]
-
-
-def milliseconds(start: float, end: float) -> float:
-    return round((end - start) * 1000, 2)
-
-
-def one_sentence(error: Exception) -> str:
-    """Format an error's message for a client: one line, a capital first and a full stop last."""
-    text = " ".join(str(error).split())
-    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +65,27 @@ BODY = {
 }
 
 
+TENSORS = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": {"type": "object", "required": ["inputs"]}},
+            "application/octet-stream": {"schema": PHOTO},
+        },
+    }
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model by name: a detector answers photos, a program plain tensors; it may be both."""
+
+    name: str
+    precision: str = "unknown"
+    detector: Detect | None = None
+    program: Program | None = None
+
+
 def create_app(
     detector: Detect, *, program: str = "detector", precision: str = "unknown", limits: Limits | None = None
 ) -> FastAPI:
@@ -170,53 +94,144 @@ def create_app(
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
     """
-    limits = limits or Limits()
-    metrics, buffered = Metrics(), Buffered(limits.buffered_bytes)
-    workers = Workers(limits.workers, limits.queue)
-    ready = False
+    return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits())
+
+
+def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
+    """Build the application of several models; ``/detect`` and the page are those of the first detector."""
+    metrics, service = Metrics(), Service(models, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        nonlocal ready
-        detector(np.full((64, 64, 3), 114, dtype=np.uint8))
-        ready = True
+        for model in models:
+            if model.detector is not None:
+                model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
+        service.ready = True
         yield
-        ready = False
-        workers.close()
+        service.ready = False
+        service.workers.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
     app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(Refusal, refuse)
     app.add_exception_handler(HTTPException, refuse_address)
 
-    @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
-    async def detect(request: Request) -> JSONResponse:
-        """Find the objects in a photo and read the payment codes among them."""
-        content_type = request.headers.get("content-type", "")
-        with buffered.upload() as body:
-            await read_body(request, body, buffered, limits)
-
-            def work() -> Answer:
-                return answer(image_bytes(bytes(body), content_type), detector, limits)
-
-            return JSONResponse(asdict(await workers.run(work, abandoned=request.is_disconnected)))
-
     @app.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> JSONResponse:
         """Report if the server is up (live) and takes photos (ready, else 503)."""
-        state = Health(live=True, ready=ready, program=program, precision=precision, version=app.version)
-        return JSONResponse(asdict(state), status_code=200 if ready else 503)
+        main = service.main
+        state = Health(live=True, ready=service.ready, program=main.name, precision=main.precision, version=app.version)
+        return JSONResponse(asdict(state), status_code=200 if service.ready else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Counters in the Prometheus text format."""
         return Response(metrics.exposition(), media_type=CONTENT_TYPE)
 
+    add_photo_routes(app, service)
+    add_tensor_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    paths = frozenset({"/", "/detect", "/health", "/metrics", "/openapi.json"})
+    paths = {"/", "/detect", "/health", "/metrics", "/openapi.json"}
+    paths |= {f"/v1/object-detection/{name}" for name in service.models}
+    paths |= {f"/v2/models/{name}/infer" for name in service.models}
     app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(Envelope, metrics=metrics, paths=paths)
+    app.add_middleware(Envelope, metrics=metrics, paths=frozenset(paths))
     return app
+
+
+class Service:
+    """Models behind one pool of workers, and one bound on the bodies in memory."""
+
+    def __init__(self, models: Sequence[ServedModel], limits: Limits) -> None:
+        self.models = {model.name: model for model in models}
+        self.main = next((model for model in models if model.detector is not None), models[0])
+        self.limits = limits
+        self.buffered = Buffered(limits.buffered_bytes)
+        self.workers = Workers(limits.workers, limits.queue)
+        self.ready = False
+
+    def detector(self, name: str) -> Detect:
+        """Return the detector of a model; raises Refusal 404."""
+        if (detector := self._model(name).detector) is None:
+            raise Refusal(404, f"{name} answers no photos; its tensors go to POST /v2/models/{name}/infer.")
+        return detector
+
+    def program(self, name: str) -> Program:
+        """Return the program of a model; raises Refusal 404."""
+        if (program := self._model(name).program) is None:
+            raise Refusal(404, f"{name} takes no tensors; photos go to POST /detect.")
+        return program
+
+    def _model(self, name: str) -> ServedModel:
+        if name not in self.models:
+            raise Refusal(404, f"There is no model {name[:40]!r} here; there are {', '.join(self.models)}.")
+        return self.models[name]
+
+    async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
+        """Return the result of ``work(body)`` in a worker; raises Refusal for the body, or if the server is full."""
+        with self.buffered.upload() as body:
+            await read_body(request, body, self.buffered, self.limits)
+            return await self.workers.run(lambda: work(bytes(body)), abandoned=request.is_disconnected)
+
+
+def add_photo_routes(app: FastAPI, service: Service) -> None:
+    """Add ``/detect``, and YOLOv5's address by model."""
+
+    @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
+    async def detect(request: Request) -> JSONResponse:
+        """Find the objects in a photo and read the payment codes among them."""
+        detector, kind = service.detector(service.main.name), request.headers.get("content-type", "")
+        found = await service.run(request, lambda body: answer(image_bytes(body, kind), detector, service.limits))
+        return JSONResponse(asdict(found))
+
+    @app.post("/v1/object-detection/{model}", responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
+    async def object_detection(request: Request, model: str) -> JSONResponse:
+        """Find the objects in a photo with one of the models, in the form of YOLOv5's REST example."""
+        detector, kind = service.detector(model), request.headers.get("content-type", "")
+        return JSONResponse(
+            await service.run(
+                request, lambda body: records(image_bytes(body, kind, field="image"), detector, service.limits)
+            )
+        )
+
+
+def add_tensor_routes(app: FastAPI, service: Service) -> None:
+    """Add the Open Inference Protocol, version 2."""
+
+    @app.get("/v2")
+    async def server_metadata() -> dict[str, Any]:
+        """Name the server and its extensions."""
+        return {"name": "arclight", "version": app.version, "extensions": ["binary_tensor_data"]}
+
+    @app.get("/v2/health/live")
+    async def live() -> dict[str, bool]:
+        """Report that the server is up."""
+        return {"live": True}
+
+    @app.get("/v2/health/ready", responses={503: {}})
+    async def ready() -> JSONResponse:
+        """Report if all models are ready, else 503."""
+        return JSONResponse({"ready": service.ready}, status_code=200 if service.ready else 503)
+
+    @app.get("/v2/models/{model}", responses={404: {"model": Error}})
+    async def model_metadata(model: str) -> dict[str, Any]:
+        """Describe the inputs and outputs of a model."""
+        return described(service.program(model), model)
+
+    @app.get("/v2/models/{model}/ready", responses={404: {"model": Error}, 503: {}})
+    async def model_ready(model: str) -> JSONResponse:
+        """Report if a model is ready, else 503."""
+        service.program(model)
+        return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
+
+    @app.post("/v2/models/{model}/infer", responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
+    async def infer_tensors(request: Request, model: str) -> Response:
+        """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
+        program, json_size = service.program(model), request.headers.get(JSON_SIZE)
+        content, size = await service.run(request, lambda body: infer(decode(body, json_size, program), program, model))
+        if size is None:
+            return Response(content, media_type="application/json")
+        return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:

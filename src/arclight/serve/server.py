@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,28 +21,48 @@ if TYPE_CHECKING:
 STARTUP_FAILED = 3
 """Exit status if the application does not start, as uvicorn's own command has it."""
 
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""Names of models, as they stand in addresses and metrics."""
 
-def serve(program_path: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
+
+def serve(
+    program_path: str | Path | Mapping[str, str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    limits: Limits | None = None,
+) -> None:
     """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
 
-    Raises ProgramError where ``program_path`` is not a detector's program, and AddressError where ``host`` and ``port``
-    cannot be listened on. Anyone who reaches ``host`` may use the
+    A mapping of names to paths serves several programs, of any task: detectors answer photos, every program answers
+    tensors at ``/v2/models/NAME/infer``. Raises ProgramError where a lone ``program_path`` is not a detector's program or
+    one of several cannot be loaded, ValueError for a name that no address can have, and AddressError where ``host`` and
+    ``port`` cannot be listened on. Anyone who reaches ``host`` may use the
     server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
     """
     require("fastapi", extra="serve")
-    from arclight.serve.app import create_app
+    from arclight.deploy import Program
+    from arclight.serve.app import ServedModel, build_app
     from arclight.vision.tasks.processing import load_detector_program
 
     limits = limits or Limits()
+    several = isinstance(program_path, Mapping)
+    paths = dict(program_path) if isinstance(program_path, Mapping) else {Path(program_path).stem: program_path}
+    if not paths:
+        raise ValueError("there is no program to serve: name one")
+    for name in paths if several else ():
+        if not re.fullmatch(MODEL_NAME, name):
+            raise ValueError(
+                f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
+            )
     with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
-        program = load_detector_program(program_path)
-        app = create_app(
-            program.predict_one,
-            program=Path(program_path).stem,
-            precision=program.precision,
-            limits=limits,
-        )
-        run(app, host=host, port=port, limits=limits, listening=listening)
+        models = []
+        for name, path in paths.items():
+            program = Program.load(path) if several else load_detector_program(path)
+            detects = program.metadata.get("task") == "detect"
+            detector = program.predict_one if detects else None
+            models.append(ServedModel(name=name, precision=program.precision, detector=detector, program=program))
+        run(build_app(models, limits), host=host, port=port, limits=limits, listening=listening)
 
 
 class AddressError(OSError):

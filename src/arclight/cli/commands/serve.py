@@ -1,23 +1,68 @@
-"""``arclight serve``: serve an exported program over HTTP."""
+"""``arclight serve``: serve exported programs over HTTP."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, UsageError
 
 
 def serve(arguments: list[str]) -> None:
-    parser = Parser(prog="arclight serve", description="Serve a detector over HTTP, with a web page to try it.")
-    parser.add_argument("--program", type=Path, required=True, metavar="FILE", help="exported detector (.onnx)")
+    from arclight import serve as server
+    from arclight.recipe import explain
+
+    parser = Parser(
+        prog="arclight serve",
+        description="Serve programs over HTTP, with a web page to try the first detector: photos at /detect, tensors at "
+        "/v2/models/NAME/infer.",
+    )
+    parser.add_argument("models", nargs="*", metavar="NAME=PROGRAM", help="exported programs (.onnx), each by a name")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="one exported detector (.onnx)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen on (default: %(default)s, reachable from this machine only)",
     )
     parser.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
+    limits = parser.add_argument_group("limits", "beyond which requests are refused")
+    about = {setting.path: setting.doc for setting in explain(server.Limits)}
+    for field in fields(server.Limits):
+        limits.add_argument(
+            f"--limits.{field.name}",
+            type=type(field.default),
+            default=field.default,
+            metavar="N",
+            help=f"{about[field.name].rstrip('.')} (default: %(default)s)",
+        )
     options = parser.parse_args(arguments)
+    try:
+        chosen = server.Limits(**{f.name: getattr(options, f"limits.{f.name}") for f in fields(server.Limits)})
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    server.serve(_programs(options.models, options.program), host=options.host, port=options.port, limits=chosen)
 
-    from arclight import serve as server
 
-    server.serve(options.program, host=options.host, port=options.port)
+def _programs(models: list[str], program: Path | None) -> Path | dict[str, Path]:
+    if program is not None and not models:
+        return program
+    if program is not None or not models:
+        raise UsageError("name the programs to serve: arclight serve NAME=PROGRAM ..., or one by --program FILE")
+    if len(models) == 1 and "=" not in models[0]:
+        return Path(models[0])
+    from arclight.serve.server import MODEL_NAME
+
+    named: dict[str, Path] = {}
+    for word in models:
+        name, equals, path = word.partition("=")
+        if not (name and equals and path):
+            raise UsageError(f"{word} has no name: several programs are given as NAME=PROGRAM")
+        if not re.fullmatch(MODEL_NAME, name):
+            raise UsageError(
+                f"{name!r} cannot name a model: use letters, digits, dots, dashes and underscores, up to 64"
+            )
+        if name in named:
+            raise UsageError(f"{name} names two programs: give each a name of its own")
+        named[name] = Path(path)
+    return named

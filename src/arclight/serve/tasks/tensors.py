@@ -1,0 +1,190 @@
+"""Read and write plain tensors as the Open Inference Protocol has them, in JSON or as bytes behind it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arclight.serve.admission import Refusal, one_sentence
+
+if TYPE_CHECKING:
+    from arclight.deploy import Program
+    from arclight.deploy.programs.program import TensorSpec
+
+DATATYPES = {
+    "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
+    "uint8": "UINT8", "bool": "BOOL",
+}  # fmt: skip
+_DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+JSON_SIZE = "Inference-Header-Content-Length"
+"""Header that gives the bytes of JSON before the binary tensors."""
+
+
+@dataclass(frozen=True)
+class TensorRequest:
+    """Inputs in the program's order, and which outputs are wanted, each as bytes or not."""
+
+    id: str | None
+    inputs: list[np.ndarray[Any, Any]]
+    outputs: dict[str, bool]
+
+
+def described(program: Program, name: str) -> dict[str, Any]:
+    """Return the metadata of a model as the protocol has it: -1 stands for any size."""
+    return {
+        "name": name,
+        "platform": f"{program.runtime}_onnx",
+        "inputs": [_described(spec) for spec in program.inputs],
+        "outputs": [_described(spec) for spec in program.outputs],
+    }
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    shape = [size if isinstance(size, int) else -1 for size in spec.shape]
+    return {"name": spec.name, "datatype": DATATYPES.get(spec.dtype, spec.dtype), "shape": shape}
+
+
+def decode(body: bytes, json_size: str | None, program: Program) -> TensorRequest:
+    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take."""
+    size = len(body) if json_size is None else _json_size(json_size, len(body))
+    try:
+        asked = json.loads(body[:size])
+    except (ValueError, RecursionError):
+        raise Refusal(400, "The request is not JSON; send an object with a list 'inputs'.") from None
+    if not isinstance(asked, dict) or not _is_objects(asked.get("inputs")):
+        raise Refusal(400, "The request has no list 'inputs' of objects; send one object for each input.")
+    if not isinstance(asked.get("id", ""), str):
+        raise Refusal(400, "The request's 'id' is not a text; leave it out or send a text.")
+    return TensorRequest(asked.get("id"), _inputs(asked["inputs"], body[size:], program), _outputs(asked, program))
+
+
+def _json_size(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
+        raise Refusal(400, f"The header {JSON_SIZE} must be a number of bytes up to {most}, the size of the body.")
+    return int(text)
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _parameters(item: dict[str, Any]) -> dict[str, Any]:
+    found = item.get("parameters", {})
+    if not isinstance(found, dict):
+        raise Refusal(400, "A field 'parameters' is not an object; leave it out or send an object.")
+    return found
+
+
+def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> list[np.ndarray[Any, Any]]:
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    specs = {spec.name: spec for spec in program.inputs}
+    for item in given:
+        name = item.get("name")
+        if not isinstance(name, str) or name not in specs or name in found:
+            raise Refusal(400, f"The model takes the inputs {', '.join(specs)}, each once, not {str(name)[:40]!r}.")
+        shape, datatype = item.get("shape"), item.get("datatype")
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+            raise Refusal(400, f"The shape of input {name!r} must be a list of whole numbers from 0.")
+        if datatype not in (*_DTYPES,):
+            raise Refusal(400, f"The datatype of input {name!r} must be one of {', '.join(_DTYPES)}.")
+        dtype = np.dtype(_DTYPES[datatype])
+        size = _parameters(item).get("binary_data_size")
+        if size is None:
+            array = _from_json(item.get("data"), dtype, name)
+        else:
+            array, binary = _from_bytes(size, binary, dtype, name)
+        if array.size != math.prod(shape):
+            raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {shape[:8]}.")
+        found[name] = array.reshape(shape)
+        _check(specs[name], found[name])
+    if missing := [name for name in specs if name not in found]:
+        raise Refusal(400, f"The model takes the inputs {', '.join(specs)}; {missing[0]!r} is missing.")
+    if binary:
+        raise Refusal(400, f"The body has {len(binary)} bytes that belong to no input; see binary_data_size.")
+    return [found[name] for name in specs]
+
+
+def _check(spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
+    from arclight.deploy import ProgramError
+
+    try:
+        spec.check(array)
+    except ProgramError as error:
+        raise Refusal(400, one_sentence(error)) from None
+
+
+def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
+    wrong = Refusal(400, f"The data of input {name!r} must be a list of numbers that {dtype} can hold.")
+    if not isinstance(data, list):
+        raise wrong
+    try:
+        array = np.array(data) if data else np.empty(0, dtype)
+    except (ValueError, OverflowError, RecursionError):
+        raise wrong from None
+    if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind not in "iu"):
+        raise wrong
+    if dtype.kind == "b" and array.dtype.kind != "b":
+        raise wrong
+    if dtype.kind in "iu" and array.size:
+        bounds = np.iinfo(dtype)
+        if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
+            raise wrong
+    with np.errstate(over="ignore"):  # a number too large for the type becomes infinity, as in NumPy
+        return array.astype(dtype).ravel()
+
+
+def _from_bytes(size: Any, binary: bytes, dtype: np.dtype[Any], name: str) -> tuple[np.ndarray[Any, Any], bytes]:
+    if type(size) is not int or not 0 <= size <= len(binary) or size % dtype.itemsize:
+        raise Refusal(
+            400,
+            f"binary_data_size of input {name!r} must be whole elements of {dtype} within the {len(binary)} bytes left.",
+        )
+    values = np.frombuffer(binary[:size], np.uint8 if dtype.kind == "b" else dtype.newbyteorder("<"))
+    return values.astype(dtype), binary[size:]
+
+
+def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
+    names = [spec.name for spec in program.outputs]
+    binary = _parameters(asked).get("binary_data_output", False) is True
+    wanted = asked.get("outputs") or [{"name": name} for name in names]
+    if not _is_objects(wanted):
+        raise Refusal(400, "The field 'outputs' is not a list of objects; leave it out for all outputs.")
+    for item in wanted:
+        if item.get("name") not in names:
+            raise Refusal(400, f"The model has the outputs {', '.join(names)}, not {str(item.get('name'))[:40]!r}.")
+    return {item["name"]: _parameters(item).get("binary_data", binary) is True for item in wanted}
+
+
+def infer(request: TensorRequest, program: Program, name: str) -> tuple[bytes, int | None]:
+    """Run the program; return the body, and the bytes of its JSON if binary tensors follow. Raises Refusal 400."""
+    from arclight.deploy import ProgramError
+
+    try:
+        computed = program(*request.inputs)
+    except ProgramError as error:  # sizes that only the runtime can judge, such as of a reshape
+        raise Refusal(400, one_sentence(error)[:400]) from None
+    values = computed if isinstance(computed, tuple) else (computed,)
+    arrays = {spec.name: value for spec, value in zip(program.outputs, values, strict=True)}
+    outputs, pieces = [], []
+    for output, is_binary in request.outputs.items():
+        array = np.asarray(arrays[output])
+        item = {"name": output, "datatype": DATATYPES.get(str(array.dtype), str(array.dtype)), "shape": [*array.shape]}
+        if is_binary:
+            pieces.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+            outputs.append({**item, "parameters": {"binary_data_size": len(pieces[-1])}})
+        else:
+            outputs.append({**item, "data": _finite(array)})
+    answer = {"model_name": name, "outputs": outputs} | ({} if request.id is None else {"id": request.id})
+    head = json.dumps(answer, allow_nan=False).encode()
+    return b"".join([head, *pieces]), len(head) if pieces else None
+
+
+def _finite(array: np.ndarray[Any, Any]) -> list[Any]:
+    """List the elements; what JSON has no number for, NaN and infinity, is null."""
+    if array.dtype.kind != "f" or np.isfinite(array).all():
+        return list(array.ravel().tolist())
+    return [value if math.isfinite(value) else None for value in array.ravel().tolist()]

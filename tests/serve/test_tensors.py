@@ -1,0 +1,164 @@
+"""Several models by name: tensors by the Open Inference Protocol, photos by YOLOv5's address."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.serve.conftest import running
+from tests.serve.test_program import exported
+from torch import nn
+
+from arclight import cli
+from arclight.deploy import export
+
+SERVE = """
+import argparse
+from arclight.cli import main
+parser = argparse.ArgumentParser()
+parser.add_argument("--port")
+parser.add_argument("--limits")
+options, models = parser.parse_known_args()
+raise SystemExit(main(["serve", *models, "--port", options.port, "--limits.queue", "4"]))
+"""
+
+
+class Affine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x + 1
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "serve.py").write_text(SERVE)
+    detector = exported(folder / "one-box.onnx", task="detect")
+    export(Affine(), folder / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"], output_names=["y"])
+    with running(f"codes={detector}", f"affine={folder / 'affine.onnx'}", program=str(folder / "serve.py")) as server:
+        yield server
+
+
+def infer(server, content: bytes, model: str = "affine", **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v2/models/{model}/infer", content=content, headers=headers, trust_env=False)
+
+
+def tensor(**changes: object) -> dict[str, object]:
+    return {"name": "x", "datatype": "FP32", "shape": [2, 3], "data": [0, 1, 2, 3, 4, 0.5]} | changes
+
+
+def test_json_tensors_are_computed(two):
+    answer = infer(two, json.dumps({"id": "a", "inputs": [tensor()]}).encode())
+    assert answer.status_code == 200, answer.text
+    [output] = answer.json()["outputs"]
+    assert output == {"name": "y", "datatype": "FP32", "shape": [2, 3], "data": [1, 3, 5, 7, 9, 2]}
+    assert (answer.json()["id"], answer.json()["model_name"]) == ("a", "affine")
+
+
+def test_binary_tensors_are_computed(two):
+    x = np.random.default_rng(0).standard_normal((4, 3), np.float32)
+    item = {"name": "x", "datatype": "FP32", "shape": [4, 3], "parameters": {"binary_data_size": x.nbytes}}
+    head = json.dumps({"inputs": [item], "parameters": {"binary_data_output": True}}).encode()
+    answer = infer(two, head + x.tobytes(), **{"Inference-Header-Content-Length": str(len(head))})
+    size = int(answer.headers["inference-header-content-length"])
+    [output] = json.loads(answer.content[:size])["outputs"]
+    assert output["shape"] == [4, 3]
+    assert output["parameters"] == {"binary_data_size": x.nbytes}
+    np.testing.assert_allclose(np.frombuffer(answer.content[size:], np.float32).reshape(4, 3), 2 * x + 1, rtol=1e-6)
+
+
+def test_infinite_outputs_are_null_in_json(two):
+    answer = infer(two, json.dumps({"inputs": [tensor(shape=[1, 3], data=[3e38, 0, 1e300])]}).encode())
+    assert answer.json()["outputs"][0]["data"] == [None, 1, None]
+
+
+BAD = {
+    "not JSON": b"{",
+    "deep": b"[" * 100_000,
+    "no inputs": b"{}",
+    "another name": {"inputs": [tensor(name="z")]},
+    "twice": {"inputs": [tensor(), tensor()]},
+    "missing": {"inputs": []},
+    "another datatype": {"inputs": [tensor(datatype="FP64")]},
+    "unknown datatype": {"inputs": [tensor(datatype="BYTES")]},
+    "too few": {"inputs": [tensor(data=[1])]},
+    "texts": {"inputs": [tensor(data=["1"] * 6)]},
+    "ragged": {"inputs": [tensor(data=[[1, 2, 3], [4]])]},
+    "another shape": {"inputs": [tensor(shape=[3, 2])]},
+    "negative shape": {"inputs": [tensor(shape=[-2, -3])]},
+    "unknown output": {"inputs": [tensor()], "outputs": [{"name": "z"}]},
+    "bytes that are not there": {"inputs": [tensor(parameters={"binary_data_size": 24})]},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_tensors_are_refused_in_one_sentence(two, name):
+    content = BAD[name] if isinstance(BAD[name], bytes) else json.dumps(BAD[name]).encode()
+    answer = infer(two, content)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"].endswith(".")
+    assert "\n" not in answer.json()["error"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["name", "data", "x"]), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    key=st.sampled_from(["name", "datatype", "shape", "data", "parameters"]), value=JSON, tail=st.binary(max_size=9),
+    size=st.none() | st.integers(-2, 300),
+)  # fmt: skip
+def test_no_request_is_a_fault_of_the_server(two, key, value, tail, size):
+    content = json.dumps({"inputs": [tensor(**{key: value})]}).encode() + tail
+    headers = {} if size is None else {"Inference-Header-Content-Length": str(size)}
+    assert infer(two, content, **headers).status_code in (200, 400)
+
+
+def test_models_are_described_and_unknown_ones_are_404(two):
+    assert two.get("/v2/health/ready").json() == {"ready": True}
+    assert two.get("/v2/models/affine").json()["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    for path in ("/v2/models/none", "/v2/models/none/ready"):
+        assert two.get(path).status_code == 404
+    assert infer(two, b"{}", model="none").json() == {
+        "error": "There is no model 'none' here; there are codes, affine."
+    }
+
+
+def test_photos_are_answered_as_yolov5_does(two, sample):
+    url = f"{two.url}/v1/object-detection/codes"
+    form = {"image": ("photo.jpg", sample("counter"), "image/jpeg")}
+    [box] = httpx.post(url, files=form, trust_env=False).json()
+    assert (box["name"], box["class"]) == ("qr_code", 0)
+    assert [box[key] for key in ("xmin", "ymin", "xmax", "ymax")] == pytest.approx([150, 330, 330, 630], abs=0.2)
+    assert len(two.detect(sample("counter")).json()["boxes"]) == 1
+    refused = httpx.post(url.replace("codes", "affine"), content=sample("counter"), trust_env=False)
+    assert refused.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "name the programs to serve"),
+        (["a=x.onnx", "y.onnx"], "y.onnx has no name"),
+        (["a=x.onnx", "a=y.onnx"], "a names two programs"),
+        (["x.onnx", "--limits.workers", "0"], "limits.workers must be above 0, not 0"),
+        (["a/b=x.onnx"], "cannot name a model"),
+    ],
+)
+def test_wrong_commands_are_refused_in_one_line(capsys, words, sentence):
+    assert cli.main(["serve", *words]) != 0
+    assert sentence in capsys.readouterr().err
+
+
+def test_limits_are_in_the_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["serve", "--help"])
+    assert "--limits.queue" in capsys.readouterr().out
