@@ -1,1 +1,1 @@
-"""What models do for a request: `detection` answers photos, `tensors` any program's plain tensors (Open Inference Protocol)."""
+"""Answer requests by task: `detection` takes photos, `tensors` plain tensors of any program (Open Inference Protocol)."""
