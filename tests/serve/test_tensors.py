@@ -90,6 +90,7 @@ BAD = {
     "ragged": {"inputs": [tensor(data=[[1, 2, 3], [4]])]},
     "another shape": {"inputs": [tensor(shape=[3, 2])]},
     "negative shape": {"inputs": [tensor(shape=[-2, -3])]},
+    "too many dimensions": {"inputs": [tensor(shape=[1] * 99 + [6])]},
     "unknown output": {"inputs": [tensor()], "outputs": [{"name": "z"}]},
     "bytes that are not there": {"inputs": [tensor(parameters={"binary_data_size": 24})]},
 }

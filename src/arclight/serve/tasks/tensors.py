@@ -20,6 +20,7 @@ DATATYPES = {
     "uint8": "UINT8", "bool": "BOOL",
 }  # fmt: skip
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+_MOST_DIMENSIONS = 32
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the bytes of JSON before the binary tensors."""
 
@@ -87,8 +88,11 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
         if not isinstance(name, str) or name not in specs or name in found:
             raise Refusal(400, f"The model takes the inputs {', '.join(specs)}, each once, not {str(name)[:40]!r}.")
         shape, datatype = item.get("shape"), item.get("datatype")
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-            raise Refusal(400, f"The shape of input {name!r} must be a list of whole numbers from 0.")
+        sizes = shape if isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS else [-1]
+        if not all(type(size) is int and 0 <= size < 2**31 for size in sizes):
+            raise Refusal(
+                400, f"The shape of input {name!r} must be a list of at most {_MOST_DIMENSIONS} whole numbers from 0."
+            )
         if datatype not in (*_DTYPES,):
             raise Refusal(400, f"The datatype of input {name!r} must be one of {', '.join(_DTYPES)}.")
         dtype = np.dtype(_DTYPES[datatype])
