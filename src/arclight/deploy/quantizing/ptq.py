@@ -148,13 +148,11 @@ def quantize(
     size stays free, or the dimensions that ``dynamic`` names by input, as in `export`. ``parts`` takes the outputs and names
     tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model on data of its own, more
     being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less. ``target`` is the
-    runtime to place integers for: onnxruntime (default), openvino, inductor, executorch or tensorrt; recipes without calibration
-    have kernels in one of them. ``model`` itself is not changed, whatever mode and device it is in.
+    runtime to place integers for (default: onnxruntime). ``model`` itself is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
-    nothing, a target without kernels for the recipe, a model without a layer to quantize, groups that do not divide a layer's
-    inputs, an output or part noisier than ``recipe.min_sqnr_db``, and a metric that drops too far; ExportError for a model
-    that torch.export cannot capture.
+    nothing, a target without kernels for the recipe, a model without a layer to quantize, groups that do not divide a layer's inputs, an
+    output or part noisier than ``min_sqnr_db``, and a metric that drops too far; ExportError for a model that cannot be captured.
     """
     recipe = recipe or Int8()
     if max_drop is not None and metric is None:
