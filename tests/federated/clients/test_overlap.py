@@ -20,7 +20,7 @@ from tests.waiting import patiently
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import Codec, Int8, Raw
-from arclight.federated.coordination.records import RoundCommitted
+from arclight.federated.coordination.records import RoundClosed, RoundCommitted
 from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Fit
 from arclight.federated.server.server import Server
@@ -44,12 +44,14 @@ def lived(
     learners: Mapping[str, NoisySteps],
     link: Callable[[InProcessLink], SlowLine] = SlowLine,
     nodes: Sequence[Sequence[str]] = (),
+    on_event: Callable[[object], None] = lambda event: None,
 ) -> tuple[dict[str, torch.Tensor], list[float], list[SlowLine]]:
     """A run with one node for each of ``nodes`` (by default one for all clients): weights, when rounds were committed, and lines."""
     fragments = federation.streaming.fragments if federation.streaming is not None else 1
     committed: list[float] = []
 
     def told(what: object) -> None:
+        on_event(what)
         if isinstance(what, RoundCommitted):
             committed.append(time.monotonic())
 
@@ -214,7 +216,8 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
         evaluate_every=0,
         waiting=Waiting(quorum=0.5, grace_s=0.0, heartbeat_interval_s=0.05, lease_s=60.0),
     )
-    late, last, blobs = threading.Event(), threading.Event(), list[str]()
+    late, last, counted = threading.Event(), threading.Event(), threading.Event()
+    blobs, contributors = list[str](), dict[int, tuple[str, ...]]()
 
     def on_step(order: Fit, step: int) -> None:
         if order.round == 3:
@@ -223,18 +226,31 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
             last.set()
 
     def hold(digest: str) -> None:
-        blobs.append(digest)  # a later one waits as well: it closes no round before the other client has begun it
+        """Of the slow line: the first update until round 3, and what follows until the other client has begun the last round."""
+        blobs.append(digest)
         assert (late if len(blobs) == 1 else last).wait(LIMIT_S)
+
+    def give_way(digest: str) -> None:
+        """Of the other line: the last round is the slow one's to close."""
+        assert not last.is_set() or counted.wait(LIMIT_S)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, RoundClosed):
+            contributors[event.round] = event.clients
+            if event.round == 4:
+                counted.set()
 
     made = itertools.count()
 
     def link(to: InProcessLink) -> SlowLine:
         line = SlowLine(to)
-        line.blobs.on_up = hold if next(made) == 0 else line.blobs.on_up
+        line.blobs.on_up = hold if next(made) == 0 else give_way
         return line
 
+    # nodes of one process train one at a time: a client that waited in a step would keep the other from training
     learners = {"0": NoisySteps(), "1": NoisySteps(pause=0.1, on_step=on_step)}
-    lived(tmp_path, federation, learners, link, ("0", "1"))
+    lived(tmp_path, federation, learners, link, ("0", "1"), on_event)
+    assert contributors == {1: ("1",), 2: ("1",), 3: ("1",), 4: ("0",)}
     assert learners["1"].rounds == [1, 2, 3, 4]
     assert learners["0"].rounds[0] == 1
     assert not list((tmp_path / "node-0").rglob("finished/000001"))
