@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import check_labels, label_path
 from arclight.vision.data.letterbox import unletterbox
+from arclight.vision.results.records import RecordingMetrics
 
 Write = Callable[..., Path]
 
@@ -146,6 +147,129 @@ def test_training_targets_are_shares_of_the_square(data: Path) -> None:
     assert corners.max() <= 1 + 1e-6
     assert "letterbox" not in batch
     assert [Path(path).name for path in batch["paths"]] == [f"{index:03d}.jpg" for index in range(8)]
+
+
+def boxes_px(batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Class and box of each image's targets, in pixels of the original."""
+    height, width = batch["images"].shape[2:]
+    found = {}
+    for place, path in enumerate(batch["paths"]):
+        rows = batch["targets"][batch["targets"][:, 0] == place].numpy()
+        corners = np.concatenate((rows[:, 2:4] - rows[:, 4:] / 2, rows[:, 2:4] + rows[:, 4:] / 2), 1)
+        placed = unletterbox(corners * np.tile((width, height), 2), batch["letterbox"][place], batch["shapes"][place])
+        found[path] = np.concatenate((rows[:, 1:2], placed), 1)
+    return found
+
+
+def validation_batches(opened: DetectionDataset, workers: int = 0) -> list[dict[str, Any]]:
+    return list(DataLoader(opened, 4, num_workers=workers, collate_fn=collate))
+
+
+def write_shapes(root: Path, shapes: Sequence[tuple[int, int]]) -> Path:
+    """Images of noise of these shapes (height, width), each with one box."""
+    numbers = np.random.default_rng(0)
+    for index, (height, width) in enumerate(shapes):
+        image = root / "images/train" / f"{index:03d}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        assert cv2.imwrite(str(image), numbers.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        label_path(image).parent.mkdir(parents=True, exist_ok=True)
+        label_path(image).write_text(f"{index % 2} 0.5 0.4 0.3 0.2\n")
+    (root / "data.yaml").write_text("train: images/train\nval: images/train\nnames: [code, text]\n")
+    return root / "data.yaml"
+
+
+SHAPES = [(40, 128), (128, 40), (100, 100), (32, 128), (90, 128), (128, 64), (64, 128), (1, 128), (128, 96), (77, 33)]
+
+
+@pytest.mark.parametrize("stride", [32, 64])
+def test_rectangular_batches_have_the_smallest_multiples_that_hold_their_images(tmp_path: Path, stride: int) -> None:
+    yaml = write_shapes(tmp_path, SHAPES)
+    batches = validation_batches(open_train(yaml, image_size=128, rect=True, stride=stride))
+    aspects = [height / width for batch in batches for height, width in batch["shapes"]]
+    assert aspects == sorted(height / width for height, width in SHAPES)
+    for batch in batches:
+        scaled = [(round(h * 128 / max(h, w)), round(w * 128 / max(h, w))) for h, w in batch["shapes"]]
+        wanted = tuple(-(-max(sides) // stride) * stride for sides in zip(*scaled))
+        assert tuple(batch["images"].shape[2:]) == wanted
+    if stride == 32:
+        assert [tuple(batch["images"].shape[2:]) for batch in batches] == [(64, 128), (128, 128), (128, 64)]
+
+
+def test_rectangular_batches_hold_the_pixels_and_boxes_of_squares(tmp_path: Path) -> None:
+    yaml = write_shapes(tmp_path, SHAPES)
+    squares = validation_batches(open_train(yaml, image_size=128))
+    pixels, boxes = {}, {}
+    for batch in squares:
+        boxes |= boxes_px(batch)
+        pixels |= dict(zip(batch["paths"], zip(batch["images"], batch["letterbox"])))
+    seen = set()
+    for batch in validation_batches(open_train(yaml, image_size=128, rect=True)):
+        for path, rows in boxes_px(batch).items():
+            np.testing.assert_allclose(rows, boxes[path], atol=1e-3)
+            seen.add(path)
+        for image, (scale, x, y), path, (height, width) in zip(
+            batch["images"], batch["letterbox"], batch["paths"], batch["shapes"]
+        ):
+            square, (same_scale, left, top) = pixels[path]
+            assert scale == same_scale
+            h, w = max(round(height * scale), 1), max(round(width * scale), 1)
+            assert torch.equal(image[:, y : y + h, x : x + w], square[:, top : top + h, left : left + w])
+            assert image.sum() - image[:, y : y + h, x : x + w].sum() == 114 * 3 * (image[0].numel() - h * w)
+    assert seen == boxes.keys()
+
+
+def test_rectangular_batches_do_not_depend_on_workers_and_leave_out_damaged_images(tmp_path: Path) -> None:
+    opened = open_train(write_shapes(tmp_path, SHAPES), image_size=128, rect=True)
+    one = validation_batches(opened)
+    assert_equal_batches(one, validation_batches(opened, workers=2))
+    lost = Path(one[1]["paths"][0])
+    lost.write_bytes(lost.read_bytes()[:60])
+    other = validation_batches(open_train_again(opened))
+    assert [path for batch in other for path in batch["paths"]] == [
+        path for batch in one for path in batch["paths"] if path != str(lost)
+    ]
+
+
+def open_train_again(opened: DetectionDataset) -> DetectionDataset:
+    return DetectionDataset(opened.images, opened.labels, image_size=128, rect=True)
+
+
+def test_rectangular_batches_are_refused_for_training_and_outlines(data: Path) -> None:
+    with pytest.raises(ValueError, match="rect=True is for boxes alone, and without augment"):
+        open_train(data, augment=Augment(), rect=True)
+    opened = open_train(data)
+    with pytest.raises(ValueError, match="rect=True is for boxes alone"):
+        DetectionDataset(opened.images, opened.labels, outlines=[()] * len(opened.images), rect=True)
+
+
+@pytest.mark.parametrize("num_classes", [1, 2])
+def test_rectangular_batches_give_the_scores_of_squares(tmp_path: Path, num_classes: int) -> None:
+    yaml = write_shapes(tmp_path, [shape for shape in SHAPES if min(shape) > 1])
+
+    def score(**options: Any) -> Any:
+        metrics = RecordingMetrics(num_classes)
+        for batch in validation_batches(open_train(yaml, image_size=128, single_class=num_classes == 1, **options)):
+            height, width = batch["images"].shape[2:]
+            found = []
+            for place, path in enumerate(batch["paths"]):
+                number, scale = int(Path(path).stem), batch["letterbox"][place][0]
+                rng = np.random.default_rng(number)
+                own = batch["targets"][batch["targets"][:, 0] == place]
+                boxes = torch.cat((own[:, 2:4] - own[:, 4:] / 2, own[:, 2:4] + own[:, 4:] / 2), 1)
+                boxes = boxes.double() * torch.tensor([width, height] * 2)
+                boxes = boxes + torch.from_numpy(rng.normal(0, 5 * scale, (len(own), 4)))
+                confidence = torch.full((len(own), 1), float(rng.random()))
+                found.append(torch.cat((boxes, confidence, own[:, 1:2]), 1))
+            metrics.observe_batch(found, batch)
+        return metrics.compute()
+
+    rect, square = score(rect=True), score()
+    assert 0 < square.map50_95 < 1
+    assert rect.map50 == pytest.approx(square.map50, abs=1e-9)
+    assert rect.map50_95 == pytest.approx(square.map50_95, abs=1e-9)
+    for one, other in zip(rect.records, square.records, strict=True):
+        np.testing.assert_allclose(one.predicted, other.predicted, atol=1e-3)
+        np.testing.assert_allclose(one.true, other.true, atol=1e-3)
 
 
 def all_batches(opened: DetectionDataset, workers: int, epochs: int = 2, **options: Any) -> list[dict[str, Any]]:

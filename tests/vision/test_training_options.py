@@ -18,8 +18,8 @@ from arclight.vision.data.mix import MixedData
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.loss import update_balance
 from arclight.vision.tasks import module as vision_module
-from arclight.vision.tasks.detection import DetectionData
-from arclight.vision.tasks.settings import DetectionTask
+from arclight.vision.tasks.detection import DetectionData, SegmentationData
+from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
 
 TARGETS = torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3], [1, 0, 0.2, 0.7, 0.1, 0.2], [1, 2, 0.6, 0.4, 0.5, 0.1]])
 
@@ -143,7 +143,7 @@ def fit(task: DetectionTask, folder: Path, **settings: Any) -> Detector:
     made = Detector(task, names=data.names)
     trainer = Trainer(
         accelerator="cpu", default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0, **settings,
+        enable_model_summary=False, **{"limit_val_batches": 0} | settings,
     )  # fmt: skip
     trainer.fit(made, datamodule=data)
     return made
@@ -182,3 +182,29 @@ def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset:
     samples = DetectionData(task).open_for_training().__getitems__(range(12))
     assert sum(len(sample.targets) for sample in samples) > 6
     assert {int(row[0]) for sample in samples for row in sample.targets} == {0}
+
+
+@pytest.mark.parametrize("model", ["yolov5n", "arc-n"])
+def test_rectangular_validation_leaves_training_alone(
+    tmp_path: Path, write_dataset: Callable[..., Path], model: str
+) -> None:
+    yaml = write_dataset(tmp_path / "set", 4)
+    write_dataset(tmp_path / "set", 8, "val")
+    results, weights = {}, {}
+    for rect in (False, True):
+        task = DetectionTask(
+            data=yaml, model=model, image_size=128, batch_size=2, workers=0, memory_format="contiguous",
+            cache_labels=False, rect=rect,
+        )  # fmt: skip
+        made = fit(task, tmp_path, max_epochs=1, limit_val_batches=1.0)
+        results[rect], weights[rect] = made.trainer.callback_metrics, made.state_dict()
+        shapes = {tuple(batch["images"].shape[2:]) for batch in made.trainer.datamodule.val_dataloader()}
+        assert (shapes == {(128, 128)}) != rect
+    assert all(torch.equal(value, weights[True][name]) for name, value in weights[False].items())
+    assert results[True]["val/loss"] == pytest.approx(float(results[False]["val/loss"]), rel=0.5)
+
+
+def test_rectangular_batches_are_for_boxes(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    task = SegmentationTask(data=write_dataset(tmp_path, 2), image_size=64, rect=True)
+    with pytest.raises(ValueError, match="rect = true is for detection, a segmentation task reads squares"):
+        SegmentationData(task).open_for_validation("train")

@@ -24,6 +24,7 @@ from arclight.fabric.extras import require
 from arclight.vision.data import augment as augmentation
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
+from arclight.vision.data.image_headers import file_header
 from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
 from arclight.vision.data.labels import (
     DatasetError,
@@ -33,7 +34,7 @@ from arclight.vision.data.labels import (
     TaskGeometry,
     check_labels,
 )
-from arclight.vision.data.letterbox import Letterbox, letterbox
+from arclight.vision.data.letterbox import Letterbox, letterbox, scaled_shape
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
@@ -55,7 +56,7 @@ class Sample:
     """One image of a batch."""
 
     image: Tensor
-    """(3, S, S) uint8 RGB."""
+    """(3, S, S) uint8 RGB; (3, H, W) in rectangular batches."""
     targets: Tensor
     """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN where not labelled; (n, 6) of
     oriented boxes, with the angle r in radians, see `rotated`."""
@@ -72,15 +73,15 @@ class Sample:
 
 
 class BatchBuffer(list[Sample]):
-    """Samples of one batch, whose images share one tensor (N, 3, S, S): collating them copies nothing."""
+    """Samples of one batch, whose images of ``shape`` (H, W) share one tensor (N, 3, H, W): collating them copies nothing."""
 
-    def __init__(self, size: int, count: int) -> None:
+    def __init__(self, shape: tuple[int, int], count: int) -> None:
         super().__init__()
-        self.size = size
-        self.images = torch.empty(count, 3, size, size, dtype=torch.uint8)
+        self.shape = shape
+        self.images = torch.empty(count, 3, *shape, dtype=torch.uint8)
 
     def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any, **more: Any) -> None:
-        """Append a sample; ``image`` (S, S, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
+        """Append a sample; ``image`` (H, W, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
         planes = self.images[len(self)]
         cv2.split(image, list(planes.numpy()))
         self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed, **more))
@@ -88,6 +89,8 @@ class BatchBuffer(list[Sample]):
 
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
+
+    In rectangular batches ``images`` are (N, 3, H, W), which stands for the square below.
 
     Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square, and then as many
     columns as `Sample` has for keypoints; of oriented boxes one row is ``image in batch, class, cx, cy, w, h, r``. Batches of
@@ -146,6 +149,7 @@ class DetectionDataset(Dataset[Sample]):
     are there again at the next start; an image that has changed since is decoded again.
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
     share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
+    rect: without ``augment``, sort images by aspect ratio and pad each batch no further than to a multiple of ``stride``.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
     outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
     not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
@@ -172,6 +176,7 @@ class DetectionDataset(Dataset[Sample]):
         multi_scale: float = 0.0,
         stride: int = 32,
         image_weights: bool = False,
+        rect: bool = False,
         outlines: Sequence[Sequence[Points]] | None = None,
         keypoints: KeypointShape | None = None,
         oriented: bool = False,
@@ -188,10 +193,13 @@ class DetectionDataset(Dataset[Sample]):
             raise ValueError(
                 "cache=True keeps training images; without augment each image is read once: leave it False"
             )
+        if rect and (augment is not None or outlines is not None):
+            raise ValueError("rect=True is for boxes alone, and without augment: leave it False")
         self.images, self.labels, self.report = list(images), list(labels), report
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
+        self._stride, self._shapes = stride, self._sort_by_aspect() if rect else None
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._weights = draw_weights(self.labels) if image_weights else None
         self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
@@ -295,12 +303,13 @@ class DetectionDataset(Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int]) -> BatchBuffer:
         """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
         if self.augment is None:
-            samples = BatchBuffer(self.image_size, len(indices))
+            samples = BatchBuffer(self._frame(indices), len(indices))
             for index in indices:
                 self._add_letterboxed(samples, int(index))
             return samples
         rng = np.random.default_rng(random.getrandbits(128))
-        samples = BatchBuffer(self.image_size if len(self._sides) == 1 else int(rng.choice(self._sides)), len(indices))
+        side = self.image_size if len(self._sides) == 1 else int(rng.choice(self._sides))
+        samples = BatchBuffer((side, side), len(indices))
         if self._weights is not None:
             indices = rng.choice(len(self), size=len(indices), p=self._weights).tolist()
         drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
@@ -312,19 +321,34 @@ class DetectionDataset(Dataset[Sample]):
         self._drop_oldest()
         return samples
 
+    def _sort_by_aspect(self) -> list[tuple[int, int]]:
+        """Sort images and labels by aspect ratio, equal ones as they were; return each shape (height, width)."""
+        shapes = [_shape_of(path) for path in self.images]
+        order = sorted(range(len(shapes)), key=lambda index: shapes[index][0] / shapes[index][1])
+        self.images, self.labels = [self.images[i] for i in order], [self.labels[i] for i in order]
+        return [shapes[i] for i in order]
+
+    def _frame(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Return the height and width of a batch of validation."""
+        if self._shapes is None:
+            return self.image_size, self.image_size
+        scaled = np.array([scaled_shape(self._shapes[int(index)], self.image_size)[1:] for index in indices])
+        height, width = -(-scaled.max(0) // self._stride) * self._stride
+        return int(height), int(width)
+
     def _add_letterboxed(self, samples: BatchBuffer, index: int) -> None:
         try:
             image = decode_image(self.images[index])
         except (ImageError, OSError) as error:
             self._note_damage(index, error, "no metric counts it")
             return
-        square, placed = letterbox(image, self.image_size)
+        square, placed = letterbox(image, self.image_size, samples.shape)
         height, width = image.shape[:2]
         scale, pad_x, pad_y = placed
         targets = self.labels[index].copy()
         targets[:, 1:] *= np.array([width, height, width, height]) * scale
         targets[:, 1:3] += (pad_x, pad_y)
-        targets[:, 1:] /= self.image_size
+        targets[:, 1:] /= np.tile(samples.shape[::-1], 2)
         more: dict[str, Any] = {}
         if self.outlines is not None:
             corner = np.array([pad_x, pad_y], np.float32)
@@ -353,21 +377,20 @@ class DetectionDataset(Dataset[Sample]):
             labelled = augmentation.copy_paste(labelled, source, rng, keypoints=self.keypoints is not None)
         image, boxes = augmentation.flip(labelled, rng, augment, self._fixed, self.keypoints)
         image = augmentation.hsv_jitter(image, rng, augment)
-        if samples.size != self.image_size:
-            shrinks = samples.size < self.image_size
-            image = cv2.resize(
-                image, (samples.size, samples.size), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-            )
+        side, _ = samples.shape
+        if side != self.image_size:
+            shrinks = side < self.image_size
+            image = cv2.resize(image, (side, side), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
         targets = boxes[:, :5].copy() if self.keypoints is None else boxes.copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
-        outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (samples.size / self.image_size)
+        outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (side / self.image_size)
         if self.oriented:
             seen = [augmentation.clip_outline(points, self.image_size) for points in boxes[:, 5:].reshape(-1, 4, 2)]
             targets = _oriented_targets(boxes[:, :1], seen, self.image_size)
         masked = self.outlines is not None and self.keypoints is None and not self.oriented
-        mask = draw_masks(list(outlines), samples.size) if masked else None
+        mask = draw_masks(list(outlines), side) if masked else None
         samples.add(image, targets, self._decoded(index).path, mask=mask)
 
     def _compose(
@@ -484,6 +507,15 @@ def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], 
     found = smallest_rectangles(np.array(padded, np.float64).reshape(len(outlines), longest, 2))
     found[:, :4] /= size
     return np.concatenate((classes, found), 1, dtype=np.float32)
+
+
+def _shape_of(path: Path) -> tuple[int, int]:
+    """Return (height, width) by the header; a square for an image that has become unreadable, of which decoding tells more."""
+    try:
+        height, width = file_header(path).shape
+    except (ImageError, OSError):
+        return 1, 1
+    return max(height, 1), max(width, 1)
 
 
 def decode_at(path: Path, size: int) -> Image:

@@ -16,17 +16,27 @@ Letterbox = tuple[float, int, int]
 """(scale, pad_x, pad_y): ``x_square = x_original * scale + pad_x``, all in pixels."""
 
 
-def letterbox(image: NDArray[np.uint8], size: int) -> tuple[NDArray[np.uint8], Letterbox]:
+def scaled_shape(shape: tuple[int, int], size: int) -> tuple[float, int, int]:
+    """Return the scale, height and width in whole pixels at which ``shape`` (height, width) fits into a square of ``size``."""
+    height, width = shape
+    scale = min(size / height, size / width)
+    return scale, max(round(height * scale), 1), max(round(width * scale), 1)
+
+
+def letterbox(
+    image: NDArray[np.uint8], size: int, frame: tuple[int, int] | None = None
+) -> tuple[NDArray[np.uint8], Letterbox]:
     """Scale and centre ``image`` (height, width, 3) in a grey square of ``size`` pixels.
 
-    Returns the square (size, size, 3) and ``(scale, pad_x, pad_y)``. Whole pixels hold the scaled image, so at its
+    ``frame`` (height, width) in place of the square cuts grey margins off; it must hold the scaled image. Returns the square
+    (size, size, 3), or the frame, and ``(scale, pad_x, pad_y)``. Whole pixels hold the scaled image, so at its
     far edge the scale is exact to half a pixel of the square.
     """
     height, width = image.shape[:2]
-    scale = min(size / height, size / width)
-    new_width, new_height = max(round(width * scale), 1), max(round(height * scale), 1)
-    pad_x, pad_y = (size - new_width) // 2, (size - new_height) // 2
-    square = np.full((size, size, 3), GREY, np.uint8)
+    scale, new_height, new_width = scaled_shape((height, width), size)
+    full_height, full_width = (size, size) if frame is None else frame
+    pad_x, pad_y = (full_width - new_width) // 2, (full_height - new_height) // 2
+    square = np.full((full_height, full_width, 3), GREY, np.uint8)
     inside = square[pad_y : pad_y + new_height, pad_x : pad_x + new_width]
     if (new_height, new_width) == (height, width):
         inside[:] = image

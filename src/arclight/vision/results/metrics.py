@@ -184,18 +184,24 @@ class DetectionMetrics:
 
     def observe_batch(self, predictions: Sequence[Tensor], batch: dict[str, Any]) -> None:
         """Add a batch of a data set: each image's predictions (k, 6) in pixels of its square."""
-        self.update_batch(predictions, batch["targets"], size=batch["images"].shape[-1])
+        self.update_batch(predictions, batch["targets"], size=batch["images"].shape[-2:])
 
     def update_batch(
-        self, predictions: Sequence[Tensor], targets: Tensor, size: int, image_ids: Sequence[int] | None = None
+        self,
+        predictions: Sequence[Tensor],
+        targets: Tensor,
+        size: int | Sequence[int],
+        image_ids: Sequence[int] | None = None,
     ) -> None:
         """Add a batch: each image's predictions (k, 6) in pixels of the square, and the batch's targets.
 
-        targets: (M, 6) image in batch, class, centre x, centre y, width, height as shares of ``size`` pixels.
+        targets: (M, 6) image in batch, class, centre x, centre y, width, height as shares of ``size``:
+        the pixels of the square's side, or of (height, width).
         """
         rows = targets.detach().cpu().double().numpy()
         low, high = rows[:, 2:4] - rows[:, 4:6] / 2, rows[:, 2:4] + rows[:, 4:6] / 2
-        truths = np.concatenate((rows[:, 1:2], low * size, high * size), axis=1)
+        width_height = np.broadcast_to(size, 2)[::-1]
+        truths = np.concatenate((rows[:, 1:2], low * width_height, high * width_height), axis=1)
         # one transfer for the whole batch
         found = torch.cat([p.detach() for p in predictions]).cpu().double().numpy() if len(predictions) else np.empty(0)
         ends = np.cumsum([len(p) for p in predictions])

@@ -25,7 +25,8 @@ class RecordingMetrics(DetectionMetrics):
 
     def observe_batch(self, predictions: Sequence[Tensor], batch: dict[str, Any]) -> None:
         super().observe_batch(predictions, batch)
-        size, targets = batch["images"].shape[-1], batch["targets"].detach().cpu().double().numpy()
+        height, width = batch["images"].shape[-2:]
+        size, targets = np.array([width, height, width, height]), batch["targets"].detach().cpu().double().numpy()
         for place, (found, path) in enumerate(zip(predictions, batch["paths"], strict=True)):
             scale, pad_x, pad_y = batch["letterbox"][place]
             offset = np.array([pad_x, pad_y, pad_x, pad_y], np.float64)

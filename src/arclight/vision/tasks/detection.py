@@ -312,6 +312,19 @@ class DetectionData(VisionData):
     def open_for_training(self) -> DetectionDataset:
         return self.open("train", augment=self.settings.augment, cache=self.settings.cache)
 
+    def open_for_validation(self, split: str) -> DetectionDataset:
+        if not self.settings.rect:
+            return self.open(split)
+        if self.geometry != "boxes":
+            raise ValueError(
+                f"rect = true is for detection, a {self.settings.recipe_kind} task reads squares: leave it false"
+            )
+        return self.open(split, rect=True, stride=self._coarsest_stride())
+
+    def _coarsest_stride(self) -> int:
+        with torch.device("meta"):
+            return int(build_model(self.settings.model, len(self.names)).stride[-1])
+
     def open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
         selection = None if s.share is None else SiteSplit(self.spec, s.share)
@@ -320,9 +333,7 @@ class DetectionData(VisionData):
             files = s.data.parent / "images.cache" if s.disk_cache else None
             options |= {"disk_cache": files, "image_weights": s.image_weights}
             if s.multi_scale:
-                with torch.device("meta"):
-                    stride = build_model(s.model, len(self.names)).stride[-1]
-                options |= {"multi_scale": s.multi_scale, "stride": stride}
+                options |= {"multi_scale": s.multi_scale, "stride": self._coarsest_stride()}
         dataset = DetectionDataset.open(
             self.spec,
             split,

@@ -360,14 +360,18 @@ class VisionData(DataModule, abc.ABC):
     def open_for_training(self) -> Any:
         """Open the training images, augmented."""
 
+    def open_for_validation(self, split: str) -> Any:
+        """Open the images of a split as validation and testing read them."""
+        return self.open(split)
+
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.train = self.open_for_training()
             self.train.epochs = self._epochs(len(self.train))
         if stage in ("fit", "validate"):
-            self.val = self.open("val")
+            self.val = self.open_for_validation("val")
         if stage == "test":
-            self.test = self.open("test")
+            self.test = self.open_for_validation("test")
 
     def _epochs(self, images: int) -> int | None:
         """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it."""

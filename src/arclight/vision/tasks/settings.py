@@ -103,6 +103,8 @@ class DetectionTask(VisionTask):
     """Random changes to training images; the kinds beside augment are YOLOv5's presets."""
     multi_scale: Annotated[float, Interval(ge=0, le=0.9)] = 0.0
     """Give each training batch a side of its own, up to this share below or above image_size."""
+    rect: bool = False
+    """Validate and test in batches of like aspect ratios, each padded no further than the coarsest stride asks; training has squares."""
     image_weights: bool = False
     """Draw training images with replacement, those of rare classes more often."""
     single_class: bool = False
