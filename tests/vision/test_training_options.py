@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from arclight.trainer import Trainer
+from arclight.optim.schedule_settings import WSD
+from arclight.optim.settings import SGD, AdamW
+from arclight.trainer import Callback, Trainer
 from arclight.vision import Detector
 from arclight.vision.data.mix import MixedData
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
@@ -137,7 +139,7 @@ def test_anchors_that_answer_for_all_boxes_are_kept(caplog: pytest.LogCaptureFix
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
-def fit(task: DetectionTask, folder: Path, **settings: Any) -> Detector:
+def fit(task: DetectionTask, folder: Path, ckpt_path: Path | None = None, **settings: Any) -> Detector:
     data = DetectionData(task)
     torch.manual_seed(0)
     made = Detector(task, names=data.names)
@@ -145,7 +147,7 @@ def fit(task: DetectionTask, folder: Path, **settings: Any) -> Detector:
         accelerator="cpu", default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **{"limit_val_batches": 0} | settings,
     )  # fmt: skip
-    trainer.fit(made, datamodule=data)
+    trainer.fit(made, datamodule=data, ckpt_path=ckpt_path)
     return made
 
 
@@ -208,3 +210,72 @@ def test_rectangular_batches_are_for_boxes(tmp_path: Path, write_dataset: Callab
     task = SegmentationTask(data=write_dataset(tmp_path, 2), image_size=64, rect=True)
     with pytest.raises(ValueError, match="rect = true is for detection, a segmentation task reads squares"):
         SegmentationData(task).open_for_validation("train")
+
+
+class RateRecorder(Callback):
+    """Keeps the rate of each parameter in each step, as the optimizer uses it."""
+
+    def __init__(self) -> None:
+        self.rates: list[dict[str, float]] = []
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append({name: float(group["lr"]) for name, _, group in optimizer.named()})
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.02), AdamW(lr=0.02)])
+def test_biases_fall_to_the_peak_while_others_rise(
+    tmp_path: Path, write_dataset: Callable[..., Path], optimizer: SGD | AdamW
+) -> None:
+    task = DetectionTask(
+        data=write_dataset(tmp_path / "set", 4), image_size=32, batch_size=2, workers=0, memory_format="contiguous",
+        cache_labels=False, optimizer=optimizer, schedule=WSD(warmup=4, decay=2), warmup_bias_lr=0.1,
+    )  # fmt: skip
+    write_dataset(tmp_path / "set", 2, "val")
+    recorder = RateRecorder()
+    plain = {
+        name: param.ndim
+        for name, param in fit(task, tmp_path, max_steps=8, callbacks=[recorder]).model.named_parameters()
+    }
+    steps = recorder.rates[-8:]
+    biases = {name for name in plain if name.endswith(".bias")}
+    assert {"model.0.bn.bias", "model.24.m.0.bias"} <= biases
+    for name in plain:
+        rates = [rates[name] for rates in steps]
+        warm = [0.1, 0.08, 0.06, 0.04] if name in biases else [0.004, 0.008, 0.012, 0.016]
+        assert rates == pytest.approx([*warm, 0.02, 0.02, 0.02, 0.01]), name
+
+
+class SaveInWarmup(Callback):
+    """Saves the run after its second step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *batch: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_goes_on_with_the_bias_warmup(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    task = DetectionTask(
+        data=write_dataset(tmp_path / "set", 4), image_size=32, batch_size=2, workers=0, memory_format="contiguous",
+        cache_labels=False, optimizer=SGD(lr=0.02), schedule=WSD(warmup=4, decay=2), warmup_bias_lr=0.1,
+    )  # fmt: skip
+    write_dataset(tmp_path / "set", 2, "val")
+    whole, rest, path = RateRecorder(), RateRecorder(), tmp_path / "second.ckpt"
+    one = fit(task, tmp_path, max_steps=6, callbacks=[whole, SaveInWarmup(path)])
+    other = fit(task, tmp_path, path, max_steps=6, callbacks=[rest])
+    assert rest.rates[-4:] == whole.rates[-4:]
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_without_bias_warmup_groups_and_rates_are_as_before(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    task = DetectionTask(
+        data=write_dataset(tmp_path / "set", 4), image_size=32, batch_size=2, workers=0, memory_format="contiguous",
+        cache_labels=False,
+    )  # fmt: skip
+    write_dataset(tmp_path / "set", 2, "val")
+    recorder = RateRecorder()
+    made = fit(task, tmp_path, max_steps=2, callbacks=[recorder])
+    assert len(made.trainer.optimizers[0].param_groups) == 2
+    assert all(len(set(rates.values())) == 1 for rates in recorder.rates)

@@ -14,9 +14,11 @@ import itertools
 import logging
 import math
 import operator
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -28,6 +30,8 @@ from torch.utils.data import DataLoader
 from arclight.checkpoint import CheckpointError
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.seeding import isolate_rng
+from arclight.optim.schedules import phase
+from arclight.optim.settings import Mixed
 from arclight.trainer import Callback, DataModule, Module
 from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.hparams import arguments_for
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("arclight")
 
+BIASES = r"\.bias$"
+"""Names of the parameters that ``warmup_bias_lr`` is for: biases of convolutions, linear layers and batch norms."""
 _FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -223,10 +229,24 @@ class VisionModule(Module, abc.ABC):
         return [DetectionPlots()]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = self.settings.optimizer.build(self.model.named_parameters())
-        steps = self.trainer.estimated_stepping_batches
-        schedule = self.settings.schedule.build(optimizer, int(steps) if steps != float("inf") else 1_000_000)
+        s, steps = self.settings, self.trainer.estimated_stepping_batches
+        total, rule = int(steps) if steps != float("inf") else 1_000_000, s.optimizer
+        if s.warmup_bias_lr is not None:  # biases are groups of their own
+            rule = Mixed(groups=(dataclasses.replace(rule, pattern=BIASES),), default=rule)
+        optimizer = rule.build(self.model.named_parameters())
+        schedule = s.schedule.build(optimizer, total)
+        if s.warmup_bias_lr is not None:
+            optimizer.register_step_pre_hook(partial(self._warm_up_biases, phase(s.schedule.warmup, total)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _warm_up_biases(self, steps: int, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Set the rate of biases in a warm-up of ``steps``, from ``warmup_bias_lr`` to their peak in a straight line (YOLOv5)."""
+        first, step = self.settings.warmup_bias_lr, self.trainer.global_step
+        if step >= steps:
+            return
+        for group in optimizer.param_groups:
+            if all(re.search(BIASES, name) for name in group["param_names"]):
+                group["lr"] = first + (group["initial_lr"] - first) * step / steps
 
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""

@@ -55,6 +55,8 @@ class VisionTask(Checked):
     """Optimizer."""
     schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
     """Learning-rate schedule."""
+    warmup_bias_lr: NonNegativeFloat | None = None
+    """Rate of biases in the first step, from which it goes to their peak in the schedule's warm-up; none for that of the others."""
 
     def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""
