@@ -53,8 +53,14 @@ def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with started([program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments], port) as server:
+        yield server
+
+
+@contextmanager
+def started(words: list[str], port: int, cwd: Path | None = None) -> Iterator[Server]:
+    """Start a Python program that serves on ``port``; give it once it is ready, and end it afterwards."""
+    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, cwd=cwd)
     server = Server(port, process)
     try:
         while True:
