@@ -57,6 +57,16 @@ def test_codes_are_looked_for_in_the_surest_boxes_only(serve_with, sample):
     assert [code["text"] is None for code in answer["codes"]] == [False]
 
 
+def test_codes_that_the_deadline_leaves_untried_are_named(serve_with, sample):
+    server = serve_with("--imagine", deadline_s=0.001)
+    answer = server.detect(sample("counter"))
+    assert answer.status_code == 200
+    read, unread = answer.json()["codes"]
+    assert read["payload"]["merchant_name"] == "Kopi Lereng Senja"
+    assert unread["text"] is None
+    assert "not every reader was tried" in unread["problems"][0]
+
+
 def test_health_names_the_program(server):
     health = server.get("/health").json()
     assert health.pop("version")

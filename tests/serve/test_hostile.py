@@ -178,7 +178,7 @@ def test_uploads_together_may_not_fill_the_memory(serve_with, sample):
 
 
 def test_a_full_queue_answers_429_at_once_and_recovers(serve_with, sample, tmp_path):
-    server = serve_with(f"--gate={tmp_path / 'gate'}", workers=1, queue=1)
+    server = serve_with(f"--gate={tmp_path / 'gate'}", workers=1, queue=1, deadline_s=120)
     with ThreadPoolExecutor(6) as clients:
         asked = [clients.submit(server.detect, sample("counter")) for _ in range(6)]
         wait_until(lambda: sum(one.done() for one in asked) == 4, "four of six are turned away")
@@ -196,7 +196,7 @@ def test_a_full_queue_answers_429_at_once_and_recovers(serve_with, sample, tmp_p
 
 def test_photos_of_clients_that_left_the_queue_are_not_worked_on(serve_with, sample, tmp_path):
     calls, gate = tmp_path / "calls", tmp_path / "gate"
-    server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, queue=8)
+    server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, queue=4, deadline_s=120)
     photo = sample("counter")
     head = f"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: {len(photo)}\r\n\r\n".encode()
     with server.connect() as first:
@@ -206,13 +206,68 @@ def test_photos_of_clients_that_left_the_queue_are_not_worked_on(serve_with, sam
         for connection in impatient:
             connection.sendall(head + photo)
         wait_until(lambda: "in_flight 5" in server.get("/metrics").text, "all five are there")
+        assert server.detect(photo).status_code == 429
         for connection in impatient:
             connection.close()
-        server.get("/health")  # it answers one that came later: it has seen them go
+        wait_until(lambda: "in_flight 1" in server.get("/metrics").text, "they give up their places in the queue")
         gate.touch()
         assert read_answer(first)[0] == 200
     wait_until(lambda: "in_flight 0" in server.get("/metrics").text, "nothing is left")
     assert calls.read_bytes() == b"."
+
+
+def test_a_request_that_gets_no_worker_before_its_deadline_is_answered_503(serve_with, sample, tmp_path):
+    calls, gate = tmp_path / "calls", tmp_path / "gate"
+    server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, deadline_s=0.3)
+    with ThreadPoolExecutor(1) as clients:
+        first = clients.submit(server.detect, sample("counter"))
+        wait_until(calls.exists, "the first photo is worked on")
+        answer = server.detect(sample("counter"))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert_one_sentence(answer.json())
+        gate.touch()
+        assert first.result().status_code == 200, "what a worker has begun is finished"
+    assert calls.read_bytes() == b"."
+
+
+def test_retry_after_is_the_queue_times_the_measured_service_time(serve_with, sample, tmp_path):
+    calls, gate = tmp_path / "calls", tmp_path / "gate"
+    server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, queue=1, deadline_s=120)
+    with ThreadPoolExecutor(3) as clients:
+        begun = time.monotonic()
+        first = clients.submit(server.detect, sample("counter"))
+        wait_until(calls.exists, "the first photo is worked on")
+        time.sleep(1.1)
+        gate.touch()
+        first.result()
+        longest = time.monotonic() - begun
+        gate.unlink()
+        asked = [clients.submit(server.detect, sample("counter")) for _ in range(2)]
+        wait_until(lambda: "in_flight 2" in server.get("/metrics").text, "one is worked on, one waits")
+        answer = server.detect(sample("counter"))
+        gate.touch()
+        assert [one.result().status_code for one in asked] == [200, 200]
+    assert answer.status_code == 429
+    assert 2 * 1.1 <= int(answer.headers["retry-after"]) <= 2 * longest + 1
+
+
+def test_a_request_whose_turn_would_come_too_late_is_refused_at_once(serve_with, sample, tmp_path):
+    calls, gate = tmp_path / "calls", tmp_path / "gate"
+    server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, deadline_s=0.4)
+    with ThreadPoolExecutor(1) as clients:
+        for is_measured in (True, False):
+            slow = clients.submit(server.detect, sample("counter"))
+            wait_until(calls.exists, "the photo is worked on")
+            if is_measured:
+                time.sleep(0.5)
+                gate.touch()
+                slow.result()
+                gate.unlink()
+                calls.unlink()
+        answer = server.detect(sample("counter"))
+        gate.touch()
+    assert answer.status_code == 429
+    assert "longer than the deadline" in answer.json()["error"]
 
 
 def test_an_upload_to_the_wrong_address_is_answered_too(server):

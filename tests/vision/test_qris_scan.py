@@ -359,3 +359,16 @@ def test_the_work_on_a_photo_is_bounded_and_what_was_left_untried_named(monkeypa
     assert code.problems == (scanner.NOT_READ,), "on one box all is tried"
     codes = scan(noise, finder(*[(40.0 + 90 * i, 40.0, 120.0 + 90 * i, 120.0) for i in range(6)]))
     assert [code.problems for code in codes] == [(scanner.NOT_READ,)] * 4 + [(scanner.NOT_TRIED,)] * 2
+
+
+def test_a_scan_that_is_stopped_keeps_what_it_has_read_and_names_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[object] = []
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: grids.append(box) or ([], 1))
+    noise = np.random.default_rng(0).integers(0, 255, (600, 600, 3)).astype(np.uint8)
+    boxes = [(20.0 + 190 * i, 20.0, 190.0 + 190 * i, 190.0) for i in range(3)]
+    asked = iter([False] * 4 + [True] * 100)
+    read: list[object] = []
+    monkeypatch.setattr(scanner, "read_view", lambda view: read.append(view) or [])
+    codes = scan(noise, finder(*boxes), stop=lambda: next(asked))
+    assert (len(read), len(grids)) == (4, 0)
+    assert [code.problems for code in codes] == [(scanner.NOT_TRIED,)] * 3

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,9 +38,12 @@ def one_sentence(error: Exception) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
-def busy(sentence: str) -> Refusal:
-    """Make a 429: the request is fine, the server is full; the client may come back in a second."""
-    return Refusal(429, sentence, headers={"Retry-After": "1"})
+def busy(sentence: str, retry_after_s: int, status: int = 429) -> Refusal:
+    """Make a 429 or 503: the request is fine, the server is full; the client may come back in ``retry_after_s``."""
+    wait = "a second" if retry_after_s == 1 else f"{retry_after_s} seconds"
+    return Refusal(
+        status, f"{sentence}; send the request again in {wait}.", headers={"Retry-After": str(retry_after_s)}
+    )
 
 
 MOST_FORM_PARTS = 16
@@ -46,9 +52,10 @@ MOST_FORM_PARTS = 16
 class Buffered:
     """Bytes of all uploads held at one time; a client beyond the limit is refused for now."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, retry_after_s: Callable[[], int]) -> None:
         self.limit = limit
         self.held = 0
+        self._retry_after_s = retry_after_s
 
     @contextmanager
     def upload(self) -> Iterator[bytearray]:
@@ -61,7 +68,7 @@ class Buffered:
 
     def append(self, body: bytearray, chunk: bytes) -> None:
         if self.held + len(chunk) > self.limit:
-            raise busy("Other uploads fill the server's memory; send the photo again in a moment.")
+            raise busy("Other uploads fill the server's memory", self._retry_after_s())
         self.held += len(chunk)
         body += chunk
 
@@ -71,7 +78,7 @@ async def read_body(request: Request, body: bytearray, buffered: Buffered, limit
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise Refusal(415, "The body is compressed; send the image file itself, without Content-Encoding.")
-    too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send a smaller photo.")
+    too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
     if int(request.headers.get("content-length", 0)) > limits.body_bytes:
         raise too_large
     try:
@@ -81,11 +88,9 @@ async def read_body(request: Request, body: bytearray, buffered: Buffered, limit
                     raise too_large
                 buffered.append(body, chunk)
     except TimeoutError:
-        raise Refusal(
-            408, "The upload stalled or took too long; send the photo again over a faster connection."
-        ) from None
+        raise Refusal(408, "The upload stalled or took too long; send it again over a faster connection.") from None
     except ClientDisconnect:
-        raise Refusal(400, "The connection closed before the whole photo had arrived.") from None
+        raise Refusal(400, "The connection closed before the whole upload had arrived.") from None
 
 
 async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
@@ -154,33 +159,116 @@ def in_words(count: int) -> str:
 T = TypeVar("T")
 
 
+class Turn:
+    """The time that one request has: until its deadline, while its client is there. Threads may ask it."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline = time.monotonic() + deadline_s
+        self._client_left = False
+
+    def leave(self) -> None:
+        """Note that the client has disconnected."""
+        self._client_left = True
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def is_over(self) -> bool:
+        return self._client_left or self.left_s() <= 0
+
+
+class ServiceTimes:
+    """Mean seconds that a worker spends on a request, by model; recent requests weigh more."""
+
+    RECENT = 0.2
+    """Weight of the newest request in the mean."""
+
+    def __init__(self) -> None:
+        self._mean_s: dict[str, float] = {}
+
+    def add(self, model: str, seconds: float) -> None:
+        mean = self._mean_s.setdefault(model, seconds)
+        self._mean_s[model] = mean + self.RECENT * (seconds - mean)
+
+    def of(self, model: str) -> float:
+        """Return the mean; 0 for a model that has answered nothing yet."""
+        return self._mean_s.get(model, 0.0)
+
+
 class Workers:
-    """Runs blocking functions in at most ``count`` threads with at most ``queue`` callers waiting."""
+    """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served."""
 
     def __init__(self, count: int, queue: int) -> None:
+        self.count = count
         self.queue = queue
-        self.waiting = 0
-        self._free = asyncio.Semaphore(count)
+        self.times = ServiceTimes()
+        self._held: Counter[str] = Counter()
+        """Requests waiting or worked on, by model."""
+        self._idle = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="arclight-serve")
 
-    async def run(self, work: Callable[[], T], *, abandoned: Callable[[], Awaitable[bool]]) -> T:
-        """Return the result of ``work()``; raises Refusal 429 when the queue is full.
+    def wait_s(self) -> float:
+        """Estimate the seconds until all requests that are here now have been answered."""
+        return sum(number * self.times.of(model) for model, number in self._held.items()) / self.count
 
-        ``abandoned`` is asked when a worker becomes free: work whose client has left is not done.
+    def retry_after_s(self) -> int:
+        """Return whole seconds, at least one, after which the requests that are here now have been answered."""
+        return max(1, math.ceil(self.wait_s()))
+
+    async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Awaitable[None]) -> T:
+        """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
+
+        ``left`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
         """
-        if self._free.locked() and self.waiting >= self.queue:
-            raise busy("All workers are busy and the queue is full; send the photo again in a moment.")
-        self.waiting += 1
+        if not self._idle:
+            if len(self._waiting) >= self.queue:
+                raise busy("All workers are busy and the queue is full", self.retry_after_s())
+            if self.wait_s() > turn.left_s():
+                raise busy("The requests that wait already take longer than the deadline", self.retry_after_s())
+        watch = asyncio.ensure_future(left)
+        watch.add_done_callback(lambda _: None if watch.cancelled() else turn.leave())
+        self._held[model] += 1
         try:
-            await self._free.acquire()
+            await self._acquire(turn, watch)
+            try:
+                started = time.monotonic()
+                found = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                if not watch.done():  # else it may have been cut short
+                    self.times.add(model, time.monotonic() - started)
+                return found
+            finally:
+                self._release()
         finally:
-            self.waiting -= 1
+            self._held[model] -= 1
+            watch.cancel()
+
+    async def _acquire(self, turn: Turn, watch: asyncio.Future[None]) -> None:
+        """Wait for a worker, the deadline, or the client's leaving; raises Refusal for the latter two."""
+        if self._idle:
+            self._idle -= 1
+            return
+        free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(free)
         try:
-            if await abandoned():
-                raise Refusal(400, "The connection closed before the photo's turn came.")
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._free.release()
+            await asyncio.wait({free, watch}, timeout=turn.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                raise Refusal(400, "The connection closed before the request's turn came.")
+            if not free.done():
+                raise busy("No worker was free before the deadline", self.retry_after_s(), status=503)
+        except BaseException:
+            if free.done():  # the worker came at the same moment
+                self._release()
+            else:
+                self._waiting.remove(free)
+            raise
+
+    def _release(self) -> None:
+        """Give a worker to the request that has waited longest."""
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._idle += 1
 
     def close(self) -> None:
         """Wait for running work; drop what has not begun."""

@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from arclight import __version__
-from arclight.serve.admission import Buffered, Refusal, Workers, image_bytes, read_body
+from arclight.serve.admission import Buffered, Refusal, Turn, Workers, image_bytes, read_body
 from arclight.serve.middleware import CONTENT_TYPE, Envelope, Lingering, Metrics
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
@@ -49,6 +49,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     415: {"model": Error, "description": "The body is compressed"},
     422: {"model": Error, "description": "Not an image, damaged, or too many pixels"},
     429: {"model": Error, "description": "The server is full; see Retry-After"},
+    503: {"model": Error, "description": "No worker was free before the deadline; see Retry-After"},
 }
 PHOTO = {"type": "string", "format": "binary"}
 BODY = {
@@ -146,8 +147,8 @@ class Service:
         self.models = {model.name: model for model in models}
         self.main = next((model for model in models if model.detector is not None), models[0])
         self.limits = limits
-        self.buffered = Buffered(limits.buffered_bytes)
         self.workers = Workers(limits.workers, limits.queue)
+        self.buffered = Buffered(limits.buffered_bytes, self.workers.retry_after_s)
         self.ready = False
 
     def detector(self, name: str) -> Detect:
@@ -167,11 +168,18 @@ class Service:
             raise Refusal(404, f"There is no model {name[:40]!r} here; there are {', '.join(self.models)}.")
         return self.models[name]
 
-    async def run(self, request: Request, work: Callable[[bytes], T]) -> T:
-        """Return the result of ``work(body)`` in a worker; raises Refusal for the body, or if the server is full."""
+    async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
+        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full."""
         with self.buffered.upload() as body:
             await read_body(request, body, self.buffered, self.limits)
-            return await self.workers.run(lambda: work(bytes(body)), abandoned=request.is_disconnected)
+            turn = Turn(self.limits.deadline_s)
+            return await self.workers.run(model, lambda: work(bytes(body), turn), turn=turn, left=disconnected(request))
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the client of a request, whose body has been read, has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def add_photo_routes(app: FastAPI, service: Service) -> None:
@@ -181,7 +189,11 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
     async def detect(request: Request) -> JSONResponse:
         """Find the objects in a photo and read the payment codes among them."""
         detector, kind = service.detector(service.main.name), request.headers.get("content-type", "")
-        found = await service.run(request, lambda body: answer(image_bytes(body, kind), detector, service.limits))
+        found = await service.run(
+            request,
+            service.main.name,
+            lambda body, turn: answer(image_bytes(body, kind), detector, service.limits, turn.is_over),
+        )
         return JSONResponse(asdict(found))
 
     @app.post("/v1/object-detection/{model}", responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
@@ -190,7 +202,9 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
         detector, kind = service.detector(model), request.headers.get("content-type", "")
         return JSONResponse(
             await service.run(
-                request, lambda body: records(image_bytes(body, kind, field="image"), detector, service.limits)
+                request,
+                model,
+                lambda body, _: records(image_bytes(body, kind, field="image"), detector, service.limits),
             )
         )
 
@@ -228,7 +242,9 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
     async def infer_tensors(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
         program, json_size = service.program(model), request.headers.get(JSON_SIZE)
-        content, size = await service.run(request, lambda body: infer(decode(body, json_size, program), program, model))
+        content, size = await service.run(
+            request, model, lambda body, _: infer(decode(body, json_size, program), program, model)
+        )
         if size is None:
             return Response(content, media_type="application/json")
         return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})
@@ -244,5 +260,5 @@ async def refuse_address(request: Request, error: Exception) -> Response:
     """Answer a request for something that is not there."""
     assert isinstance(error, HTTPException)
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
-    sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."
+    sentence = f"{what.get(error.status_code, error.detail)}; GET /openapi.json lists the addresses."
     return Refusal(error.status_code, sentence, headers=error.headers).response()

@@ -18,9 +18,12 @@ class Limits:
     buffered_bytes: int = 200_000_000
     """Bodies held in memory at one time, bytes, over all clients."""
     workers: int = 2
-    """Photos worked on at the same time, each in a thread."""
+    """Requests worked on at the same time, each in a thread."""
     queue: int = 16
-    """Photos that may wait for a worker; the next one is answered 429."""
+    """Requests that may wait for a worker; the next one is answered 429."""
+    deadline_s: float = 10.0
+    """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
+    a worker in time is answered 429 or 503."""
     body_idle_s: float = 10.0
     """Longest pause within an upload, seconds."""
     body_total_s: float = 60.0

@@ -54,8 +54,8 @@ class Answer:
     milliseconds: Milliseconds
 
 
-def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
-    """Decode, detect and read the codes; raises Refusal 422 if ``photo`` is no readable image."""
+def answer(photo: bytes, detector: Detect, limits: Limits, stop: Callable[[], bool]) -> Answer:
+    """Decode, detect and read codes until ``stop()``; raises Refusal 422 if ``photo`` is no readable image."""
     from arclight.vision.qris import scan
 
     started = time.perf_counter()
@@ -64,7 +64,7 @@ def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
     detections = detector(image)
     detected = time.perf_counter()
 
-    codes = scan(image, lambda _: top_k(detections, limits.codes))
+    codes = scan(image, lambda _: top_k(detections, limits.codes), stop=stop)
     scanned = time.perf_counter()
     return Answer(
         image=Size(width=image.shape[1], height=image.shape[0]),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from arclight.vision.results.detections import Detections
 
 NOT_READ = "a code was detected here but could not be read"
-NOT_TRIED = "a code was detected here but not every reader was tried: the photo's other codes used up its share of work"
+NOT_TRIED = "a code was detected here but not every reader was tried: the photo's other codes used up the time or its share of work"
 BLANKS_AROUND = "blanks stand around the payload"
 HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
 MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
@@ -44,6 +44,13 @@ WIDER = 0.08
 
 DetectFn = Callable[[Image], "Detections"]
 """RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used."""
+StopFn = Callable[[], bool]
+"""Asked between readers: True leaves the remaining ones untried."""
+
+
+def never() -> bool:
+    """Return False: no reader is left untried for want of time."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -84,12 +91,13 @@ class DetectorBox:
     """Whether readers were left that might have read a code here, had the photo's share of work sufficed."""
 
 
-def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
+def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never) -> list[Code]:
     """Read every code in ``image`` (H, W, 3) RGB or (H, W) grey, uint8: read ones first, left to right.
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
-    picture is read. The work on one photo is bounded, whatever it shows: boxes on which a reader was left untried say so.
+    picture is read. The work on one photo is bounded, whatever it shows, and ends early once ``stop()`` is true, which is
+    asked between readers: boxes on which a reader was left untried say so.
     Raises ValueError for an array that is no such image.
     """
     grey = as_grey(image)
@@ -97,13 +105,15 @@ def scan(image: Image, detector: DetectFn | None = None) -> list[Code]:
         return []
     found = read_zxing(grey)
     boxes = [] if detector is None else detector_boxes(detector(image), grey.shape)
-    found = read_views(grey, boxes, found)
-    if not boxes or not all(_is_read(box, found) for box in boxes):
+    found = read_views(grey, boxes, found, stop)
+    if not stop() and (not boxes or not all(_is_read(box, found) for box in boxes)):
         found = _merged(found, _read_enlarged(grey))
-    return _codes(_read_grids(grey, boxes, found), boxes)
+    return _codes(_read_grids(grey, boxes, found, stop), boxes)
 
 
-def read_views(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -> list[DecodedCode]:
+def read_views(
+    grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn = never
+) -> list[DecodedCode]:
     """Read enlarged views of the boxes left, the most useful view of each before the next, while the work lasts."""
     pixels = 0
     left = [(box, views_of(grey, box.xyxy)) for box in boxes]
@@ -112,7 +122,7 @@ def read_views(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -
         for box, views in left:
             if _is_read(box, found):
                 continue
-            if pixels >= MAX_VIEW_PIXELS:
+            if pixels >= MAX_VIEW_PIXELS or stop():
                 box.left_untried = True
                 continue
             if (view := next(views, None)) is None:
@@ -124,7 +134,7 @@ def read_views(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -
     return found
 
 
-def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) -> list[DecodedCode]:
+def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
     """Read module grids in the boxes left, the surest first, then in the same boxes made wider; return all that is read."""
     tries = MAX_GRID_TRIES
     left = [box for box in boxes if not _is_read(box, found)]
@@ -134,8 +144,9 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode]) 
         for box in left[:MAX_GRID_BOXES]:
             if _is_read(box, found):
                 continue
-            if not tries:
-                box.left_untried |= margin == 0
+            stopped = stop()
+            if stopped or not tries:
+                box.left_untried |= stopped or margin == 0
                 continue
             new, used = read_grid(grey, widened(box.xyxy, margin), tries)
             found, tries = _merged(found, new), tries - used
