@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the helpers beside the tests
@@ -39,6 +40,16 @@ class Server:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30, trust_env=False)
+
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """Every sample of /metrics under its name and the values of its labels (model, path, status)."""
+        text = self.get("/metrics").text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+    def in_flight(self) -> float:
+        """Requests to models that have not been answered."""
+        return sum(value for (name, *_), value in self.metrics().items() if name == "arclight_in_flight")
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
@@ -15,7 +16,9 @@ from tests.serve.test_program import exported
 from torch import nn
 
 from arclight import cli
-from arclight.deploy import export
+from arclight.deploy import Program, export
+from arclight.serve import Limits
+from arclight.serve.app import ServedModel, build_app
 
 SERVE = """
 import argparse
@@ -131,6 +134,50 @@ def test_models_are_described_and_unknown_ones_are_404(two):
     assert infer(two, b"{}", model="none").json() == {
         "error": "There is no model 'none' here; there are codes, affine."
     }
+
+
+def test_answers_are_counted_by_model(two):
+    before = two.metrics()
+    for content in (json.dumps({"inputs": [tensor()]}).encode(), b"{"):
+        infer(two, content)
+    infer(two, b"{}", model="made-up")
+    after = two.metrics()
+    grown = {name: after[name] - before.get(name, 0) for name in after if "/v2/models/{model}/infer" in name}
+    assert grown["arclight_requests_total", "affine", "/v2/models/{model}/infer", "200"] == 1
+    assert grown["arclight_requests_total", "affine", "/v2/models/{model}/infer", "400"] == 1
+    assert grown["arclight_request_seconds_count", "affine", "/v2/models/{model}/infer"] == 1
+    assert not [name for name in after if "made-up" in name]
+
+
+def test_programs_are_warmed_up_before_the_server_is_ready(tmp_path, monkeypatch):
+    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
+    program = Program.load(tmp_path / "affine.onnx")
+    ready: list[tuple[int, ...]] = []
+    compute = Program.__call__
+
+    def watched(self: Program, *inputs: np.ndarray) -> object:
+        ready.append(inputs[0].shape)
+        return compute(self, *inputs)
+
+    monkeypatch.setattr(Program, "__call__", watched)
+    app = build_app([ServedModel(name="affine", program=program)], Limits())
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            assert ready == [(1, 3)]
+
+    asyncio.run(start())
+
+
+def test_no_refusal_of_tensors_speaks_of_photos(two):
+    refused = [
+        infer(two, b""),
+        infer(two, bytes(25_000_001)),
+        infer(two, b"{}", **{"Content-Encoding": "br"}),
+        two.get("/v2/models/affine/infer"),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 413, 415, 404]
+    assert [answer.text for answer in refused if "photo" in answer.text or "image" in answer.text] == []
 
 
 def test_photos_are_answered_as_yolov5_does(two, sample):

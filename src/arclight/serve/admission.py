@@ -77,7 +77,7 @@ async def read_body(request: Request, body: bytearray, buffered: Buffered, limit
     """Fill ``body`` from the network; raises Refusal 400, 408, 413, 415 or 429."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise Refusal(415, "The body is compressed; send the image file itself, without Content-Encoding.")
+        raise Refusal(415, "The body is compressed; send it as it is, without Content-Encoding.")
     too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
     if int(request.headers.get("content-length", 0)) > limits.body_bytes:
         raise too_large

@@ -16,16 +16,19 @@ from starlette.exceptions import HTTPException
 
 from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Turn, Workers, image_bytes, read_body
-from arclight.serve.middleware import CONTENT_TYPE, Envelope, Lingering, Metrics
+from arclight.serve.metrics import Address, Metrics
+from arclight.serve.middleware import Envelope, Lingering
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
-from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
+from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer, warm_up
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
+OBJECT_DETECTION = "/v1/object-detection/{model}"
+INFER = "/v2/models/{model}/infer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +103,15 @@ def create_app(
 
 def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
     """Build the application of several models; ``/detect`` and the page are those of the first detector."""
-    metrics, service = Metrics(), Service(models, limits)
+    metrics, service = Metrics(model.name for model in models), Service(models, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for model in models:
             if model.detector is not None:
                 model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
+            elif model.program is not None:
+                warm_up(model.program)
         service.ready = True
         yield
         service.ready = False
@@ -125,19 +130,26 @@ def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
         return JSONResponse(asdict(state), status_code=200 if service.ready else 503)
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
-        """Counters in the Prometheus text format."""
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+    async def prometheus(request: Request) -> Response:
+        """Metrics in a text format of Prometheus."""
+        content, content_type = metrics.exposition(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
 
     add_photo_routes(app, service)
     add_tensor_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    paths = {"/", "/detect", "/health", "/metrics", "/openapi.json"}
-    paths |= {f"/v1/object-detection/{name}" for name in service.models}
-    paths |= {f"/v2/models/{name}/infer" for name in service.models}
     app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(Envelope, metrics=metrics, paths=frozenset(paths))
+    app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service))
     return app
+
+
+def addresses(service: Service) -> dict[str, Address]:
+    """Map the paths that are counted by themselves to what they are counted under."""
+    found = {path: Address(path) for path in ("/", "/health", "/metrics", "/openapi.json")}
+    found["/detect"] = Address("/detect", service.main.name)
+    for path in (OBJECT_DETECTION, INFER):
+        found |= {path.format(model=name): Address(path, name) for name in service.models}
+    return found
 
 
 class Service:
@@ -196,7 +208,7 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
         )
         return JSONResponse(asdict(found))
 
-    @app.post("/v1/object-detection/{model}", responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
+    @app.post(OBJECT_DETECTION, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
     async def object_detection(request: Request, model: str) -> JSONResponse:
         """Find the objects in a photo with one of the models, in the form of YOLOv5's REST example."""
         detector, kind = service.detector(model), request.headers.get("content-type", "")
@@ -238,7 +250,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         service.program(model)
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
-    @app.post("/v2/models/{model}/infer", responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
+    @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def infer_tensors(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
         program, json_size = service.program(model), request.headers.get(JSON_SIZE)

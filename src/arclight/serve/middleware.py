@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from bisect import bisect_left
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arclight.serve.admission import Refusal
+from arclight.serve.metrics import OTHER, Address, Metrics
 
 log = logging.getLogger("arclight.serve")
 
@@ -32,41 +31,39 @@ SECURITY_HEADERS = {
 class Envelope:
     """Counts every answer, adds the security headers, and turns a fault of ours into a 500 with one sentence."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: Mapping[str, Address]) -> None:
         self.app = app
         self.metrics = metrics
-        self.paths = paths
+        self.addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Addresses that clients make up must not become labels: each would stay in memory for good.
-        path = scope["path"] if scope["path"] in self.paths else "other"
+        address = self.addresses.get(scope["path"], OTHER)
         begun, answered = time.perf_counter(), False
-        in_flight = int(path == "/detect")
-        self.metrics.in_flight += in_flight
+        self.metrics.received(address)
 
         async def send_counted(message: Message) -> None:
-            nonlocal answered, in_flight
+            nonlocal answered
             if message["type"] == "http.response.start":
                 answered = True
-                self.metrics.in_flight -= in_flight
-                in_flight = 0
-                self.metrics.answered(path, message["status"], time.perf_counter() - begun)
+                self.metrics.answered(address, message["status"], time.perf_counter() - begun)
+                self.metrics.ended(address)
                 MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
         try:
             await self.app(scope, receive, send_counted)
         except Exception:
-            log.exception("%s %s failed", scope["method"], path)
+            log.exception("%s %s failed", scope["method"], address.path)
             if answered:
                 raise
             refusal = Refusal(500, "The server failed on this request; its log has the details.")
             await refusal.response()(scope, receive, send_counted)
         finally:
-            self.metrics.in_flight -= in_flight
+            if not answered:
+                self.metrics.ended(address)
 
 
 class Lingering:
@@ -117,53 +114,9 @@ async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> Non
     try:
         async with asyncio.timeout(total_s):
             while True:
-                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see uploads.chunks
+                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see admission.chunks
                     message = await receive()
                 if message["type"] != "http.request" or not message.get("more_body", False):
                     return
     except TimeoutError:
         return
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-
-
-@dataclass
-class Metrics:
-    """Counters since the server started; only the event loop's thread writes them."""
-
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Answers by (path, status)."""
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-    """Detections by latency: one count for each bound of BUCKETS_S, the last for everything slower."""
-    seconds: float = 0.0
-    in_flight: int = 0
-    rejected: int = 0
-
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        self.requests[path, status] += 1
-        self.rejected += status == 429
-        if path == "/detect":
-            self.buckets[bisect_left(BUCKETS_S, seconds)] += 1
-            self.seconds += seconds
-
-    def exposition(self) -> str:
-        lines = [*head("arclight_requests_total", "counter", "Answers sent, by path and status.")]
-        for (path, status), count in sorted(self.requests.items()):
-            lines.append(f'arclight_requests_total{{path="{path}",status="{status}"}} {count}')
-        lines += head("arclight_detect_seconds", "histogram", "Time from request to answer of /detect.")
-        total = 0
-        for bound, count in zip((*BUCKETS_S, "+Inf"), self.buckets, strict=True):
-            total += count
-            lines.append(f'arclight_detect_seconds_bucket{{le="{bound}"}} {total}')
-        lines += [f"arclight_detect_seconds_sum {self.seconds:.6f}", f"arclight_detect_seconds_count {total}"]
-        lines += head("arclight_in_flight", "gauge", "Requests to /detect not answered yet.")
-        lines.append(f"arclight_in_flight {self.in_flight}")
-        lines += head("arclight_rejected_total", "counter", "Requests refused because the server was full (429).")
-        lines.append(f"arclight_rejected_total {self.rejected}")
-        return "\n".join(lines) + "\n"
-
-
-def head(name: str, kind: str, help_text: str) -> tuple[str, str]:
-    return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"

@@ -41,6 +41,7 @@ def serve(
     server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
     """
     require("fastapi", extra="serve")
+    require("prometheus_client", extra="serve")
     from arclight.deploy import Program
     from arclight.serve.app import ServedModel, build_app
     from arclight.vision.tasks.processing import load_detector_program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from arclight.serve.admission import Refusal, one_sentence
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.program import TensorSpec
+
+log = logging.getLogger("arclight.serve")
 
 DATATYPES = {
     "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
@@ -185,6 +188,19 @@ def infer(request: TensorRequest, program: Program, name: str) -> tuple[bytes, i
     answer = {"model_name": name, "outputs": outputs} | ({} if request.id is None else {"id": request.id})
     head = json.dumps(answer, allow_nan=False).encode()
     return b"".join([head, *pieces]), len(head) if pieces else None
+
+
+def warm_up(program: Program) -> None:
+    """Run the program once on zeros, one of each size that may be any, so that the first client does not wait for it."""
+    from arclight.deploy import ProgramError
+
+    zeros = [
+        np.zeros([size if isinstance(size, int) else 1 for size in spec.shape], spec.dtype) for spec in program.inputs
+    ]
+    try:
+        program(*zeros)
+    except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
+        log.warning("%s was not warmed up, its first request may be slow: %s", program.path.name, error)
 
 
 def _finite(array: np.ndarray[Any, Any]) -> list[Any]:

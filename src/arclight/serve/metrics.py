@@ -1,0 +1,71 @@
+"""Count answers, latencies and refusals by model, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SERVER_FULL = (429, 503)
+
+
+class Address(NamedTuple):
+    """Labels of a request: a path of the API, and the model it asks, empty where it asks none."""
+
+    path: str
+    model: str = ""
+
+
+OTHER = Address("other")
+"""For addresses that clients make up: as labels, each would stay in memory for good."""
+
+
+class Metrics:
+    """Metrics of one server since it started; only the event loop's thread writes them."""
+
+    def __init__(self, models: Iterable[str]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "arclight_requests", "Answers sent, by address and status.", ["path", "model", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "arclight_request_seconds", "Time from request to answer of requests to a model that were answered 200.",
+            ["path", "model"], buckets=BUCKETS_S, registry=self._registry,
+        )  # fmt: skip
+        self._in_flight = Gauge(
+            "arclight_in_flight", "Requests to a model not answered yet.", ["model"], registry=self._registry
+        )
+        self._rejected = Counter(
+            "arclight_rejected", "Requests to a model refused because the server was full or stopping (429, 503).",
+            ["model"], registry=self._registry,
+        )  # fmt: skip
+        for model in models:
+            self._in_flight.labels(model)
+            self._rejected.labels(model)
+
+    def received(self, address: Address) -> None:
+        """Note a request; `ended` must follow."""
+        if address.model:
+            self._in_flight.labels(address.model).inc()
+
+    def answered(self, address: Address, status: int, seconds: float) -> None:
+        """Note an answer: its latency only where it is no refusal, which would count as a fast result."""
+        self._requests.labels(address.path, address.model, status).inc()
+        if address.model and status == 200:
+            self._seconds.labels(address.path, address.model).observe(seconds)
+        if address.model and status in SERVER_FULL:
+            self._rejected.labels(address.model).inc()
+
+    def ended(self, address: Address) -> None:
+        """Note that a request has been answered, or its client has left."""
+        if address.model:
+            self._in_flight.labels(address.model).dec()
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics, and their content type, in the text format that ``accept`` asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
