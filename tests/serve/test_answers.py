@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import wait_until
 
 from arclight.serve import Limits
-from arclight.serve.server import is_loopback
+from arclight.serve.settings import is_loopback
 
 
 def test_a_photo_is_answered_with_its_boxes_and_what_its_codes_say(server, sample):
@@ -131,6 +131,49 @@ def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample, t
     client.join(60)
     assert codes(answers[0]) == ["Kopi Lereng Senja"]
     server.process.wait(60)
+
+
+def test_no_request_fails_while_the_server_drains(serve_with, sample):
+    """Clients ask whether the server is ready before each photo, as a load balancer does for them."""
+    server = serve_with(drain_s=1.5)
+    photo = sample("counter")
+    statuses: list[list[int]] = [[], [], []]
+
+    def send_while_ready(seen: list[int]) -> None:
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+            while client.get("/v2/health/ready").status_code == 200:
+                seen.append(client.post("/detect", content=photo).status_code)
+
+    def unready() -> bool:
+        return server.get("/health").status_code == server.get("/v2/health/ready").status_code == 503
+
+    clients = [threading.Thread(target=send_while_ready, args=(seen,)) for seen in statuses]
+    with server.connect() as uploading:
+        uploading.sendall(
+            f"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(photo)}\r\n\r\n".encode() + photo[:1000]
+        )
+        for client in clients:
+            client.start()
+        wait_until(lambda: all(statuses), "all clients are served")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(unready, "readiness falls")
+        assert server.detect(photo).status_code == 200, "who has not heard of it yet is still served"
+        for client in clients:
+            client.join(60)
+        wait_until(lambda: refused(server), "the listener closes")
+        uploading.sendall(photo[1000:])
+        assert uploading.recv(12) == b"HTTP/1.1 200"
+    assert {status for seen in statuses for status in seen} == {200}
+    server.process.wait(60)
+
+
+def test_requests_that_do_not_end_are_given_up_at_the_limit(serve_with, sample):
+    server = serve_with(drain_s=0.1, shutdown_s=1)
+    with server.connect() as stalled:
+        stalled.sendall(b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nhalf")
+        wait_until(lambda: server.in_flight() == 1, "the upload has begun")
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
 
 
 def refused(server) -> bool:

@@ -112,7 +112,7 @@ def test_a_client_that_sends_200_megabytes_before_it_reads_still_gets_the_answer
     if framing == "chunked":
         piece = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
     with PeakMemory(server) as memory, server.connect() as connection:
-        connection.sendall(f"POST /detect HTTP/1.1\r\nHost: a\r\n{length}\r\n\r\n".encode())
+        connection.sendall(f"POST /detect HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
         for _ in range(200):
             connection.sendall(piece)
         if framing == "chunked":
@@ -127,7 +127,7 @@ def test_a_client_that_sends_200_megabytes_before_it_reads_still_gets_the_answer
 def test_a_client_that_announces_too_much_is_told_before_it_sends_anything(server):
     with server.connect() as connection:
         connection.sendall(
-            b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 30000000\r\nExpect: 100-continue\r\n\r\n"
+            b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30000000\r\nExpect: 100-continue\r\n\r\n"
         )
         status, _ = read_answer(connection)
         assert status == 413
@@ -138,7 +138,7 @@ def test_an_upload_that_stalls_is_ended_and_others_are_served_meanwhile(serve_wi
     server = serve_with(body_idle_s=0.5, workers=1, queue=0)
     stalled = [server.connect() for _ in range(20)]
     for connection in stalled:
-        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nhalf")
+        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nhalf")
     assert server.detect(sample("counter")).status_code == 200
     for connection in stalled:
         with connection:
@@ -150,7 +150,7 @@ def test_an_upload_that_stalls_is_ended_and_others_are_served_meanwhile(serve_wi
 def test_an_upload_of_single_bytes_ends_at_the_deadline_and_so_does_its_connection(serve_with):
     server = serve_with(body_idle_s=5, body_total_s=0.5, linger_s=0.5)
     with server.connect() as connection:
-        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n")
+        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
         threading.Thread(target=drip, args=(connection,), daemon=True).start()
         assert read_answer(connection)[0] == 408
         connection.settimeout(60)
@@ -162,7 +162,9 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(serve_with, sampl
     server = serve_with(body_bytes=MB, buffered_bytes=MB)
     for _ in range(5):  # together more than the server may hold
         with server.connect() as connection:
-            connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 900000\r\n\r\n" + bytes(400_000))
+            connection.sendall(
+                b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n" + bytes(400_000)
+            )
     wait_until(lambda: server.in_flight() == 0, "nothing is left")
     assert server.detect(sample("counter")).status_code == 200
 
@@ -170,7 +172,9 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(serve_with, sampl
 def test_uploads_together_may_not_fill_the_memory(serve_with, sample):
     server = serve_with(body_bytes=MB, buffered_bytes=MB)
     with server.connect() as connection:
-        connection.sendall(b"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: 999000\r\n\r\n" + bytes(990_000))
+        connection.sendall(
+            b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999000\r\n\r\n" + bytes(990_000)
+        )
         wait_until(lambda: server.detect(sample("counter")).status_code == 429, "the memory for uploads is full")
         connection.sendall(bytes(9_000))
         assert read_answer(connection)[0] == 422
@@ -198,7 +202,7 @@ def test_photos_of_clients_that_left_the_queue_are_not_worked_on(serve_with, sam
     calls, gate = tmp_path / "calls", tmp_path / "gate"
     server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, queue=4, deadline_s=120)
     photo = sample("counter")
-    head = f"POST /detect HTTP/1.1\r\nHost: a\r\nContent-Length: {len(photo)}\r\n\r\n".encode()
+    head = f"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(photo)}\r\n\r\n".encode()
     with server.connect() as first:
         first.sendall(head + photo)
         wait_until(calls.exists, "the first photo is worked on")
@@ -272,7 +276,9 @@ def test_a_request_whose_turn_would_come_too_late_is_refused_at_once(serve_with,
 
 def test_an_upload_to_the_wrong_address_is_answered_too(server):
     with server.connect() as connection:
-        connection.sendall(b"POST /upload HTTP/1.1\r\nHost: a\r\nContent-Length: 20000000\r\n\r\n" + bytes(20 * MB))
+        connection.sendall(
+            b"POST /upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n\r\n" + bytes(20 * MB)
+        )
         status, body = read_answer(connection)
     assert status == 405
     assert_one_sentence(body)

@@ -17,7 +17,7 @@ from torch import nn
 from arclight import deploy
 from arclight._installed import pip_install
 from arclight.deploy import ProgramError, export
-from arclight.serve import serve, server
+from arclight.serve import create_app, serve, server
 from arclight.serve.settings import Limits
 
 SIDE = 64
@@ -92,12 +92,13 @@ def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
     with pytest.raises(OSError, match="port 70000 is none"):
         serve("any.onnx", port=70_000)
     with pytest.raises(OSError, match="is no address"):
-        serve("any.onnx", host="no.such.host.invalid", port=0)
+        serve("any.onnx", host="no.such.host.invalid", port=0, insecure=True)
 
 
 def test_the_second_server_to_reserve_a_port_is_told_as_well():
     """Linux lets both reserve an address of which neither has begun to listen."""
     first, second = server.listen("127.0.0.1", 0), None
+    app = create_app(lambda _: pytest.fail("nothing is served"))
     with first:
         port = first.getsockname()[1]
         second = server.listen("127.0.0.1", port)
@@ -106,7 +107,7 @@ def test_the_second_server_to_reserve_a_port_is_told_as_well():
             second,
             pytest.raises(server.AddressError, match=f":{port} cannot be listened on: another program listens"),
         ):
-            server.run(None, host="127.0.0.1", port=port, limits=Limits(), listening=second)
+            server.run(app, host="127.0.0.1", port=port, limits=Limits(), listening=second)
 
 
 def test_the_server_says_where_it_can_be_opened(tmp_path):

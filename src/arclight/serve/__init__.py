@@ -1,7 +1,8 @@
 """A detector behind HTTP: photos in, answers, a page to look at them, and an operator's counters out.
 
 A program and an address come in through `server`; a request passes `middleware` and `admission` (bounds, queue) and is
-answered in `app`, within the limits of `settings`, and counted in `metrics`. `servable` checks Lightning's servable modules. Open `app` first.
+answered in `app`, within the limits of `settings`, and counted in `metrics`. `draining` ends the
+server without failing requests. `servable` checks Lightning's servable modules. Open `app` first.
 """
 
 from typing import TYPE_CHECKING

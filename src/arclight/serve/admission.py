@@ -167,7 +167,7 @@ class Turn:
         self._client_left = False
 
     def leave(self) -> None:
-        """Note that the client has disconnected."""
+        """Note that nobody waits for the answer any more."""
         self._client_left = True
 
     def left_s(self) -> float:
@@ -239,6 +239,9 @@ class Workers:
                 return found
             finally:
                 self._release()
+        except asyncio.CancelledError:  # the server ends
+            turn.leave()
+            raise
         finally:
             self._held[model] -= 1
             watch.cancel()

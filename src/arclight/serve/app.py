@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Turn, Workers, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
-from arclight.serve.middleware import Envelope, Lingering
+from arclight.serve.middleware import Access, Admittance, Envelope, Lingering
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer, warm_up
@@ -101,7 +101,7 @@ def create_app(
     return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits())
 
 
-def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
+def build_app(models: Sequence[ServedModel], limits: Limits, access: Access | None = None) -> FastAPI:
     """Build the application of several models; ``/detect`` and the page are those of the first detector."""
     metrics, service = Metrics(model.name for model in models), Service(models, limits)
 
@@ -112,9 +112,9 @@ def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
                 model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
             elif model.program is not None:
                 warm_up(model.program)
-        service.ready = True
+        service.start()
         yield
-        service.ready = False
+        service.drain()
         service.workers.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
@@ -138,8 +138,10 @@ def build_app(models: Sequence[ServedModel], limits: Limits) -> FastAPI:
     add_photo_routes(app, service)
     add_tensor_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.add_middleware(Admittance, access=access or Access())
     app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service))
+    app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining)
+    app.state.drain = service.drain
     return app
 
 
@@ -162,6 +164,15 @@ class Service:
         self.workers = Workers(limits.workers, limits.queue)
         self.buffered = Buffered(limits.buffered_bytes, self.workers.retry_after_s)
         self.ready = False
+        self.is_draining = False
+
+    def start(self) -> None:
+        """Report readiness from now on."""
+        self.ready = True
+
+    def drain(self) -> None:
+        """Report no readiness any more; requests are still taken, and their connections closed after the answer."""
+        self.ready, self.is_draining = False, True
 
     def detector(self, name: str) -> Detect:
         """Return the detector of a model; raises Refusal 404."""

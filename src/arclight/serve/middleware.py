@@ -1,17 +1,22 @@
-"""ASGI middleware around every request: metrics, security headers, answers to clients still sending."""
+"""ASGI middleware around every request: metrics, security headers, access, answers to clients still sending."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arclight.serve.admission import Refusal
 from arclight.serve.metrics import OTHER, Address, Metrics
+from arclight.serve.settings import is_loopback
 
 log = logging.getLogger("arclight.serve")
 
@@ -29,12 +34,18 @@ SECURITY_HEADERS = {
 
 
 class Envelope:
-    """Counts every answer, adds the security headers, and turns a fault of ours into a 500 with one sentence."""
+    """Counts every answer, adds the security headers, and turns a fault of ours into a 500 with one sentence.
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, addresses: Mapping[str, Address]) -> None:
+    While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, addresses: Mapping[str, Address], is_draining: Callable[[], bool]
+    ) -> None:
         self.app = app
         self.metrics = metrics
         self.addresses = addresses
+        self.is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +61,10 @@ class Envelope:
                 answered = True
                 self.metrics.answered(address, message["status"], time.perf_counter() - begun)
                 self.metrics.ended(address)
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+                headers = MutableHeaders(scope=message)
+                headers.update(SECURITY_HEADERS)
+                if self.is_draining():
+                    headers["Connection"] = "close"
             await send(message)
 
         try:
@@ -64,6 +78,53 @@ class Envelope:
         finally:
             if not answered:
                 self.metrics.ended(address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Rules on who may use a server."""
+
+    loopback_only: bool = False
+    """Whether the Host header must name loopback: a web page that points a name of its own at 127.0.0.1 sends that name."""
+    api_key: str | None = field(default=None, repr=False)
+
+    def refusal(self, path: str, headers: Headers) -> Refusal | None:
+        """Return why a request may not pass, if so; health may be asked by anybody."""
+        if self.loopback_only:
+            hosts = headers.getlist("host")
+            if len(hosts) != 1 or not is_loopback(host_name(hosts[0])):
+                return Refusal(421, "This server answers on this machine only; use the Host localhost or 127.0.0.1.")
+        if self.api_key is None or path in HEALTH:
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), self.api_key)]  # of one length
+        if scheme.lower() == "bearer" and hmac.compare_digest(*digests):
+            return None
+        sentence = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
+        return Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
+
+
+HEALTH = ("/health", "/v2/health/live", "/v2/health/ready")
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a Host header, without its port."""
+    bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?", host)
+    return bracketed[1] if bracketed else re.sub(r":\d*$", "", host).lower()
+
+
+class Admittance:
+    """Answers requests that the rules of access refuse."""
+
+    def __init__(self, app: ASGIApp, *, access: Access) -> None:
+        self.app = app
+        self.access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self.access.refusal(scope["path"], Headers(scope=scope))):
+            await refusal.response()(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class Lingering:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import re
 import socket
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.fabric.extras import require
-from arclight.serve.settings import Limits
+from arclight.serve.settings import Limits, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,19 +30,28 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     limits: Limits | None = None,
+    api_key: str | None = None,
+    insecure: bool = False,
 ) -> None:
     """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
+
+    After SIGTERM the server reports that it is not ready and takes requests for ``limits.drain_s`` more.
 
     A mapping of names to paths serves several programs, of any task: detectors answer photos, every program answers
     tensors at ``/v2/models/NAME/infer``. Raises ProgramError where a lone ``program_path`` is not a detector's program or
     one of several cannot be loaded, ValueError for a name that no address can have, and AddressError where ``host`` and
-    ``port`` cannot be listened on. Anyone who reaches ``host`` may use the
-    server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
+    ``port`` cannot be listened on.
+
+    With ``api_key``, requests other than for health need ``Authorization: Bearer KEY``; an address that other machines
+    reach needs a key, or ``insecure``, else ValueError. On loopback the Host header must name loopback, so that no web page
+    reaches the server under a name of its own. There is no TLS: put a proxy before a server on an untrusted network.
     """
+    check_access(host, api_key, insecure=insecure)
     require("fastapi", extra="serve")
     require("prometheus_client", extra="serve")
     from arclight.deploy import Program
     from arclight.serve.app import ServedModel, build_app
+    from arclight.serve.middleware import Access
     from arclight.vision.tasks.processing import load_detector_program
 
     limits = limits or Limits()
@@ -63,7 +71,23 @@ def serve(
             detects = program.metadata.get("task") == "detect"
             detector = program.predict_one if detects else None
             models.append(ServedModel(name=name, precision=program.precision, detector=detector, program=program))
-        run(build_app(models, limits), host=host, port=port, limits=limits, listening=listening)
+        access = Access(loopback_only=is_loopback(host), api_key=api_key)
+        app = build_app(models, limits, access)
+        run(app, host=host, port=port, limits=limits, listening=listening, has_key=api_key is not None)
+
+
+def check_access(host: str, api_key: str | None, *, insecure: bool) -> None:
+    """Raise ValueError for an address that everybody may use by oversight, and for a key that is easily guessed."""
+    if api_key is None and not insecure and not is_loopback(host):
+        raise ValueError(
+            f"other machines can reach {host}: give an API key (--api-key-file FILE), or --insecure if all of them may "
+            "use the server"
+        )
+    if api_key is not None and not re.fullmatch(API_KEY, api_key):
+        raise ValueError(f"an API key needs at least 16 printable ASCII characters without blanks, not {len(api_key)}")
+
+
+API_KEY = r"[!-~]{16,}"
 
 
 class AddressError(OSError):
@@ -98,15 +122,25 @@ def _refused(host: str, port: int, error: OSError) -> AddressError:
     return AddressError(f"{host}:{port} cannot be listened on: {advice}")
 
 
-def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket.socket | None = None) -> None:
+def run(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    limits: Limits,
+    listening: socket.socket | None = None,
+    has_key: bool = False,
+) -> None:
     """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it.
 
-    Warns on standard error if ``host`` is not this machine alone.
+    Warns on standard error if ``host`` is not this machine alone, unless the application asks for a key.
     """
-    if not is_loopback(host):
+    if not is_loopback(host) and not has_key:
         sys.stderr.write(f"warning: other machines can reach {host}, and the server asks nobody who they are\n")
     uvicorn = require("uvicorn", extra="serve")
-    server = uvicorn.Server(
+    from arclight.serve.draining import DrainingServer
+
+    server = DrainingServer(
         uvicorn.Config(
             app,
             access_log=False,
@@ -114,7 +148,9 @@ def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket
             log_level="warning",
             limit_concurrency=limits.connections,
             timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
-        )
+        ),
+        on_drain=app.state.drain,
+        drain_s=limits.drain_s,
     )
     with listening or listen(host, port) as reserved:
         number = reserved.getsockname()[1]
@@ -129,11 +165,3 @@ def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket
             server.run(sockets=[reserved])
     if not server.started:
         raise SystemExit(STARTUP_FAILED)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

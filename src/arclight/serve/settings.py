@@ -1,7 +1,8 @@
-"""Limits of one server, beyond which it refuses requests."""
+"""Limits of one server, beyond which it refuses requests, and which addresses are of this machine alone."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, fields
 
 
@@ -32,8 +33,10 @@ class Limits:
     """How long the rest of a refused upload is read and dropped, seconds, so that its sender gets to see the answer."""
     connections: int = 512
     """Open connections; beyond them a client is answered 503."""
+    drain_s: float = 1.0
+    """How long a server that has got SIGTERM still takes requests, unready, seconds: so that load balancers notice."""
     shutdown_s: float = 10.0
-    """How long requests in progress may take to finish after a stop signal, seconds."""
+    """How long requests in progress may take to finish after the listener has closed, seconds."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -45,3 +48,11 @@ class Limits:
                 f"limits.buffered_bytes ({self.buffered_bytes}) must hold at least one body of "
                 f"limits.body_bytes ({self.body_bytes})"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

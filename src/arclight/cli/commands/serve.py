@@ -12,6 +12,7 @@ from arclight.cli.arguments import Parser, UsageError
 def serve(arguments: list[str]) -> None:
     from arclight import serve as server
     from arclight.recipe import explain
+    from arclight.serve.server import check_access
 
     parser = Parser(
         prog="arclight serve",
@@ -26,6 +27,13 @@ def serve(arguments: list[str]) -> None:
         help="address to listen on (default: %(default)s, reachable from this machine only)",
     )
     parser.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a key that requests must send as Authorization: Bearer KEY; needed where other machines reach --host",
+    )
+    parser.add_argument("--insecure", action="store_true", help="let everybody who reaches --host use the server")
     limits = parser.add_argument_group("limits", "beyond which requests are refused")
     about = {setting.path: setting.doc for setting in explain(server.Limits)}
     for field in fields(server.Limits):
@@ -39,9 +47,22 @@ def serve(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         chosen = server.Limits(**{f.name: getattr(options, f"limits.{f.name}") for f in fields(server.Limits)})
+        key = (
+            None if options.api_key_file is None else options.api_key_file.read_text("ascii", errors="replace").strip()
+        )
+        check_access(options.host, key, insecure=options.insecure)
+    except OSError as error:
+        raise UsageError(f"the API key cannot be read: {error}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
-    server.serve(_programs(options.models, options.program), host=options.host, port=options.port, limits=chosen)
+    server.serve(
+        _programs(options.models, options.program),
+        host=options.host,
+        port=options.port,
+        limits=chosen,
+        api_key=key,
+        insecure=options.insecure,
+    )
 
 
 def _programs(models: list[str], program: Path | None) -> Path | dict[str, Path]:

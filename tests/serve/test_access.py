@@ -1,0 +1,102 @@
+"""Who may use a server: on loopback no foreign Host, elsewhere an API key."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+from tests.serve.conftest import running
+from tests.serve.test_tensors import SERVE, Affine
+
+from arclight import cli
+from arclight.deploy import export
+
+KEY = "correct-horse-battery"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("access")
+    (path / "serve.py").write_text(SERVE)
+    (path / "key.txt").write_text(KEY + "\n")
+    export(Affine(), path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(folder):
+    with running(f"affine={folder / 'affine.onnx'}", program=str(folder / "serve.py")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyed(folder):
+    words = ["--host=0.0.0.0", f"--api-key-file={folder / 'key.txt'}", f"affine={folder / 'affine.onnx'}"]
+    with running(*words, program=str(folder / "serve.py")) as server:
+        yield server
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000"])
+def test_loopback_answers_under_its_own_names(local, host):
+    answer = httpx.get(f"{local.url}/v2/models/affine", headers={"Host": host}, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::1].evil:1", "10.0.0.1"]
+)
+def test_loopback_answers_under_no_foreign_name(local, host):
+    for path in ("/", "/health", "/v2/models/affine"):
+        answer = httpx.get(local.url + path, headers={"Host": host}, trust_env=False)
+        assert answer.status_code == 421
+        assert answer.json()["error"].endswith(".")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_two_hosts_are_refused(local):
+    with local.connect() as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert connection.recv(12) in (b"HTTP/1.1 421", b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer \xe9" * 9]
+)
+def test_without_the_key_only_health_is_answered(keyed, header):
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    for path in ("/", "/v2", "/metrics", "/openapi.json", "/v2/models/affine"):
+        answer = httpx.get(keyed.url + path, headers=headers, trust_env=False)
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert KEY not in answer.text
+    for path in ("/health", "/v2/health/live", "/v2/health/ready"):
+        assert httpx.get(keyed.url + path, headers=headers, trust_env=False).status_code == 200
+
+
+def test_with_the_key_all_is_answered(keyed):
+    headers = {"Authorization": f"bearer {KEY}", "Host": "models.example"}
+    for path in ("/", "/metrics", "/v2/models/affine"):
+        assert httpx.get(keyed.url + path, headers=headers, trust_env=False).status_code == 200
+
+
+def test_an_upload_without_the_key_is_refused_before_it_is_kept(keyed):
+    answer = httpx.post(f"{keyed.url}/v2/models/affine/infer", content=bytes(5_000_000), trust_env=False)
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--host", "0.0.0.0"], "other machines can reach 0.0.0.0: give an API key"),
+        (["--api-key-file", "missing.txt"], "the API key cannot be read"),
+        (["--api-key-file", "short.txt"], "at least 16 printable ASCII characters"),
+        (["--api-key-file", "binary.txt"], "printable ASCII"),
+    ],
+)
+def test_wrong_settings_of_access_are_refused_in_one_line(tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("secret\n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff" * 20)
+    assert cli.main(["serve", "x.onnx", *words]) != 0
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "secret" not in said
