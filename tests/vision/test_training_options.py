@@ -222,6 +222,11 @@ class RateRecorder(Callback):
         self.rates.append({name: float(group["lr"]) for name, _, group in optimizer.named()})
 
 
+def test_a_warm_up_of_biases_by_steps_is_refused_over_seconds() -> None:
+    with pytest.raises(ValueError, match="follows the steps of a schedule's warm-up"):
+        DetectionTask(data=Path("none"), schedule=WSD(seconds=60.0), warmup_bias_lr=0.1)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.02), AdamW(lr=0.02)])
 def test_biases_fall_to_the_peak_while_others_rise(
     tmp_path: Path, write_dataset: Callable[..., Path], optimizer: SGD | AdamW

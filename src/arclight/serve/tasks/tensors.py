@@ -104,9 +104,9 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
             array = _from_json(item.get("data"), dtype, name)
         else:
             array, binary = _from_bytes(size, binary, dtype, name)
-        if array.size != math.prod(shape):
-            raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {shape[:8]}.")
-        found[name] = array.reshape(shape)
+        if array.size != math.prod(sizes):
+            raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {sizes[:8]}.")
+        found[name] = array.reshape(sizes)
         _check(specs[name], found[name])
     if missing := [name for name in specs if name not in found]:
         raise Refusal(400, f"The model takes the inputs {', '.join(specs)}; {missing[0]!r} is missing.")

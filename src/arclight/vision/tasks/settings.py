@@ -58,6 +58,13 @@ class VisionTask(Checked):
     warmup_bias_lr: NonNegativeFloat | None = None
     """Rate of biases in the first step, from which it goes to their peak in the schedule's warm-up; none for that of the others."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_bias_lr is not None and (self.schedule.tokens is not None or self.schedule.seconds is not None):
+            raise ValueError(
+                f"warmup_bias_lr = {self.warmup_bias_lr:g} follows the steps of a schedule's warm-up: leave it out, or schedule.seconds and tokens"
+            )
+
     def with_data(self, data: str) -> Self:
         """Return the task on a site's own images, all of them."""
         return dataclasses.replace(self, weights=None, data=Path(data))
