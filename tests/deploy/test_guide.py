@@ -35,8 +35,15 @@ def test_recipes(tmp_path: Path) -> None:
     assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
 
 
-def test_verifying(tmp_path: Path) -> None:
+def test_formats(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 3))
+    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+    assert printed.startswith("openvino Counter({"), printed
+    assert printed.strip().endswith("torch.Size([5, 8])"), printed
+
+
+def test_verifying(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 4))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed

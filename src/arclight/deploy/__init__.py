@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from arclight.deploy.programs.benchmark import benchmark as benchmark
     from arclight.deploy.programs.processing import Processing as Processing
     from arclight.deploy.programs.program import Program as Program
-    from arclight.deploy.programs.program import TensorSpec as TensorSpec
+    from arclight.deploy.programs.session import TensorSpec as TensorSpec
     from arclight.deploy.quantizing.callback import QuantizationAwareTraining as QuantizationAwareTraining
     from arclight.deploy.quantizing.ptq import QuantizedModel as QuantizedModel
     from arclight.deploy.quantizing.ptq import quantize as quantize
@@ -50,7 +50,7 @@ __getattr__, __dir__, __all__ = lazy(
         "QuantizeError": "arclight.deploy.errors",
         "QuantizedModel": "arclight.deploy.quantizing.ptq",
         "Table": "arclight.deploy.programs.benchmark",
-        "TensorSpec": "arclight.deploy.programs.program",
+        "TensorSpec": "arclight.deploy.programs.session",
         "WeightOnly": "arclight.deploy.settings",
         "benchmark": "arclight.deploy.programs.benchmark",
         "convert": "arclight.deploy.quantizing.qat",

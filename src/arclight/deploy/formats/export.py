@@ -9,16 +9,18 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from arclight._intervals import kind_of
+from arclight.checkpoint import files
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
@@ -33,16 +35,23 @@ from arclight.deploy.capture import (
 )
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
+from arclight.deploy.formats.formats import LONE, Captured, Format, destination, runtime_of, write
 from arclight.deploy.parity import Parity, Parts, compare, worst
+from arclight.deploy.programs import folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
+from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal
+from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
 from arclight.deploy.programs.openvino import INTEGERS, LAYERS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
-from arclight.deploy.programs.program import Program, Runtime
+from arclight.deploy.programs.processor import instruction_sets
+from arclight.deploy.programs.program import Program
+from arclight.deploy.programs.session import NAMES, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
-from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
+from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
 from arclight.fabric.extras import require
+from arclight.fabric.signing import SigningError, SigningKey
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +64,13 @@ INT8_SQNR_DB = 30.0
 noise of quantization itself."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
-_KERNELS = {
-    "onnxruntime": "integer kernels in ONNX Runtime", "openvino": "integer kernels in OpenVINO",
-    "openvino-bf16": "bfloat16 kernels in OpenVINO",
-}  # fmt: skip
 TIMED_ROUNDS = 15
 """Calls of a program and of its float32 program that are timed, one after the other."""
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "onnxruntime": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino"),
+    "openvino-bf16": ("onnx", "onnxscript", "openvino"), "torch": (), "inductor": (),
+}  # fmt: skip
+"""Runtime: what writing and running its programs takes beside torch."""
 
 
 def export(
@@ -68,7 +78,7 @@ def export(
     path: str | os.PathLike[str],
     *,
     example_inputs: Tensor | Sequence[Tensor],
-    format: Literal["onnx"] = "onnx",
+    format: Format | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = True,
@@ -77,59 +87,137 @@ def export(
     metadata: Mapping[str, Any] | None = None,
     max_difference: float | None = None,
     parts: Parts | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
 ) -> Program:
-    """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return it.
+    """Write ``model`` as a program at ``path``, compare it with the model in a fresh process, and return it.
 
-    ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``dynamic`` names the
+    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of
+    the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the
+    more samples, the more is compared. ``dynamic`` names the
     dimensions of any size, by the parameters of ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``,
     equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further inputs of other
     sizes that the program is compared on, and what is empty there may be so in the program. ``metadata`` is
-    stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
+    stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
     absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
     value for float32, and 30 dB between the program and the simulation of a quantized model. Every output is
     judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
-    :4], "scores": predictions[..., 4:]}``. The file records each.
+    :4], "scores": predictions[..., 4:]}``. The program records each. ``sign``: an Ed25519 key, or the file of one, to sign the folder.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
     activations have none; QuantizeError where the program's metric drops further than the model was quantized with.
     """
-    _check_format(format)
-    described = _callers_metadata(metadata)
-    path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
+    target = quantized.target if quantized else None
+    path, form = destination(path, format, target)
+    key = _signing_key(sign, path, form)
+    described, inputs = _callers_metadata(metadata), as_inputs(example_inputs)
     precision = _precision(quantized.recipe) if quantized else "fp32"
-    runtime = _runtime(quantized.target if quantized else "onnxruntime", precision)
+    runtime = runtime_of(form, precision, target)
+    _require_packages(runtime)
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
-    onnx_model = onnx_graph.convert(sizes.capture(module), input_names=input_names, output_names=output_names)
+    captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
-        draft = Path(scratch) / "program.onnx"
-        files = onnx_graph.write(onnx_model, draft, weights=f"{path.name}.data")
-        program = _opened(draft, runtime)
-        parity = _parity(program, module, sizes.batches, parts)
+    with _staging(path) as staging:
+        draft = _Draft(captured, staging, path, form, runtime, key)
+        described |= draft.write(precision)
+        program = draft.opened()
+        parity = _parity(program, module, sizes.batches, parts, fresh=True)
         _accept(parity, max_difference, precision)
         against = f"simulated {precision}" if quantized else "fp32"
         described |= {"parity": {"against": against, **sizes.described(), **_described(parity)}, "precision": precision}
         if quantized:
             described["quantization"] = _quantization_report(quantized, program, inputs, parts, sizes)
-        described |= {"runtime": program.runtime} if program.runtime != "onnxruntime" else {}
-        described["versions"] = _versions(program.runtime)
-        seal(draft, described)
-        Program.load(draft, device="cpu")
-        for file in files:
-            os.replace(file, path if file == draft else path.with_name(file.name))
+        described |= _environment(program.runtime, draft.lone)
+        draft.publish(described)
     log.info("%s: %s", path, described["parity"])
-    return Program.load(path, device="cpu")
+    return Program.load(path, device="cpu", trusted=[key.public] if key else None)
 
 
-def _check_format(format: str) -> None:
-    if format != "onnx":
-        raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
-    for package in ("onnx", "onnxscript", "onnxruntime"):
+def _require_packages(runtime: Runtime) -> None:
+    for package in _PACKAGES[runtime]:
         require(package, extra="deploy")
+
+
+class _Draft:
+    """A program under construction in the folder ``staging``, which is to be at ``path``."""
+
+    def __init__(
+        self, captured: Captured, staging: Path, path: Path, form: Format, runtime: Runtime, key: SigningKey | None
+    ) -> None:  # fmt: skip
+        self._captured, self._staging, self._path, self._format, self._runtime, self._key = (
+            captured, staging, path, form, runtime, key,
+        )  # fmt: skip
+        self.lone = path.suffix == LONE
+        self._main = ""
+
+    def write(self, precision: str) -> dict[str, Any]:
+        """Write the files; return what they need of the machine that runs them."""
+        stem = self._path.stem if self.lone else "model"
+        self._main, needs = write(self._captured, self._staging, self._format, precision, stem)
+        return needs
+
+    def opened(self) -> Program:
+        """Open the program, which is described so far by what runs it."""
+        trusted = [self._key.public] if self._key else None
+        try:
+            if self.lone:
+                return Program.load(self._staging / self._main, device="cpu", runtime=self._runtime)
+            self._describe({"runtime": self._runtime})
+            return Program.load(self._staging, device="cpu", trusted=trusted)
+        except ProgramError as error:
+            raise ExportError(f"the exported model cannot be run here: {error}") from error
+
+    def publish(self, described: Mapping[str, Any]) -> None:
+        """Describe and check the program, and put it where it belongs in one step."""
+        if self.lone:
+            draft = self._staging / self._main
+            seal(draft, dict(described))
+            Program.load(draft, device="cpu")
+            for weights in self._staging.glob(f"{self._main}.data"):
+                os.replace(weights, self._path.with_name(weights.name))
+            os.replace(draft, self._path)
+            return
+        self._describe(described)
+        folder.read(self._staging, [self._key.public] if self._key else None)
+        files.publish(self._staging, self._path)
+
+    def _describe(self, described: Mapping[str, Any]) -> None:
+        inputs, outputs = self._captured.specs()
+        folder.write(
+            self._staging, format=self._format, main=self._main, inputs=inputs, outputs=outputs, description=described,
+            key=self._key,
+        )  # fmt: skip
+
+
+@contextmanager
+def _staging(path: Path) -> Iterator[Path]:
+    """Make a folder beside ``path`` that is gone afterwards, unless it was published."""
+    staging = files.make_staging(path)
+    try:
+        yield staging
+    finally:
+        files.discard(staging)
+
+
+def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, form: Format) -> SigningKey | None:
+    """Return the key to sign with; ExportError where a format needs one and has none, and for a program that cannot have one."""
+    if sign is None:
+        if form in folder.EXECUTED:
+            raise ExportError(
+                f"{form} programs are loaded only if somebody who is trusted signed them ({folder.EXECUTED[form]}): give sign= an "
+                "Ed25519 key, which `openssl genpkey -algorithm ed25519 -out FILE` makes"
+            )
+        return None
+    if path.suffix == LONE:
+        raise ExportError(f"{path} would be one file, and only a folder is signed: name a folder, without {LONE}")
+    if isinstance(sign, SigningKey):
+        return sign
+    try:
+        return SigningKey.read(Path(sign))
+    except (OSError, SigningError) as error:
+        raise ExportError(f"cannot sign with {os.fspath(sign)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -165,6 +253,12 @@ class _Sizes:
     def capture(self, module: nn.Module) -> ExportedProgram:
         return capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)
 
+    def names(self) -> FreeDimensions:
+        """Return the free dimensions of each input with their names."""
+        if self.free is not None:
+            return self.free
+        return [{0: "batch"} if self.dynamic_batch and value.dim() else {} for value in self.example]
+
     def described(self) -> dict[str, Any]:
         """Say on what sizes a program was compared."""
         if self.free is None:
@@ -178,44 +272,32 @@ class _Sizes:
 
 def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     described = dict(metadata or {})
-    check_metadata(described, reserved={"precision", "parity", "quantization", "runtime", "versions"})
+    reserved = {"precision", "parity", "quantization", "runtime", "versions", "instruction_sets"}
+    check_metadata(described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes"})
     if "processing" in described:
         check_name(described["processing"])
     return described
 
 
-def _runtime(target: Target, precision: str) -> Runtime:
-    """Return what runs the program of a target; ExportError for one that runs no ONNX file."""
-    if target in ("inductor", "executorch"):
-        raise ExportError(
-            f"the model was quantized for {target}, which does not run ONNX files: quantize it with target='openvino' or "
-            "'onnxruntime'"
-        )
-    if target == "openvino":
-        return "openvino-bf16" if precision == "bf16" else "openvino"
-    return "onnxruntime"  # where TensorRT's programs are compared with their models, too
-
-
-def _opened(draft: Path, runtime: Runtime) -> Program:
-    """Open a program that does not say yet what runs it."""
-    try:
-        return Program.load(draft, device="cpu", runtime=runtime)
-    except ProgramError as error:
-        raise ExportError(f"the exported model cannot be run here: {error}") from error
-
-
 def _parity(
-    program: Program, module: nn.Module, batches: Mapping[str, Inputs], parts: Parts | None
+    program: Program, module: nn.Module, batches: Mapping[str, Inputs], parts: Parts | None, *, fresh: bool = False
 ) -> dict[str, Parity]:  # fmt: skip
-    """Compare the program with ``module`` on ``batches`` by name; the worst of every output, or part, by name."""
+    """Compare the program with ``module`` on ``batches`` by name; the worst of every output, or part, by name.
+
+    ``fresh``: the program runs in a process of its own.
+    """
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
+    if fresh:
+        held = run_fresh(program, [[value.numpy() for value in batch] for batch in batches.values()]).outputs
+        given: Any = ([torch.from_numpy(output) for output in outputs] for outputs in held)
+    else:
+        given = (as_outputs(program(*batch)) for batch in batches.values())
     found: dict[str, list[Parity]] = {}
-    for which, batch in batches.items():
+    for (which, batch), outputs in zip(batches.items(), given):
         with torch.no_grad():
             expected = as_outputs(module(*batch))
-        given = program(*batch)
         try:
-            for name, parity in compare(expected, as_outputs(given), named).items():
+            for name, parity in compare(expected, outputs, named).items():
                 found.setdefault(name, []).append(parity)
         except ValueError as error:
             raise ExportError(f"the program does not compute what the model computes at {which}: {error}") from error
@@ -292,9 +374,10 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
     planned, found = len(quantized.quantized_layers), _kernels(quantized, program)
     if sum(found.values()) < INTEGER_SHARE * planned:
         recipe = quantized.recipe
+        kind = "bfloat16" if isinstance(recipe, BFloat16) else "integer"
         field = "" if isinstance(recipe, BFloat16) else f" ({type(recipe).__name__}.skip)"
         raise ExportError(
-            f"only {sum(found.values())} of {planned} quantized layers became {_KERNELS[program.runtime]}, so the program "
+            f"only {sum(found.values())} of {planned} quantized layers became {kind} kernels in {NAMES[program.runtime]}, so the program "
             f"would be called {_precision(recipe)} without running as that: keep the modules around operators that it cannot run on "
             f"these kernels in float{field}, quantize for another target, or export the float model"
         )
@@ -304,30 +387,35 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
 
 def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
     """Count the kernels that the recipe asks for among those that the runtime really runs."""
-    if program.runtime != "onnxruntime":
-        wanted = ("bf16",) if program.runtime == "openvino-bf16" else INTEGERS
+    if program.runtime in ("openvino", "openvino-bf16"):
+        precisions = ("bf16",) if program.runtime == "openvino-bf16" else INTEGERS
         ran: Counter[str] = Counter()
         for (kind, precision), count in program.openvino_kernels().items():
-            if kind in LAYERS and precision in wanted:
+            if kind in LAYERS and precision in precisions:
                 ran[kind] += count
         return dict(sorted(ran.items()))
-    kernels = onnx_graph.INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else onnx_graph.LINEAR_KERNELS
-    found = onnx_graph.kernels(program.path, program.path.parent)
-    return {name: found[name] for name in sorted(kernels) if found[name]}
+    wanted = INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else LINEAR_KERNELS
+    found = program.kernels()
+    return {
+        name: found[name]
+        for name in sorted(torch_runtime.INTEGER_KERNELS if program.runtime == "inductor" else wanted)
+        if found[name]
+    }
 
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
     exported = sizes.capture(frozen_copy(quantized.reference))
-    plain = program.path.with_name("fp32.onnx")
-    size = program.nbytes + sum(
-        file.stat().st_size for file in plain.parent.glob("*.data")
-    )  # not listed before it is sealed
-    files = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
-    # bfloat16 is for speed over what runs anywhere, which is ONNX Runtime; integers are placed for one runtime
+    place = program.path if program.path.is_dir() else program.path.parent
+    size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
+    # bfloat16 and AOTInductor are for speed over what runs anywhere, which is ONNX Runtime
     runtime: Runtime = "openvino" if program.runtime == "openvino" else "onnxruntime"
-    programs = {"fp32": Program.load(plain, device="cpu", runtime=runtime), "quantized": program}
-    table = benchmark(programs, sizes.one(inputs), rounds=TIMED_ROUNDS)
+    with tempfile.TemporaryDirectory(prefix=".fp32-", dir=place.parent) as scratch:
+        plain = Path(scratch) / "fp32.onnx"
+        written = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
+        size_fp32 = sum(file.stat().st_size for file in written)
+        programs = {"fp32": Program.load(plain, device="cpu", runtime=runtime), "quantized": program}
+        table = benchmark(programs, sizes.one(inputs), rounds=TIMED_ROUNDS)
     row = table["quantized"]
     if row.speedup_high < 1:
         log.warning(
@@ -342,7 +430,7 @@ def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _
         "high": row.speedup_high,
         "threads": table.threads,
         "shapes": [list(shape) for shape in table.shapes],
-        "size_over_fp32": size / sum(file.stat().st_size for file in files),
+        "size_over_fp32": size / size_fp32,
     }
 
 
@@ -370,8 +458,14 @@ def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
     return {**values(worst(list(found.values()))), "outputs": {name: values(one) for name, one in found.items()}}
 
 
+def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
+    """Name the runtime where a program does not go without saying, the versions, and this processor's instruction sets."""
+    named = {} if lone and runtime == "onnxruntime" else {"runtime": runtime}
+    return {**named, "versions": _versions(runtime), "instruction_sets": sorted(instruction_sets())}
+
+
 def _versions(runtime: Runtime) -> dict[str, str]:
-    packages = ("torch", "onnx", "onnxruntime", *(("openvino",) if runtime != "onnxruntime" else ()))
+    packages = ("torch", *(name for name in _PACKAGES[runtime] if name != "onnxscript"))
     return {name: str(require(name, extra="deploy").__version__) for name in packages} | {
         "machine": platform.machine(),
     }

@@ -1,9 +1,8 @@
-"""Convert captured graphs to ONNX, and count the kernels that ONNX Runtime makes of them."""
+"""Convert captured graphs to ONNX."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,8 @@ from arclight.fabric.extras import require
 if TYPE_CHECKING:
     import onnx
 
-INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
-"""ONNX Runtime's kernels of layers with weights that multiply 8-bit integers."""
 LARGEST_FILE = 2**31 - 2**24
 """Bytes of weights from which they are kept beside the file: protobuf messages end at 2 GiB, and there is more in them."""
-LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"}
-"""Those of linear layers whose activations have no fixed ranges."""
 
 
 def convert(
@@ -61,20 +56,6 @@ def write(model: onnx.ModelProto, path: Path, *, weights: str | None = None) -> 
         model, str(path), save_as_external_data=True, location=weights, size_threshold=1024
     )
     return [path.with_name(weights), path]
-
-
-def kernels(path: Path, scratch: Path) -> Counter[str]:
-    """Count the operators of the graph that ONNX Runtime really runs on this CPU for a file.
-
-    ``scratch`` is a folder that may be written to.
-    """
-    runtime, onnx_ = require("onnxruntime", extra="deploy"), require("onnx", extra="deploy")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4
-    options.optimized_model_filepath = str(scratch / "optimized.onnx")
-    runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    graph = onnx_.load(options.optimized_model_filepath, load_external_data=False).graph
-    return Counter(node.op_type for node in graph.node)
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:

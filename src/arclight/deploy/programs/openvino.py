@@ -1,24 +1,25 @@
-"""Run an ONNX file in OpenVINO, behind the methods of an ONNX Runtime session that a Program calls."""
+"""Run an ONNX file or OpenVINO's own representation in OpenVINO."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from arclight.deploy.errors import ProgramError
+from arclight.deploy.programs.session import Array, TensorSpec
 from arclight.fabric.extras import require
 
 LAYERS = {"FullyConnected", "Convolution", "Deconvolution", "MatMul"}
 """OpenVINO's kernels of layers with weights."""
 INTEGERS = {"i8", "u8"}
 """OpenVINO's names of the precisions that multiply 8-bit integers."""
-_ONNX_TYPES = {
-    "f32": "float", "f64": "double", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
+_DTYPES = {
+    "f32": "float32", "f64": "float64", "f16": "float16", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
 }  # fmt: skip
-"""OpenVINO's names of types: ONNX's."""
+"""OpenVINO's names of types: NumPy's."""
 
 
 def check_bfloat16() -> None:
@@ -32,7 +33,10 @@ def check_bfloat16() -> None:
 
 
 class OpenVinoSession:
-    """One compiled model; ``bfloat16`` says what float32 operators compute in, which OpenVINO would choose itself."""
+    """One compiled model; ``bfloat16`` says what float32 operators compute in, which OpenVINO would choose itself.
+
+    Raises ProgramError for a file that OpenVINO cannot run.
+    """
 
     def __init__(self, path: Path, *, threads: int | None, bfloat16: bool) -> None:
         if bfloat16:
@@ -41,30 +45,25 @@ class OpenVinoSession:
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
         core = _core()
-        self._model = core.read_model(path)
-        self._compiled = core.compile_model(self._model, "CPU", options)
+        try:
+            self._model = core.read_model(path)
+            self._compiled = core.compile_model(self._model, "CPU", options)
+        except RuntimeError as error:
+            kind = "OpenVINO" if path.suffix == ".xml" else "ONNX"
+            raise ProgramError(f"{path} is not an {kind} program that OpenVINO can run: {error}") from error
+        self.inputs = tuple(_spec(port) for port in self._compiled.inputs)
+        self.outputs = tuple(_spec(port) for port in self._compiled.outputs)
         self._requests = threading.local()  # a request serves one thread
 
-    def get_inputs(self) -> list[SimpleNamespace]:
-        return [_described(port) for port in self._compiled.inputs]
-
-    def get_outputs(self) -> list[SimpleNamespace]:
-        return [_described(port) for port in self._compiled.outputs]
-
-    def get_modelmeta(self) -> SimpleNamespace:
-        """Return what the file says of itself, as it was read here."""
-        held = self._model.get_rt_info()
-        if "framework" not in held:
-            return SimpleNamespace(custom_metadata_map={})
-        read = held["framework"]
-        return SimpleNamespace(custom_metadata_map={name: str(read[name].value) for name in read})
-
-    def run(self, _names: None, feed: dict[str, Any]) -> list[Any]:
+    def run(self, values: Sequence[Array]) -> list[Array]:
         if not hasattr(self._requests, "mine"):
             self._requests.mine = self._compiled.create_infer_request()
-        return list(self._requests.mine.infer(feed).to_tuple())
+        return list(self._requests.mine.infer(dict(enumerate(values))).to_tuple())
 
-    def kernels(self) -> Counter[tuple[str, str]]:
+    def kernels(self) -> Counter[str]:
+        return Counter({f"{kind} {precision}": count for (kind, precision), count in self.by_precision().items()})
+
+    def by_precision(self) -> Counter[tuple[str, str]]:
         """Count the operators that run, by kind and precision: ("Convolution", "bf16")."""
         found: Counter[tuple[str, str]] = Counter()
         for node in self._compiled.get_runtime_model().get_ordered_ops():
@@ -72,13 +71,18 @@ class OpenVinoSession:
             found[str(said["layerType"].value), str(said["runtimePrecision"].value)] += 1
         return found
 
+    def stored(self, key: str) -> str | None:
+        held = self._model.get_rt_info()
+        if "framework" not in held or key not in held["framework"]:
+            return None
+        return str(held["framework"][key].value)
+
 
 def _core() -> Any:
     return require("openvino", extra="deploy").Core()
 
 
-def _described(port: Any) -> SimpleNamespace:
+def _spec(port: Any) -> TensorSpec:
     kind = port.get_element_type().get_type_name()
-    shape = [None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
-    text = f"tensor({_ONNX_TYPES.get(kind, kind)})"
-    return SimpleNamespace(name=port.get_any_name(), type=text, shape=shape)
+    shape = tuple("any" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+    return TensorSpec(port.get_any_name(), _DTYPES.get(kind, kind), shape)

@@ -6,56 +6,28 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from arclight.deploy.errors import ProgramError
+from arclight.deploy.programs import folder
+from arclight.deploy.programs.folder import Trusted
 from arclight.deploy.programs.metadata import KEY, changed, unseal
+from arclight.deploy.programs.onnx_runtime import Device, OnnxRuntimeSession
 from arclight.deploy.programs.openvino import OpenVinoSession
 from arclight.deploy.programs.processing import Processing, check_name, resolve
+from arclight.deploy.programs.processor import check_processor
+from arclight.deploy.programs.session import NAMES, Runtime, Session
+from arclight.deploy.programs.torch_runtime import TorchSession
 from arclight.fabric.extras import require
-
-Device = Literal["auto", "cpu", "cuda"]
-Runtime = Literal["onnxruntime", "openvino", "openvino-bf16"]
-"""What runs a program: ONNX Runtime, or OpenVINO in float32 or in bfloat16."""
-
-_NAMES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO"}
-_DTYPES = {
-    "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
-    "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An input or output of a program."""
-
-    name: str
-    dtype: str
-    """A NumPy name, such as float32."""
-    shape: tuple[int | str, ...]
-    """Sizes; a text stands for any size."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
-
-    def check(self, value: Any) -> None:
-        """ProgramError where ``value``, an array or a tensor, is not what this input takes."""
-        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-        fits = len(shape) == len(self.shape) and all(
-            isinstance(wanted, str) or wanted == given for wanted, given in zip(self.shape, shape)
-        )
-        if dtype != self.dtype or not fits:
-            raise ProgramError(f"the program expects {self}, got {dtype} ({', '.join(map(str, shape))})")
 
 
 class Program:
-    """An exported model in ONNX Runtime; ``Program.load(path)`` makes one.
+    """An exported model in its runtime; ``Program.load(path)`` makes one.
 
     ``program(x)`` takes and returns NumPy arrays or tensors, whichever it is given; a model with one output returns
     it alone, another a tuple. Any number of threads may call it at once.
@@ -64,18 +36,23 @@ class Program:
     def __init__(
         self,
         path: Path,
-        session: Any,
+        session: Session,
         metadata: dict[str, Any],
         processing: Processing | None,
         runtime: Runtime = "onnxruntime",
+        *,
+        contents: folder.Contents | None = None,
+        threads: int | None = None,
     ) -> None:
         self.path = path
         self.runtime = runtime
+        self.threads = threads
+        """CPU threads that it runs on; None: as many as its runtime likes."""
         self.metadata = metadata
-        """What the exporter wrote into the file; empty for an ONNX file from elsewhere."""
-        self.inputs = tuple(_spec(value) for value in session.get_inputs())
-        self.outputs = tuple(_spec(value) for value in session.get_outputs())
-        self._session = session
+        """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
+        self.inputs = session.inputs if contents is None else contents.inputs
+        self.outputs = session.outputs if contents is None else contents.outputs
+        self._session, self._contents = session, contents
         self._given_processing = processing
 
     @classmethod
@@ -86,28 +63,51 @@ class Program:
         threads: int | None = None,
         device: Device = "auto",
         runtime: Runtime | None = None,
+        trusted: Trusted | None = None,
     ) -> Program:
-        """Load the program at ``path`` on ``threads`` CPU threads (default: all cores).
+        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
 
-        ``processing`` replaces what the file names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
-        except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the file
-        names (default: ONNX Runtime). Raises ProgramError where the file is
-        missing, damaged, not ONNX, changed since its export, or names a processing outside this package.
+        ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
+        except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
+        names (default: ONNX Runtime). ``trusted``: load it only if one of these public keys signed it, which formats that run
+        what their file says (pt2, aoti) always need. Raises ProgramError where the program is
+        missing, damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime has
+        seen it by then.
         """
         path = Path(path)
-        _check_file(path)
-        metadata, text = unseal(path)
+        if path.is_dir():
+            contents = folder.read(path, trusted)
+            metadata, text, file = contents.description, None, path / contents.main
+        else:
+            _check_file(path, trusted)
+            contents, file = None, path
+            metadata, text = unseal(path)
         if "processing" in metadata:
             check_name(metadata["processing"])
+        check_processor(metadata)
         runtime = runtime or metadata.get("runtime", "onnxruntime")
-        session = _session(path, threads, "cpu" if device == "auto" and "quantization" in metadata else device, runtime)
-        if session.get_modelmeta().custom_metadata_map.get(KEY) != text:  # the runtime must read what was checked
+        device = "cpu" if device == "auto" and "quantization" in metadata else device
+        session = _session(file, threads, device, runtime, contents)
+        if contents is None and session.stored(KEY) != text:  # the runtime must read what was checked
             raise changed(path)
-        return cls(path, session, metadata, processing, runtime)
+        return cls(path, session, metadata, processing, runtime, contents=contents, threads=threads)
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
-        return type(self)(self.path, self._session, self.metadata, processing, self.runtime)
+        return type(self)(
+            self.path, self._session, self.metadata, processing, self.runtime,
+            contents=self._contents, threads=self.threads,
+        )  # fmt: skip
+
+    @property
+    def format(self) -> str:
+        """onnx, openvino, pt2 or aoti."""
+        return "onnx" if self._contents is None else self._contents.format
+
+    @property
+    def signer(self) -> str | None:
+        """Public key of the trusted signer, base64; None where `load` was not asked for a signature."""
+        return None if self._contents is None else self._contents.signer
 
     @property
     def precision(self) -> str:
@@ -116,7 +116,9 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file, and of those beside it that hold its weights."""
+        """Size of the folder's files; of an .onnx file, and of those beside it that hold its weights."""
+        if self._contents is not None:
+            return sum(record.bytes for record in self._contents.files.values())
         files = (self.path, *(self.path.parent / name for name in self.metadata.get("files", {})))
         return sum(file.stat().st_size for file in files)
 
@@ -143,11 +145,10 @@ class Program:
         values = [value if _is_tensor(value) else np.asarray(value) for value in inputs]
         for spec, value in zip(self.inputs, values):
             spec.check(value)
-        feed = {spec.name: _as_numpy(value) for spec, value in zip(self.inputs, values)}
         try:
-            outputs = self._session.run(None, feed)
+            outputs = self._session.run([_as_numpy(value) for value in values])
         except Exception as error:  # ONNX Runtime's errors share no class below Exception
-            raise ProgramError(f"{_NAMES[self.runtime]} could not run {self.path.name}: {error}") from error
+            raise ProgramError(f"{NAMES[self.runtime]} could not run {self.path.name}: {error}") from error
         tensor = next((value for value in values if _is_tensor(value)), None)
         if tensor is not None:
             outputs = [_as_tensor(output, like=tensor) for output in outputs]
@@ -174,82 +175,66 @@ class Program:
 
     def with_threads(self, threads: int) -> Program:
         """Open the same program on ``threads`` CPU threads."""
-        session = _session(self.path, threads, "cpu", self.runtime)
-        return Program(self.path, session, self.metadata, self._given_processing, self.runtime)
+        file = self.path if self._contents is None else self.path / self._contents.main
+        session = _session(file, threads, "cpu", self.runtime, self._contents)
+        return Program(
+            self.path, session, self.metadata, self._given_processing, self.runtime,
+            contents=self._contents, threads=threads,
+        )  # fmt: skip
+
+    def kernels(self) -> Counter[str]:
+        """Count the kernels that its runtime runs, by its names for them: QLinearConv, "Convolution u8", qconv_pointwise."""
+        return self._session.kernels()
 
     def openvino_kernels(self) -> Counter[tuple[str, str]]:
         """Count the operators that OpenVINO runs for this program, by kind and precision: ("Convolution", "bf16")."""
         if not isinstance(self._session, OpenVinoSession):
-            raise ProgramError(f"{self.path} runs in ONNX Runtime: load it with runtime='openvino'")
-        return self._session.kernels()
+            raise ProgramError(f"{self.path} runs in {NAMES[self.runtime]}: load it with runtime='openvino'")
+        return self._session.by_precision()
 
     def __repr__(self) -> str:
         described = [str(spec) for spec in self.inputs], [str(spec) for spec in self.outputs]
         return f"Program({str(self.path)!r}, {self.precision}, {', '.join(described[0])} -> {', '.join(described[1])})"
 
 
-def _check_file(path: Path) -> None:
+def import_runtime(runtime: Runtime) -> None:
+    """Import the package that ``runtime`` is in; MissingExtraError where it is not installed."""
+    package = {"onnxruntime": "onnxruntime", "torch": "torch", "inductor": "torch"}.get(runtime, "openvino")
+    require(package, extra="deploy")
+
+
+def _check_file(path: Path, trusted: Trusted | None) -> None:
     if not path.is_file():
         raise ProgramError(f"there is no program at {path}")
     if path.stat().st_size == 0:
         raise ProgramError(f"{path} is empty")
+    if trusted is not None:
+        raise ProgramError(f"{path} is one file, and only a program's folder is signed: export a folder with sign=")
 
 
-def _session(path: Path, threads: int | None, device: Device, runtime: Runtime) -> Any:
+def _session(
+    file: Path, threads: int | None, device: Device, runtime: Runtime, contents: folder.Contents | None
+) -> Session:  # fmt: skip
+    """Open ``file`` in ``runtime``; ProgramError where it cannot run it."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    if runtime != "onnxruntime":
-        return _openvino_session(path, threads, device, runtime)
-    return _onnxruntime_session(path, threads, device)
-
-
-def _openvino_session(path: Path, threads: int | None, device: Device, runtime: Runtime) -> Any:
-    if runtime not in ("openvino", "openvino-bf16"):
+    if runtime not in get_args(Runtime):
         raise ProgramError(
-            f"{path} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"
+            f"{file} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"
         )
-    if device == "cuda":
-        raise ProgramError(f"{path} runs in OpenVINO, on the CPU: take device='cpu'")
-    try:
-        return OpenVinoSession(path, threads=threads, bfloat16=runtime == "openvino-bf16")
-    except RuntimeError as error:
-        raise ProgramError(f"{path} is not an ONNX program that OpenVINO can run: {error}") from error
-
-
-def _onnxruntime_session(path: Path, threads: int | None, device: Device) -> Any:
-    runtime = require("onnxruntime", extra="deploy")
-    runtime.disable_telemetry_events()
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads or 0
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised, there is no need to print them too
-    providers = _providers(device)
-    try:
-        session = runtime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # ONNX Runtime's errors share no class below Exception
-        detail = str(error).rpartition("failed:")[2].strip() or str(error)
-        raise ProgramError(f"{path} is not a complete ONNX program that this machine can run: {detail}") from error
-    if session.get_providers()[0] != providers[0]:  # ONNX Runtime only warns about it
-        raise ProgramError(f"ONNX Runtime could not start {providers[0]} on this machine: take device='cpu'")
-    return session
-
-
-def _providers(device: Device) -> list[str]:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not _cuda_available():
-        raise ProgramError("this ONNX Runtime has no CUDA: install onnxruntime-gpu, or take device='cpu'")
-    cuda = device == "cuda" or (device == "auto" and _cuda_available())
-    return ["CUDAExecutionProvider", "CPUExecutionProvider"] if cuda else ["CPUExecutionProvider"]
-
-
-def _cuda_available() -> bool:
-    return "CUDAExecutionProvider" in require("onnxruntime", extra="deploy").get_available_providers()
-
-
-def _spec(value: Any) -> TensorSpec:
-    shape = tuple(size if isinstance(size, int) else str(size or "any") for size in value.shape)
-    return TensorSpec(value.name, _DTYPES.get(value.type, value.type), shape)
+    form = "onnx" if contents is None else contents.format
+    if runtime not in folder.RUNTIMES[form]:
+        known = ", ".join(sorted(folder.RUNTIMES[form]))
+        raise ProgramError(f"{file} is of format {form}, which {NAMES[runtime]} does not run: take {known}")
+    if device == "cuda" and runtime != "onnxruntime":
+        raise ProgramError(f"{file} runs in {NAMES[runtime]}, on the CPU: take device='cpu'")
+    if runtime == "onnxruntime":
+        return OnnxRuntimeSession(file, threads=threads, device=device)
+    if runtime in ("openvino", "openvino-bf16"):
+        return OpenVinoSession(file, threads=threads, bfloat16=runtime == "openvino-bf16")
+    assert contents is not None  # an .onnx file runs in none of torch's runtimes
+    compiled = runtime == "inductor"
+    return TorchSession(file, threads=threads, compiled=compiled, inputs=contents.inputs, outputs=contents.outputs)
 
 
 def _is_tensor(value: object) -> bool:

@@ -30,6 +30,7 @@ from arclight.deploy.errors import QuantizeError, VerificationError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.parity import Parity, compare, worst
 from arclight.deploy.programs.benchmark import benchmark
+from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS
 from arclight.deploy.programs.openvino import LAYERS
 from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing import pt2e
@@ -370,7 +371,7 @@ def _run_backend(
         program = _written(made.program, trials[0], free, scratch / "quantized.onnx", backend)
         found, failures = _parity(given, _outputs(program, trials), trials, what=backend)
         failures += _below(found, limits["backend_db"], f"backend_db: {backend}, output")
-        kernels, integer = _kernels(backend, program, scratch)
+        kernels, integer = _kernels(backend, program)
         planned = len(report.integer_layers)
         if integer < limits["integer_share"] * planned:
             failures.append(
@@ -398,12 +399,12 @@ def _written(model: nn.Module, example: Inputs, free: FreeDimensions, path: Path
     return Program.load(path, device="cpu", runtime=backend)
 
 
-def _kernels(backend: Backend, program: Program, scratch: Path) -> tuple[Counter[str], int]:
+def _kernels(backend: Backend, program: Program) -> tuple[Counter[str], int]:
     """Count the layers that the runtime runs by kernel, and those on integers."""
     if backend == "openvino":
         layers = Counter(
             {f"{kind} {kept}": n for (kind, kept), n in program.openvino_kernels().items() if kind in LAYERS}
         )
         return layers, sum(n for name, n in layers.items() if name.split()[1] in ("i8", "u8"))
-    found = onnx_graph.kernels(program.path, scratch)
-    return found, sum(found[name] for name in onnx_graph.INTEGER_KERNELS)
+    found = program.kernels()
+    return found, sum(found[name] for name in INTEGER_KERNELS)

@@ -11,9 +11,10 @@ import threading
 import time
 from dataclasses import replace
 
+from arclight.fabric.signing import is_signed
 from arclight.federated.errors import FederatedError, ProtocolError, SessionError
 from arclight.federated.protocol import Join, Message, SecureSumRequest, Welcome, keys_text
-from arclight.federated.transports.keys import Registry, is_signed
+from arclight.federated.transports.keys import Registry
 
 log = logging.getLogger(__name__)
 

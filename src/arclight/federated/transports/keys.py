@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import hashlib
 import ipaddress
@@ -12,14 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from arclight.fabric.extras import require
+from arclight.fabric.signing import SigningError, SigningKey, is_public_key, is_signed, private_pem, write_new
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.tls import check_private
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _YEARS = 10
 _NAME = re.compile(r"[\w.-]{1,100}")
@@ -87,8 +83,8 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
     made = builder.sign(key, _cryptography("hazmat.primitives.hashes").SHA256())
     serialization = _cryptography("hazmat.primitives.serialization")
     folder.mkdir(parents=True, exist_ok=True)
-    _write_new(folder / "server.key", _private_pem(key), secret=True)
-    _write_new(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM), secret=False)
+    write_new(folder / "server.key", private_pem(key), secret=True)
+    write_new(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM), secret=False)
     return Certificate(folder / "server.pem", folder / "server.key", fingerprint_of(folder / "server.pem"))
 
 
@@ -102,48 +98,23 @@ def fingerprint_of(certificate: str | Path) -> str:
     return hashlib.sha256(read.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
-class NodeKey:
+class NodeKey(SigningKey):
     """A node's private key."""
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
-        self._key = key
+    extra = "federated"
 
     @classmethod
-    def make(cls, path: str | Path) -> NodeKey:
-        """Make a key and write it to ``path``, readable by its owner alone.
-
-        Raises FileExistsError where a file is there.
-        """
-        key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        _write_new(Path(path), _private_pem(key), secret=True)
-        return cls(key)
-
-    @classmethod
-    def read(cls, path: str | Path) -> NodeKey:
+    def read(cls, path: str | Path) -> Self:
         """Read the key in ``path``.
 
         Raises FederatedError for a file that holds none, or that others can read.
         """
-        serialization = _cryptography("hazmat.primitives.serialization")
-        kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
         try:
-            key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+            return super().read(path)
         except FileNotFoundError as error:
             raise FederatedError(f"there is no node key {path}; `arclight federate keys node` makes one") from error
-        except (ValueError, TypeError) as error:
-            raise FederatedError(
-                f"{path} holds no node key: {error}; `arclight federate keys node` makes one"
-            ) from error
-        if not isinstance(key, kind):
-            raise FederatedError(f"{path} holds another kind of key: `arclight federate keys node` makes a node's")
-        check_private(path)
-        return cls(key)
-
-    @property
-    def public(self) -> str:
-        """Return the public key, base64."""
-        return base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
+        except SigningError as error:
+            raise FederatedError(f"no node key: {error}; `arclight federate keys node` makes one") from error
 
     def line(self, node: str, clients: Iterable[str] = ()) -> str:
         """Return the line of a file of nodes that lets this key join as ``node``.
@@ -151,9 +122,6 @@ class NodeKey:
         clients: those that it may answer for; none: any.
         """
         return line_of(node, self.public, clients)
-
-    def sign(self, text: bytes) -> str:
-        return base64.b64encode(self._key.sign(text)).decode()
 
 
 @dataclass(frozen=True)
@@ -204,7 +172,7 @@ class Registry:
             if (
                 len(fields) not in (2, 3)
                 or not _NAME.fullmatch(fields[0])
-                or not _is_key(fields[1])
+                or not is_public_key(fields[1])
                 or fields[0] in found
             ):
                 raise FederatedError(
@@ -223,7 +191,7 @@ def line_of(node: str, public: str, clients: Iterable[str] = ()) -> str:
     """
     named = tuple(clients)
     check_names(node, *named)
-    if not _is_key(public):
+    if not is_public_key(public):
         raise FederatedError(f"a public key is 32 bytes in base64, got {public[:60]!r}")
     return " ".join(filter(None, (node, public, ",".join(named))))
 
@@ -235,26 +203,6 @@ def check_names(*names: str) -> None:
             raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
 
 
-def is_signed(text: bytes, signature: str, public: str) -> bool:
-    """Return True if ``signature`` is the public key's for ``text``."""
-    invalid = _cryptography("exceptions").InvalidSignature
-    key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PublicKey.from_public_bytes(
-        base64.b64decode(public)
-    )
-    try:
-        key.verify(base64.b64decode(signature, validate=True), text)
-    except (invalid, ValueError):
-        return False
-    return True
-
-
-def _is_key(text: str) -> bool:
-    try:
-        return len(base64.b64decode(text, validate=True)) == 32
-    except ValueError:
-        return False
-
-
 def _general_name(x509: Any, host: str) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
@@ -264,20 +212,6 @@ def _general_name(x509: Any, host: str) -> Any:
                 f"a host is a name or an address alone, as server.example.org or 10.0.0.7, got {host!r}"
             ) from None
         return x509.DNSName(host)
-
-
-def _private_pem(key: Any) -> bytes:
-    serialization = _cryptography("hazmat.primitives.serialization")
-    made: bytes = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return made
-
-
-def _write_new(path: Path, content: bytes, *, secret: bool) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
-    with os.fdopen(file, "wb") as opened:
-        opened.write(content)
 
 
 def _cryptography(module: str) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from arclight.fabric import signing
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
@@ -23,12 +23,10 @@ _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 
 def check_private(path: str | Path) -> None:
     """Raise FederatedError for a private key of ours that others on this machine can read."""
-    found = os.stat(path)
-    if hasattr(os, "getuid") and found.st_uid == os.getuid() and found.st_mode & 0o077:
-        raise FederatedError(
-            f"{path} is a private key that others on this machine may read or write: `chmod 600 {path}`, and if they may have "
-            "done so, make a new one"
-        )
+    try:
+        signing.check_private(path)
+    except signing.SigningError as error:
+        raise FederatedError(str(error)) from error
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:

@@ -14,7 +14,7 @@ from arclight.serve.admission import Refusal, one_sentence
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
-    from arclight.deploy.programs.program import TensorSpec
+    from arclight.deploy.programs.session import TensorSpec
 
 log = logging.getLogger("arclight.serve")
 

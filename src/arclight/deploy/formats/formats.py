@@ -1,0 +1,234 @@
+"""The formats that programs are written in, which recipes each can hold, and those that are refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from arclight.deploy.capture import FreeDimensions, quiet
+from arclight.deploy.errors import ExportError
+from arclight.deploy.formats import onnx_graph
+from arclight.deploy.programs.folder import NAME, RUNTIMES, holds_program
+from arclight.deploy.programs.session import Runtime, TensorSpec
+from arclight.deploy.settings import Target
+from arclight.fabric.extras import require
+
+Format = Literal["onnx", "openvino", "pt2", "aoti"]
+DEFAULT: Format = "openvino"
+"""The format of a folder, where nobody names one."""
+LONE = ".onnx"
+"""Suffix of a program that is one file."""
+
+_REFUSED: Mapping[str, str] = {
+    "executorch": "ExecuTorch brings packages that do not fit this environment: install executorch into one of its own and lower the "
+    "model there, from format 'pt2'",
+    "tensorrt": "NVIDIA's tensorrt package and a GPU are missing here: run trtexec on the .onnx file where both are",
+    "coreml": "coremltools is missing, and macOS to compare the program on: convert format 'pt2' there",
+    "litert": "litert-torch is missing, which converts format 'pt2'",
+    "torchscript": "TorchScript is deprecated by torch and never written here: take 'pt2'",
+}
+_SUFFIXES: Mapping[str, str] = {
+    ".pte": "executorch", ".engine": "tensorrt", ".plan": "tensorrt", ".mlpackage": "coreml", ".mlmodel": "coreml",
+    ".tflite": "litert", ".ts": "torchscript", ".torchscript": "torchscript", ".xml": "openvino", ".pt2": "pt2", ".so": "aoti",
+}  # fmt: skip
+_FLOAT: Mapping[Format, Runtime] = {"onnx": "onnxruntime", "openvino": "openvino", "pt2": "torch", "aoti": "inductor"}
+"""Format of a float model: its runtime."""
+_QUANTIZED: Mapping[Target, Mapping[Format, Runtime]] = {
+    "onnxruntime": {"onnx": "onnxruntime"},
+    "openvino": {"openvino": "openvino", "onnx": "openvino"},
+    "inductor": {"aoti": "inductor"},
+    "executorch": {},
+    "tensorrt": {"onnx": "onnxruntime"},  # where its programs are compared with their models
+}
+"""Target that a model was quantized for: the formats that reach it, the natural one first, and what runs them here."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as one graph, with the names of its inputs, outputs and free dimensions."""
+
+    exported: ExportedProgram
+    free: FreeDimensions
+    """Free dimensions of each input; their names are those of the program's."""
+    input_names: Sequence[str] | None
+    output_names: Sequence[str] | None
+
+    def specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Describe inputs and outputs; sizes that depend on free dimensions are expressions in their names."""
+        nodes = {node.name: node for node in self.exported.graph.nodes}
+        signature = self.exported.graph_signature
+        taken = [nodes[name] for name in signature.user_inputs if isinstance(name, str)]
+        given = list(tree_leaves([node.args for node in nodes.values() if node.op == "output"]))
+        given = given[len(given) - len(signature.user_outputs) :]
+        symbols = {
+            str(node.meta["val"].shape[place]): name
+            for node, named in zip(taken, self.free)
+            for place, name in named.items()
+        }
+        inputs = self.input_names or [node.name for node in taken]
+        outputs = self.output_names or [node.name for node in given]
+        return (
+            tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(inputs, taken)),
+            tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(outputs, given)),
+        )
+
+
+def _spec(name: str, value: torch.Tensor, symbols: Mapping[str, str]) -> TensorSpec:
+    def size(length: Any) -> int | str:
+        if isinstance(length, int):
+            return length
+        text = str(length)
+        for symbol, free in symbols.items():
+            text = text.replace(symbol, free)
+        return text
+
+    return TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(size(length) for length in value.shape))
+
+
+_ISA = {"avx512": "avx512f"}
+"""AOTInductor's names of instruction sets that are not those of Linux."""
+
+
+def write_graph(exported: ExportedProgram, path: Path) -> None:
+    """Write ``exported`` without its example inputs, which are somebody's data, and which torch would pickle."""
+    examples = exported.example_inputs
+    exported.example_inputs = None
+    try:
+        with quiet():
+            torch.export.save(exported, path)
+    except Exception as error:  # torch raises many kinds, all of them about the graph
+        raise ExportError(f"torch.export cannot save the model: {error}") from error
+    finally:
+        exported.example_inputs = examples
+
+
+def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
+    """Compile ``exported`` with AOTInductor, and return what the library needs of a machine.
+
+    It is compiled frozen and without gradients: otherwise no integer kernel comes of an int8 graph. Raises ExportError without a
+    C++ compiler.
+    """
+    from torch._inductor import aoti_compile_and_package, cpp_builder, exc
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ExportError("AOTInductor compiles C++: install g++ or clang++, or name a compiler in CXX") from error
+    try:
+        with torch.no_grad(), quiet():
+            aoti_compile_and_package(exported, package_path=str(path), inductor_configs={"freezing": True})
+    except Exception as error:  # inductor raises many kinds
+        raise ExportError(f"AOTInductor cannot compile the model: {error}") from error
+    names = [name for name in str(pick_vec_isa()).split() if name != "INVALID_VEC_ISA"]
+    return {
+        "requires": [_ISA.get(name, name) for name in names],
+        "requires_machine": platform.machine(),
+        "passes": ["freezing"],
+    }
+
+
+def destination(path: str | os.PathLike[str], format: str | None, target: Target | None) -> tuple[Path, Format]:
+    """Return where a program goes and its format, by argument, else by suffix, else by the target it was quantized for.
+
+    Raises ExportError for a format that is refused, that does not fit the suffix, and for a folder that holds something else.
+    """
+    path = Path(path)
+    by_suffix = "onnx" if path.suffix == LONE else _SUFFIXES.get(path.suffix)
+    named = format or by_suffix or next(iter(_QUANTIZED[target] if target else ()), DEFAULT)
+    if named in _REFUSED:
+        raise ExportError(f"format {named!r} is not written: {_REFUSED[named]}")
+    if named not in RUNTIMES:
+        raise ExportError(f"format {named!r} is not known; there are {', '.join(RUNTIMES)}")
+    if path.suffix in _SUFFIXES:
+        raise ExportError(
+            f"{path}: a program of format {named} is a folder: call it {path.with_suffix('')}, format={named!r}"
+        )
+    if path.suffix == LONE and named != "onnx":
+        raise ExportError(f"{path} names an ONNX file, and the format is {named!r}: name a folder, without {LONE}")
+    if (
+        path.suffix != LONE
+        and path.exists()
+        and not (path.is_dir() and (holds_program(path) or not any(path.iterdir())))
+    ):
+        raise ExportError(
+            f"{path} is there and is no program, as it has no {NAME}: it is not replaced, name another folder"
+        )
+    return path, named  # type: ignore[return-value]
+
+
+def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime:
+    """Return what runs ``precision`` in ``format``; ExportError where that is not ``target``, which it was quantized for."""
+    if target is None:
+        return _FLOAT[format]
+    runtime = _QUANTIZED[target].get(format)
+    if runtime is not None:
+        return "openvino-bf16" if precision == "bf16" else runtime
+    if format == "pt2":
+        raise ExportError(
+            f"torch runs an {precision} graph in float, with rounding simulated, so there is no {precision} pt2: take format "
+            f"{', '.join(_QUANTIZED[target]) or 'onnx'}"
+        )
+    files = "ONNX files" if format == "onnx" else f"{format} programs"
+    able = [repr(name) for name, formats in _QUANTIZED.items() if format in formats and name != "tensorrt"]
+    formats = f", or take format {', '.join(_QUANTIZED[target])}" if _QUANTIZED[target] else ""
+    raise ExportError(
+        f"the model was quantized for {target}, which does not run {files}: quantize it with target={' or '.join(able)}{formats}"
+    )
+
+
+def write(
+    captured: Captured, folder: Path, format: Format, precision: str, stem: str
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Write ``captured`` into ``folder``; return the name of the main file, and what it needs of the machine that runs it."""
+    main = f"{stem}{_ENDINGS[format]}"
+    return main, _WRITERS[format](captured, folder / main, precision)
+
+
+def _write_onnx(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
+    model = onnx_graph.convert(captured.exported, input_names=captured.input_names, output_names=captured.output_names)
+    onnx_graph.write(model, path)
+    return {}
+
+
+def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
+    """Write OpenVINO's representation of the ONNX graph: its reader of torch graphs loses names, and has no rounded layers."""
+    openvino = require("openvino", extra="deploy")
+    model = onnx_graph.convert(captured.exported, input_names=captured.input_names, output_names=captured.output_names)
+    sources = onnx_graph.write(model, path.with_name("source.onnx"))
+    try:
+        converted = openvino.convert_model(sources[-1])
+        openvino.save_model(converted, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        raise ExportError(f"OpenVINO cannot convert the model: {error}") from error
+    finally:
+        for source in sources:
+            source.unlink()
+    return {"precision_hint": "bf16" if precision == "bf16" else "f32"}
+
+
+def _write_pt2(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
+    write_graph(captured.exported, path)
+    return {}
+
+
+def _write_aoti(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
+    if precision == "int8" and any(captured.free):
+        raise ExportError(
+            "AOTInductor makes integer kernels of an int8 model for fixed shapes only: export with dynamic_batch=False"
+        )
+    return write_library(captured.exported, path)
+
+
+_ENDINGS: Mapping[Format, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".pt2"}
+_WRITERS: Mapping[Format, Callable[[Captured, Path, str], dict[str, Any]]] = {
+    "onnx": _write_onnx, "openvino": _write_openvino, "pt2": _write_pt2, "aoti": _write_aoti,
+}  # fmt: skip

@@ -1,0 +1,52 @@
+"""Name the instruction sets of this processor, and check that a program finds those it needs."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from arclight.deploy.errors import ProgramError
+
+_TOLD = {
+    "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8", "amx_bf16", "amx_fp16",
+    "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+}  # fmt: skip
+"""Those that decide how fast, and how exactly, a program computes."""
+_VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
+
+
+@cache
+def instruction_sets() -> frozenset[str]:
+    """Return the names that Linux gives what this processor has of them; empty on other systems, which do not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(_TOLD.intersection(flags.partition(":")[2].split()))
+
+
+def check_processor(description: Mapping[str, Any]) -> None:
+    """Raise ProgramError for a program that needs other instructions; warn of one whose 8-bit sums may overflow here."""
+    present = instruction_sets()
+    required = description.get("requires", [])
+    if description.get("requires_machine", platform.machine()) != platform.machine():
+        raise ProgramError(
+            f"the program was compiled for {description['requires_machine']}, this machine is {platform.machine()}: compile it here"
+        )
+    if present and (missing := sorted(set(required) - present)):
+        raise ProgramError(
+            f"the program was compiled for {', '.join(missing)}, which this processor lacks: compile it here, or take an onnx "
+            "or openvino program"
+        )
+    narrow = description.get("precision") == "int8" and "avx2" in present and not _VNNI & present
+    if narrow and not description.get("quantization", {}).get("reduce_range"):
+        warnings.warn(
+            "this processor has no VNNI: it adds 8-bit products in 16 bits, which overflow with weights of 8 bits; quantize with "
+            "Int8(reduce_range=True) for it",
+            stacklevel=4,
+        )

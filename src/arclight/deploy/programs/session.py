@@ -1,0 +1,71 @@
+"""Define what a runtime offers a program: typed inputs and outputs, one call, and its kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from arclight.deploy.errors import ProgramError
+
+Array = np.ndarray[Any, Any]
+Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
+"""What runs a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
+NAMES: Mapping[str, str] = {
+    "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO", "torch": "torch", "inductor": "AOTInductor",
+}  # fmt: skip
+"""What people call the runtimes."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of a program."""
+
+    name: str
+    dtype: str
+    """A NumPy name, such as float32."""
+    shape: tuple[int | str, ...]
+    """Sizes; a text stands for any size."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorSpec:
+        """Read what `to_json` gives; ValueError for anything else."""
+        name, dtype, shape = (value[key] for key in ("name", "dtype", "shape"))
+        sizes = all(isinstance(size, str) or (type(size) is int and 0 <= size < 1 << 31) for size in shape)
+        if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list) or not sizes:
+            raise ValueError(f"{value!r} describes no tensor")
+        return cls(name, dtype, tuple(shape))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    def check(self, value: Any) -> None:
+        """ProgramError where ``value``, an array or a tensor, is not what this input takes."""
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        fits = len(shape) == len(self.shape) and all(
+            isinstance(wanted, str) or wanted == given for wanted, given in zip(self.shape, shape)
+        )
+        if dtype != self.dtype or not fits:
+            raise ProgramError(f"the program expects {self}, got {dtype} ({', '.join(map(str, shape))})")
+
+
+class Session(Protocol):
+    """One loaded program in one runtime; any number of threads may call ``run`` at once."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def run(self, values: Sequence[Array]) -> list[Array]:
+        """Compute the outputs for ``values``, in the order of ``inputs``; any exception of the runtime may leave it."""
+
+    def kernels(self) -> Counter[str]:
+        """Count the kernels that really run, by the runtime's name for them."""
+
+    def stored(self, key: str) -> str | None:
+        """Return a text that the file itself holds under ``key``, as the runtime read it."""

@@ -1,0 +1,89 @@
+"""Run archives of torch: graphs of torch.export, and libraries that AOTInductor compiled."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from arclight.deploy.errors import ProgramError
+from arclight.deploy.programs.session import Array, TensorSpec
+
+INTEGER_KERNELS = {"qconv_pointwise", "qlinear_pointwise"}
+"""oneDNN's kernels of layers with weights that multiply 8-bit integers, as AOTInductor calls them."""
+_CALL = re.compile(
+    r"\baoti_torch_cpu_(?:mkldnn)?_*((?:qconv|qlinear|convolution|linear)_\w*?pointwise|addmm|bmm|mm)\w*\("
+)
+
+
+class TorchSession:
+    """A graph of torch.export, or with ``compiled`` a library of AOTInductor.
+
+    Reading either runs what the file says (torch evaluates expressions in it): give none whose signature was not checked.
+    ``threads`` is the number of all of torch in this process while it runs. Raises ProgramError for a file that is damaged or for
+    another torch.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int | None,
+        compiled: bool,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+    ) -> None:
+        import torch
+
+        self._path, self._threads, self._compiled = path, threads, compiled
+        self.inputs, self.outputs = inputs, outputs
+        try:
+            if compiled:
+                self._call: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+            else:
+                self._call = torch.export.load(path).module()
+        except Exception as error:  # torch raises many kinds, all of them about the file
+            raise ProgramError(f"{path} is no program that torch {torch.__version__} can run: {error}") from error
+
+    def run(self, values: Sequence[Array]) -> list[Array]:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        with torch.inference_mode(), _threads(self._threads):
+            outputs = tree_leaves(self._call(*(torch.from_numpy(value) for value in values)))
+        return [output.numpy() for output in outputs]
+
+    def kernels(self) -> Counter[str]:
+        if self._compiled:
+            return Counter(_CALL.findall(self._source()))
+        graph: Any = self._call
+        return Counter(
+            str(node.target).removesuffix(".default") for node in graph.graph.nodes if node.op == "call_function"
+        )
+
+    def stored(self, key: str) -> str | None:
+        return None
+
+    def _source(self) -> str:
+        """Return the C++ that the library was compiled from, which the archive holds."""
+        with zipfile.ZipFile(self._path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("wrapper.cpp")]
+            return "\n".join(archive.read(name).decode(errors="replace") for name in names)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None and count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

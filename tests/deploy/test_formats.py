@@ -1,0 +1,274 @@
+"""Formats: one contract for all of them, and what each refuses."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, export, quantize
+from arclight.deploy.formats import onnx_graph
+from arclight.deploy.formats.formats import destination, write_graph
+from arclight.deploy.programs.fresh import run_fresh
+from arclight.deploy.programs.torch_runtime import TorchSession
+from arclight.deploy.settings import Target
+from arclight.fabric.signing import SigningKey
+
+
+class TwoHeads(nn.Module):
+    """A convolution with batch norm, and two outputs of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-3), nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.norm(self.conv(images)).relu()
+        return self.head(features.mean((2, 3))), features.amax(1)
+
+
+@pytest.fixture(scope="module")
+def two_heads() -> nn.Module:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(4, 3, 8, 8) * 3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> SigningKey:
+    return SigningKey.make(tmp_path_factory.mktemp("keys") / "key.pem")
+
+
+FORMATS = [
+    "onnx",
+    "openvino",
+    pytest.param("pt2", marks=pytest.mark.slow),
+    pytest.param("aoti", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def program(
+    request: pytest.FixtureRequest, two_heads: nn.Module, key: SigningKey, tmp_path_factory: pytest.TempPathFactory
+) -> Program:  # fmt: skip
+    return export(
+        two_heads, tmp_path_factory.mktemp("programs") / request.param, example_inputs=torch.randn(4, 3, 8, 8), format=request.param,
+        input_names=["images"], output_names=["logits", "map"], metadata={"names": ["código"]}, sign=key,
+    )  # fmt: skip
+
+
+class TestContract:
+    """What every format does."""
+
+    def test_it_computes_what_the_model_computes(self, program: Program, two_heads: nn.Module) -> None:
+        for batch in (1, 3, 5):
+            images = torch.randn(batch, 3, 8, 8)
+            with torch.no_grad():
+                expected = two_heads(images)
+            for given, wanted in zip(program(images), expected):
+                torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+        assert all(isinstance(output, np.ndarray) for output in program(images.numpy()))
+
+    def test_it_describes_itself(self, program: Program) -> None:
+        assert [str(spec) for spec in (*program.inputs, *program.outputs)] == [
+            "images: float32 (batch, 3, 8, 8)",
+            "logits: float32 (batch, 4)",
+            "map: float32 (batch, 6, 6)",
+        ]
+        assert program.format == program.path.name
+        assert program.precision == "fp32"
+        assert program.metadata["names"] == ["código"]
+        assert list(program.metadata["parity"]["outputs"]) == ["logits", "map"]
+        assert program.metadata["parity"]["batch_sizes"] == [1, 2, 3]
+        assert program.metadata["instruction_sets"] or not Path("/proc/cpuinfo").exists()
+        assert program.metadata["versions"]["torch"] == torch.__version__
+        assert program.nbytes > sum(value.nbytes for value in TwoHeads().parameters())
+
+    def test_threads_change_nothing(self, program: Program) -> None:
+        images, before = torch.randn(2, 3, 8, 8), torch.get_num_threads()
+        two = program.with_threads(2)
+        assert two.threads == 2
+        for given, wanted in zip(two(images), program.with_threads(1)(images)):
+            torch.testing.assert_close(given, wanted)
+        assert torch.get_num_threads() == before
+
+    def test_it_names_its_kernels(self, program: Program) -> None:
+        assert any("conv" in name.lower() for name in program.kernels())
+
+    def test_it_runs_in_a_fresh_process(self, program: Program) -> None:
+        images = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
+        run = run_fresh(program, [[images]])
+        for given, wanted in zip(run.outputs[0], program(images)):
+            np.testing.assert_array_equal(given, wanted)
+        assert run.peak_bytes > program.nbytes
+        assert run.load_s > 0
+
+    def test_it_names_a_wrong_input(self, program: Program) -> None:
+        with pytest.raises(ProgramError, match=r"expects images: float32 \(batch, 3, 8, 8\), got float64 \(3, 8, 8\)"):
+            program(np.zeros((3, 8, 8)))
+
+    def test_it_is_loaded_only_unchanged(self, program: Program, key: SigningKey) -> None:
+        main = max(program.path.iterdir(), key=lambda file: file.stat().st_size)
+        whole = main.read_bytes()
+        try:
+            main.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+            with pytest.raises(ProgramError, match="its digest does not fit"):
+                Program.load(program.path, trusted=[key.public])
+        finally:
+            main.write_bytes(whole)
+
+
+def test_formats_are_chosen_by_argument_and_suffix(two_heads: nn.Module, tmp_path: Path) -> None:
+    images = torch.randn(2, 3, 8, 8)
+    assert export(two_heads, tmp_path / "folder", example_inputs=images).format == "openvino"
+    for path, options, message in [
+        ("p.pte", {}, "ExecuTorch brings packages that do not fit this environment"),
+        ("p.engine", {}, "tensorrt package and a GPU are missing"),
+        ("p", {"format": "coreml"}, "coremltools is missing"),
+        ("p.tflite", {}, "litert-torch is missing"),
+        ("p", {"format": "torchscript"}, "TorchScript is deprecated"),
+        ("p", {"format": "caffe"}, "'caffe' is not known; there are onnx, openvino, pt2, aoti"),
+        ("p.xml", {}, "a program of format openvino is a folder: call it .*p, format='openvino'"),
+        ("p.onnx", {"format": "openvino"}, "names an ONNX file, and the format is 'openvino'"),
+    ]:
+        with pytest.raises(ExportError, match=message):
+            export(two_heads, tmp_path / path, example_inputs=images, **options)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_that_is_no_program_is_not_replaced(two_heads: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(b"precious")
+    with pytest.raises(ExportError, match=r"photos is there and is no program, as it has no program\.json"):
+        export(two_heads, tmp_path / "photos", example_inputs=torch.randn(2, 3, 8, 8))
+    assert (tmp_path / "photos" / "a.jpg").read_bytes() == b"precious"
+
+
+def test_a_program_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
+    model, values, path = nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "p"
+    before = export(model, path, example_inputs=values, dynamic_batch=False)
+    with pytest.raises(ExportError, match="no program was written"):
+        export(model, path, example_inputs=values, dynamic_batch=False, format="onnx", max_difference=-1.0)
+    assert Program.load(path).metadata == before.metadata
+    export(model, path, example_inputs=values, dynamic_batch=False, format="onnx")
+    assert Program.load(path).format == "onnx"
+    assert sorted(file.name for file in path.iterdir()) == ["model.onnx", "program.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("target", "form"),
+    [(None, "openvino"), ("openvino", "openvino"), ("onnxruntime", "onnx"), ("tensorrt", "onnx"), ("inductor", "aoti")],
+)
+def test_the_default_format_of_a_folder_is_that_of_the_target(target: Target | None, form: str, tmp_path: Path) -> None:
+    assert destination(tmp_path / "p", None, target) == (tmp_path / "p", form)
+    assert destination(tmp_path / "p.onnx", None, target) == (tmp_path / "p.onnx", "onnx")
+
+
+@pytest.mark.slow
+def test_int8_is_written_in_the_format_of_its_target(two_heads: nn.Module, tmp_path: Path) -> None:
+    images = torch.randn(4, 3, 8, 8)
+    quantized = quantize(two_heads, [images], target="openvino")
+    program = export(quantized, tmp_path / "int8", example_inputs=images)
+    assert (program.format, program.runtime) == ("openvino", "openvino")
+    report = program.metadata["quantization"]
+    assert report["target"] == "openvino"
+    assert sum(report["integer_kernels"].values()) == len(quantized.quantized_layers) == 2
+    assert program.metadata["precision_hint"] == "f32"
+    with torch.no_grad():
+        for given, wanted in zip(program(images), quantized(images)):
+            assert 10 * torch.log10(wanted.square().sum() / (given - wanted).square().sum()) > 30
+
+
+def test_a_format_that_its_target_does_not_run_is_refused(
+    quantized: QuantizedModel, two_heads: nn.Module, images: Tensor, key: SigningKey, tmp_path: Path
+) -> None:
+    for form, message in [
+        ("pt2", r"runs an int8 graph in float, with rounding simulated.*: take format onnx"),
+        (
+            "openvino",
+            "quantized for onnxruntime, which does not run openvino programs: quantize it with target='openvino'",
+        ),
+        ("aoti", "which does not run aoti programs: quantize it with target='inductor', or take format onnx"),
+    ]:
+        with pytest.raises(ExportError, match=message):
+            export(quantized, tmp_path / "p", example_inputs=images, format=form, sign=key)  # type: ignore[arg-type]
+    compiled = quantize(two_heads, [torch.randn(4, 3, 8, 8)], target="inductor")
+    with pytest.raises(ExportError, match="for fixed shapes only: export with dynamic_batch=False"):
+        export(compiled, tmp_path / "p", example_inputs=torch.randn(4, 3, 8, 8), sign=key)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_int8_runs_on_integer_kernels_in_aoti(two_heads: nn.Module, key: SigningKey, tmp_path: Path) -> None:
+    images = torch.randn(4, 3, 8, 8)
+    quantized = quantize(two_heads, [images], target="inductor")
+    program = export(quantized, tmp_path / "p", example_inputs=images, sign=key, dynamic_batch=False)
+    assert program.format == "aoti"
+    assert sum(program.metadata["quantization"]["integer_kernels"].values()) == len(quantized.quantized_layers)
+    assert "freezing" in program.metadata["passes"]
+
+
+def test_large_weights_lie_beside_one_file_and_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
+    model, values = nn.Linear(64, 64), torch.randn(3, 64)
+    for path, weights in [
+        (tmp_path / "p.onnx", tmp_path / "p.onnx.data"),
+        (tmp_path / "p", tmp_path / "p" / "model.onnx.data"),
+    ]:
+        program = export(model, path, example_inputs=values, format="onnx")
+        torch.testing.assert_close(program(values), model(values).detach())
+        assert program.nbytes > weights.stat().st_size > 64 * 64 * 4 - 1
+        stored = weights.read_bytes()
+        weights.write_bytes(bytes([stored[0] ^ 1]) + stored[1:])
+        with pytest.raises(ProgramError):
+            Program.load(path)
+
+
+def test_aoti_needs_a_compiler(
+    two_heads: nn.Module, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ExportError, match="install g\\+\\+ or clang\\+\\+"):
+        export(two_heads, tmp_path / "p", example_inputs=torch.randn(2, 3, 8, 8), format="aoti", sign=key)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_graphs_are_saved_without_pickles_and_example_inputs(two_heads: nn.Module, tmp_path: Path) -> None:
+    exported = torch.export.export(two_heads, (torch.randn(2, 3, 8, 8),))
+    write_graph(exported, tmp_path / "m.pt2")
+    assert exported.example_inputs is not None
+    with zipfile.ZipFile(tmp_path / "m.pt2") as archive:
+        samples = [name for name in archive.namelist() if "sample_inputs" in name]
+        assert [archive.read(name) for name in samples] == [b""]
+        assert not any(b'"use_pickle": true' in archive.read(name) for name in archive.namelist())
+
+
+def test_reading_a_pt2_is_running_it(two_heads: nn.Module, tmp_path: Path) -> None:
+    """torch evaluates the sizes in a graph as Python, which is why a pt2 is opened only if it is signed."""
+    exported = torch.export.export(
+        two_heads, (torch.randn(2, 3, 8, 8),), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)
+    )
+    write_graph(exported, tmp_path / "m.pt2")
+    told = tmp_path / "told"
+    with zipfile.ZipFile(tmp_path / "m.pt2") as archive, zipfile.ZipFile(tmp_path / "evil.pt2", "w") as evil:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith("models/model.json"):
+                place = content.index(b'"expr_str": "') + len(b'"expr_str": "')
+                end = content.index(b'", "hint"', place)
+                content = content[:place] + f"open('{told}', 'w').close() or 2".encode() + content[end:]
+            evil.writestr(name.replace("m/", "evil/", 1), content)
+    TorchSession(tmp_path / "evil.pt2", threads=None, compiled=False, inputs=(), outputs=())
+    assert told.exists()
