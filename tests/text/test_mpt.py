@@ -115,3 +115,10 @@ def test_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="of even width each"):
         small(dim=60, heads=4, position="rotary")
     assert small(dim=60, heads=4).config.query_scale == 1 / math.sqrt(15)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("field", ["logit_cap", "clip_qkv", "softmax_scale"])
+def test_bounds_and_factors_that_are_not_positive_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}: need number > 0"):
+        small(**{field: value})

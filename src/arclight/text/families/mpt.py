@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arclight._intervals import PositiveFloat, check
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
@@ -39,6 +40,9 @@ class MPTConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("softmax_scale", "clip_qkv"):
+            if (value := getattr(self, name)) is not None:
+                check(name, value, PositiveFloat)
         if self.dim % self.heads or (self.position == "rotary" and self.width % 2):
             even = ", of even width each, as rotary embeddings need" if self.position == "rotary" else ""
             raise ValueError(f"dim = {self.dim} does not divide among {self.heads} heads{even}: change one of them")

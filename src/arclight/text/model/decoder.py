@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from arclight._intervals import PositiveFloat, check
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import Mask
 from arclight.text.model.kv_cache import KVCache
@@ -37,6 +38,8 @@ class DecoderConfig:
     """Base shapes of muP or CompleteP, by which a rate is right for any width and depth; None: standard parametrisation."""
 
     def __post_init__(self) -> None:
+        if self.logit_cap is not None:
+            check("logit_cap", self.logit_cap, PositiveFloat)
         if self.mup is not None:
             self.mup.check(self.dim, self.layers)
 
