@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.test_readme import block
 from arclight.deploy import Int8, Program, ProgramError, WeightOnly, export, quantize
 from arclight.deploy.formats import onnx_graph
 from arclight.parallel import initialize
-from arclight.text import ByteTokenizer, build_model, generate
+from arclight.text import ByteTokenizer, build_model, generate, language_program
 from arclight.text.deployment import DYNAMIC, CachedDecoder, export_language_model
 from arclight.text.language_program import tokenizer_of
 
@@ -40,6 +42,10 @@ def decoder() -> Any:
 def program(decoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Program:
     path = tmp_path_factory.mktemp("program") / "lm.onnx"
     return export_language_model(decoder, path, [TEXT], tokenizer=ByteTokenizer())
+
+
+def packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode()
 
 
 def same_tokens(program: Program, decoder: Any, new: int = 12) -> None:
@@ -119,6 +125,26 @@ def test_a_tokenizer_is_of_the_program_or_asked_for(decoder: Any, program: Progr
     outside = program.metadata["tokenizer_files"] | {"../x": ""}
     with pytest.raises(ProgramError, match="which is no plain name"):
         tokenizer_of(Program(program.path, program._session, program.metadata | {"tokenizer_files": outside}, None))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"..": ""}, "which is no plain name"),
+        ({"tokenizer.json": "no base64"}, "'tokenizer.json' of its tokenizer is malformed"),
+        ({"tokenizer.json": 3}, "'tokenizer.json' of its tokenizer is malformed"),
+        ({"tokenizer.json": packed(b"{}" * 99)[:-8]}, "'tokenizer.json' of its tokenizer is cut short"),
+        ({"tokenizer.json": packed(b"{}")}, "holds no tokenizer that can be read"),
+        ({"other": packed(b"{}")}, "holds no tokenizer that can be read"),
+        ({name: packed(bytes(1 << 20)) for name in "ab"}, "have more than 1048577 bytes"),
+    ],
+)
+def test_a_malformed_tokenizer_is_refused(
+    files: dict[str, Any], said: str, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_program, "LARGEST_TOKENIZER", (1 << 20) + 1)
+    with pytest.raises(ProgramError, match=said):
+        tokenizer_of(Program(program.path, program._session, program.metadata | {"tokenizer_files": files}, None))
 
 
 @pytest.mark.slow

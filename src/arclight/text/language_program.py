@@ -17,6 +17,8 @@ from arclight.text.data.tokenizer import Tokenizer
 from arclight.text.model.decoder import Decoder
 
 TASK = "language"
+LARGEST_TOKENIZER = 1 << 28
+"""Bytes of all files of a tokenizer that are unpacked from a program."""
 
 
 def described(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -44,14 +46,34 @@ def tokenizer_of(program: Program) -> Tokenizer:
             f"{program.path} was exported without a tokenizer: load the one that its model was trained with"
         )
     with tempfile.TemporaryDirectory() as folder:
+        left = LARGEST_TOKENIZER
         for name, content in packed.items():
-            if Path(name).name != name:
+            if Path(name).name != name or name == "..":
                 raise ProgramError(f"{program.path} names a file of its tokenizer {name!r}, which is no plain name")
-            (Path(folder) / name).write_bytes(zlib.decompress(base64.b64decode(content)))
-        tokenizer = Tokenizer.load(folder)
-    if tokenizer.digest != program.metadata["tokenizer"]:
+            file = _unpacked(program.path, name, content, left)
+            left -= len(file)
+            (Path(folder) / name).write_bytes(file)
+        try:
+            tokenizer = Tokenizer.load(folder)
+        except (ValueError, FileNotFoundError) as error:
+            raise ProgramError(f"{program.path} holds no tokenizer that can be read: export it again") from error
+    if tokenizer.digest != program.metadata.get("tokenizer"):
         raise ProgramError(f"{program.path} holds another tokenizer than it says: export it again")
     return tokenizer
+
+
+def _unpacked(path: Path, name: str, content: Any, limit: int) -> bytes:
+    """Decompress a file of a tokenizer, of at most ``limit`` bytes: a short text may stand for any number of them."""
+    try:
+        stream = zlib.decompressobj()
+        file = stream.decompress(base64.b64decode(content), limit + 1)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise ProgramError(f"{path}: the file {name!r} of its tokenizer is malformed: {error}") from error
+    if len(file) > limit:
+        raise ProgramError(f"{path}: the files of its tokenizer have more than {LARGEST_TOKENIZER} bytes")
+    if not stream.eof:
+        raise ProgramError(f"{path}: the file {name!r} of its tokenizer is cut short: export it again")
+    return file
 
 
 class ProgramRun:
