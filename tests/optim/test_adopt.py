@@ -187,6 +187,15 @@ def test_a_resumed_decay_keeps_its_scale() -> None:
         assert {group.get("decay_scale", "lr") for group in optimizer.param_groups} == {saved.decay_scale}
 
 
+@pytest.mark.parametrize("kind", [ADOPT, QHADOPT])
+def test_moments_of_torchs_adam_are_refused(kind: Any) -> None:
+    weights = start()
+    theirs = torch.optim.AdamW(weights.values())
+    step(theirs, weights, pushes(1)[0])
+    with pytest.raises(ValueError, match="from an optimizer of torch, which has no ADOPT: resume with AdamW"):
+        kind().build(start().items()).load_state_dict(theirs.state_dict())
+
+
 @pytest.mark.parametrize("wrong", [{"v1": 1.5}, {"v1": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": -1.0}])
 def test_numbers_beyond_their_interval_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

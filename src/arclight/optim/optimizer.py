@@ -220,6 +220,11 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
                 "another model, or when this parameter was frozen?"
             )
         saved = homes[name]
+        if "kind" not in saved and isinstance(RULES[group["kind"]], AdoptRule):  # the moments have the names of Adam's
+            raise ValueError(
+                f"{name} is resumed with kind={group['kind']!r} from an optimizer of torch, which has no ADOPT: resume with AdamW, "
+                "or load the weights alone, with which the optimizer starts afresh"
+            )
         if saved.get("kind", group["kind"]) != group["kind"]:
             muon = any(kind.endswith("muon") for kind in (saved["kind"], group["kind"]))
             raise ValueError(
