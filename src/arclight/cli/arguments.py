@@ -263,9 +263,16 @@ def check_writable(place: Path, named: str) -> None:
         raise UsageError(f"{named} {place}: {folder} {what}; name another place")
 
 
-def check_program_name(path: Path) -> None:
-    """Raise UsageError for a name of another format than ONNX, or a place that cannot be written."""
-    if path.suffix != ".onnx":
+def check_program_name(path: Path, is_folder: bool = False) -> None:
+    """Raise UsageError for a name of another format than ONNX, or a place that cannot be written.
+
+    is_folder: a folder is to be written.
+    """
+    if is_folder and path.suffix == ".onnx":
+        raise UsageError(
+            f"--out {path}: --format writes a folder; call it {path.with_suffix('')}, or leave --format out"
+        )
+    if path.suffix != ".onnx" and not is_folder:
         name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
         raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
     check_writable(path, "--out")

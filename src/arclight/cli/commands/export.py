@@ -42,7 +42,18 @@ def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> N
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the program to write (.onnx)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="the program to write: a file (.onnx), or a folder with --format",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("onnx", "openvino"),
+        help="write a folder that ONNX Runtime or OpenVINO runs; integers of a quantized one are placed for that runtime",
+    )
     parser.add_argument(
         "--data",
         type=Path,
@@ -62,7 +73,7 @@ def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> N
             help=f"batches of 8 images (default: {Int8().calibration_batches})",
         )
     options, recipe = parse_quantization(parser, arguments) if quantized else (parser.parse_args(arguments), None)
-    check_program_name(options.out)
+    check_program_name(options.out, is_folder=options.format is not None)
 
     from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.vision.tasks.deployment import export_module
@@ -75,6 +86,6 @@ def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> N
         )
     dataset = settings.data_class()(settings).calibration_dataset()
     with working(f"{'quantizing' if quantized else 'exporting'} {settings.model} and comparing the program with it"):
-        program = export_module(module, options.out, dataset, recipe)
+        program = export_module(module, options.out, dataset, recipe, format=options.format)
     size, proof = f"{program.nbytes / 1e6:.1f} MB", parity_summary(program.metadata) + speed_summary(program.metadata)
     print(f"wrote {options.out}: {program.precision}, {size}, {proof}")

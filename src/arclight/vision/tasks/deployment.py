@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from arclight.deploy import Program, export, quantize
+from arclight.deploy.formats.formats import Format
 from arclight.deploy.settings import Quantization, calibration_batches
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.yolov5 import fuse
@@ -25,12 +26,19 @@ CALIBRATION_BATCH = 8
 """Images per calibration batch."""
 
 
-def export_module(module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None) -> Program:
-    """Write ``module`` as one program file: float32, or quantized by ``recipe``, on ``images`` if it is calibrated.
+def export_module(
+    module: VisionModule,
+    path: Path | str,
+    images: Any,
+    recipe: Quantization | None = None,
+    *,
+    format: Format | None = None,
+) -> Program:
+    """Write ``module`` as a program: float32, or quantized by ``recipe``, on ``images`` if it is calibrated.
 
     ``images``: a data set of training images without augmentation, as the module's data opens them; a few of them check the program against
-    the model. The file says how photos become its input and its output becomes results, so
-    ``Program.load(path).predict([photo])`` works.
+    the model. ``format`` as in `export`; a quantized model is placed for its runtime. The program says how photos become its input
+    and its output becomes results, so ``Program.load(path).predict([photo])`` works.
     Raises ExportError or QuantizeError where the program would not compute what the model does, DatasetError where no image of
     those picked can be decoded, CheckpointError where the weights that the settings name are missing.
     """
@@ -43,7 +51,10 @@ def export_module(module: VisionModule, path: Path | str, images: Any, recipe: Q
     model: Any = fuse(module.model).cpu()  # a copy: the module stays on its device
     if recipe is not None:
         calibration = batches if recipe.needs_calibration else None
-        model = quantize(model, calibration, recipe=recipe, example=batches[0], parts=module.output_parts)
+        model = quantize(
+            model, calibration, recipe=recipe, example=batches[0], parts=module.output_parts,
+            target="openvino" if format == "openvino" else None,
+        )  # fmt: skip
     processing = module.processing
     metadata = {
         "task": module.head,
@@ -56,6 +67,7 @@ def export_module(module: VisionModule, path: Path | str, images: Any, recipe: Q
     return export(
         model,
         path,
+        format=format,
         example_inputs=batches[0][:3],
         input_names=["images"],
         output_names=module.output_names,
