@@ -128,7 +128,10 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
             "export runs/none --out .",
             "arclight: --out .: a program is an ONNX file; call it program.onnx\n",
         ),
-        ("serve --program x.onnx --host a..b --insecure", "arclight: a..b is no address: no machine can have this name\n"),
+        (
+            "serve --program x.onnx --host a..b --insecure",
+            "arclight: a..b is no address: no machine can have this name\n",
+        ),
         ("train detect-qris --trainer.logger wandb", "arclight: --trainer.logger: a recipe has no loggers to choose"),
         ("predict runs/lm --prompt x", "arclight: --prompt needs the run or the program of a language model first"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),
