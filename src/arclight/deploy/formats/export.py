@@ -92,9 +92,9 @@ def export(
     """Write ``model`` as a program at ``path``, compare it with the model in a fresh process, and return it.
 
     A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of
-    the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the
-    more samples, the more is compared. ``dynamic`` names the
-    dimensions of any size, by the parameters of ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``,
+    the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more
+    samples, the more is compared. ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the
+    batch: ``{"tokens": {0: "batch", 1: "time"}}``,
     equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further inputs of other
     sizes that the program is compared on, and what is empty there may be so in the program. ``metadata`` is
     stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
@@ -149,6 +149,7 @@ class _Draft:
         self._captured, self._staging, self._path, self._format, self._runtime, self._key = (
             captured, staging, path, form, runtime, key,
         )  # fmt: skip
+        self._trusted = [key.public] if key else None
         self.lone = path.suffix == LONE
         self._main = ""
 
@@ -160,12 +161,11 @@ class _Draft:
 
     def opened(self) -> Program:
         """Open the program, which is described so far by what runs it."""
-        trusted = [self._key.public] if self._key else None
         try:
             if self.lone:
                 return Program.load(self._staging / self._main, device="cpu", runtime=self._runtime)
             self._describe({"runtime": self._runtime})
-            return Program.load(self._staging, device="cpu", trusted=trusted)
+            return Program.load(self._staging, device="cpu", trusted=self._trusted)
         except ProgramError as error:
             raise ExportError(f"the exported model cannot be run here: {error}") from error
 
@@ -180,7 +180,7 @@ class _Draft:
             os.replace(draft, self._path)
             return
         self._describe(described)
-        folder.read(self._staging, [self._key.public] if self._key else None)
+        folder.read(self._staging, self._trusted)
         files.publish(self._staging, self._path)
 
     def _describe(self, described: Mapping[str, Any]) -> None:

@@ -454,7 +454,7 @@ class ClusterState:
         self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.started_rounds}
 
     def hold_request(self, to: str, node: Node, message: WorkRequest, now: float) -> None:
-        """Take in a work request, which may be held for ``message.wait`` seconds."""
+        """Take in a work request, which may be held for ``message.hold_s`` seconds."""
         self.report_progress(node, message.active_work, now)
         self.record_contact(node, now, progress=not node.tasks)
         node.asks[to] = None
