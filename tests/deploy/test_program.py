@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import textwrap
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -405,6 +406,25 @@ def test_a_program_runs_without_torch(int8_program: Program) -> None:
         "assert 'torch' not in sys.modules and 'onnx' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_signals_are_handled_after_openvino_programs_were_let_go(fp32_program: Program, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    code = """
+        import faulthandler, signal, sys
+        faulthandler.enable()  # as pytest and the watchdog of ranks do
+        from arclight.deploy import Program
+        first, second = (Program.load(sys.argv[1], runtime="openvino") for _ in range(2))
+        del first
+        del second
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("handled")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(fp32_program.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
 def test_openvino_runs_a_program(fp32_program: Program, images: Tensor) -> None:

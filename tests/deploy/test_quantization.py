@@ -352,7 +352,8 @@ def test_quantizing_and_exporting_say_nothing(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-W", "always", "-c", code]
     run = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert run.stdout + run.stderr == ""
+    said = [line for line in (run.stdout + run.stderr).splitlines() if "it saves memory, no time" not in line]
+    assert said == []  # so small a program is as fast in float32, or faster where others compute beside it
 
 
 def test_the_program_runs_what_was_simulated(int8_program: Program, quantized: QuantizedModel, images: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -78,7 +79,13 @@ class OpenVinoSession:
         return str(held["framework"][key].value)
 
 
+@functools.cache
 def _core() -> Any:
+    """Return the process's one core.
+
+    Each core that compiles sets the thread's alternate signal stack, and puts back the one before when it goes. Where two go in
+    the order in which they came, the stack of the first is put back after it was unmapped, and the next signal ends the process.
+    """
     return require("openvino", extra="deploy").Core()
 
 
