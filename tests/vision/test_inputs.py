@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -334,6 +335,23 @@ def test_standard_input_that_says_nothing_can_be_stopped(tmp_path: Path, monkeyp
         assert any(thread.name == "arclight-prefetch" for thread in threading.enumerate()), "it still waits for a line"
     finally:
         ended.set()
+
+
+def test_a_program_may_end_while_frames_are_decoded(tmp_path: Path) -> None:
+    """A thread that comes back from OpenCV into an interpreter that is torn down aborts the process."""
+    noise = np.random.default_rng(0).integers(0, 255, (8, 2160, 3840, 3), np.uint8)
+    writer = cv2.VideoWriter(str(tmp_path / "a.mp4"), cv2.CAP_FFMPEG, cv2.VideoWriter_fourcc(*"mp4v"), 10, (3840, 2160))
+    for frame in noise:
+        writer.write(frame)
+    writer.release()
+    script = (
+        "import sys; from arclight.vision.inputs.image_source import ImageSource; "
+        "print([frame.index for frame in ImageSource(sys.argv[1], prefetch=2, max_frames=2)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "a.mp4"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n"), done.stderr
 
 
 def test_errors_of_the_reading_thread_are_raised_behind_the_items_before_them() -> None:

@@ -30,6 +30,7 @@ from arclight.vision.inputs.memory_images import (
     memory_image,
     tensor_images,
 )
+from arclight.vision.inputs.reader_thread import ReaderThread
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ class ImageSource:
         self.vid_stride, self.max_pixels, self.max_frames = vid_stride, max_pixels, max_frames
         self.every_frame, self.reconnect_s, self.prefetch = every_frame, reconnect_s, prefetch
         self.skipped: list[FileProblem] = []
-        self._stopped = False
+        self._stopped = self._awaits_line = False
         parts = source if isinstance(source, list | tuple) else [source]
         self.inputs = _distinct([found for part in parts for found in _expand(part)])
         """Files, images in memory and live inputs, in order."""
@@ -148,7 +149,8 @@ class ImageSource:
                     return
 
     def _batches(self, size: int) -> Generator[list[Frame], None, None]:
-        with closing(prefetch(self._still(), self.prefetch, lambda: self._stopped)) as frames:
+        still = prefetch(self._still(), self.prefetch, lambda: self._stopped, lambda: self._awaits_line)
+        with closing(still) as frames:
             while batch := list(itertools.islice(frames, size)):
                 yield batch
         if self._stopped or not self.live:
@@ -196,7 +198,13 @@ class ImageSource:
 
     def _lines(self) -> Iterator[Path]:
         """Files that the lines of standard input stand for; lines that stand for none are skipped and reported."""
-        for number, line in enumerate(sys.stdin, start=1):
+        lines = iter(sys.stdin)
+        for number in itertools.count(1):
+            self._awaits_line = True
+            line = next(lines, None)
+            self._awaits_line = False
+            if line is None or self._stopped:
+                return
             if not (text := line.rstrip("\r\n")):
                 continue
             try:
@@ -356,11 +364,17 @@ def read_video(
 # -- reading ahead -------------------------------------------------------------------------------------------------
 
 
-def prefetch(items: Iterable[T], depth: int, stopped: Callable[[], bool] = lambda: False) -> Generator[T, None, None]:
+def prefetch(
+    items: Iterable[T],
+    depth: int,
+    stopped: Callable[[], bool] = lambda: False,
+    idle: Callable[[], bool] = lambda: False,
+) -> Generator[T, None, None]:
     """Iterate ``items`` in a thread of its own, at most ``depth`` ahead of the consumer, in order.
 
     What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
-    Where the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``.
+    Where the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``; the thread that
+    waits for it is ``idle``, and does not hold up the end of the program.
     """
     if depth < 1:
         yield from items
@@ -386,7 +400,7 @@ def prefetch(items: Iterable[T], depth: int, stopped: Callable[[], bool] = lambd
         except BaseException as error:  # raised again by the consumer
             put((False, error))
 
-    threading.Thread(target=read, name="arclight-prefetch", daemon=True).start()
+    ReaderThread(read, "arclight-prefetch", end=closed.set, idle=idle).start()
     try:
         while True:
             try:

@@ -22,6 +22,7 @@ import numpy as np
 from arclight.fabric.extras import MissingExtraError, require
 from arclight.vision.data.images import Image
 from arclight.vision.inputs.memory_images import SourceError
+from arclight.vision.inputs.reader_thread import ReaderThread
 
 cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
@@ -156,7 +157,13 @@ class _Reader:
         self.failure: str | None = None
         """Why it ended, if it should not have."""
         self._index = 0
-        self.thread = threading.Thread(target=self._run, name=f"arclight-{source.name}", daemon=True)
+        self.thread = ReaderThread(self._run, f"arclight-{source.name}", end=self.close)
+
+    def close(self) -> None:
+        """Ask the thread to end behind its present frame."""
+        with self.ready:
+            self.closing = True
+            self.ready.notify_all()
 
     def _run(self) -> None:
         try:
@@ -251,10 +258,8 @@ class LiveStreams:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._ready:
-            for reader in self._readers:
-                reader.closing = True
-            self._ready.notify_all()
+        for reader in self._readers:
+            reader.close()
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for reader in self._readers:
             reader.thread.join(max(0.0, deadline - time.monotonic()))  # one that waits for its network ends by itself
