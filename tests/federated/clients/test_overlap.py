@@ -254,3 +254,14 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
     assert learners["1"].rounds == [1, 2, 3, 4]
     assert learners["0"].rounds[0] == 1
     assert not list((tmp_path / "node-0").rglob("finished/000001"))
+
+
+def test_assertions_of_learners_reach_their_test(tmp_path: Path, assertions: list[AssertionError]) -> None:
+    """A node reports what a learner raises as a failed client, and goes on."""
+
+    def on_step(order: Fit, step: int) -> None:
+        raise AssertionError("seen in a step")
+
+    lived(tmp_path, streamed(1, 0), {"0": NoisySteps(on_step=on_step)})
+    assert {str(one) for one in assertions} == {"seen in a step"}
+    assertions.clear()
