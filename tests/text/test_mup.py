@@ -53,12 +53,46 @@ def test_orthogonal_updates_and_groups_by_pattern_take_their_factors() -> None:
     model, depth = small(), 3**-0.5
     settings = Mixed(groups=(SGD(pattern=r"layers\.0\.", lr=0.4),), default=Muon(lr=0.2, others=AdamW(lr=0.1)))
     found = options(settings.build(model.named_parameters(), (), scale_of(model.config)))
-    assert found["layers.0.attention.wq.weight"]["lr"] == pytest.approx(0.4 * depth / 2)
+    assert found["layers.0.attention.wq.weight"]["lr"] == pytest.approx(0.4)  # l^(2 alpha - 1), at alpha = 1/2
+    assert found["layers.0.attention_norm.weight"]["lr"] == pytest.approx(0.4 * 2)
     assert found["layers.1.attention.wq.weight"]["lr"] == pytest.approx(0.2 * depth)
     assert found["layers.1.attention_norm.weight"]["lr"] == pytest.approx(0.1 * depth)
     assert found["output.weight"]["lr"] == 0.1
     wide = options(Muon(lr=0.2, scale="rms").build(model.named_parameters(), (), scale_of(model.config)))
     assert wide["layers.1.attention.wq.weight"]["lr"] == pytest.approx(0.2 * depth / 2**0.5)
+
+
+def test_gradient_descent_moves_every_kind_of_parameter_by_the_table() -> None:
+    """Spectral norms of updates of hidden matrices and elements of all others': the same at any width, l^(alpha - 1) in branches."""
+    tokens = torch.randint(0, 96, (4, 33), generator=torch.Generator().manual_seed(0))
+
+    def moved(width: int, layers: int) -> dict[str, float]:
+        heads, mup = width // 16, {"base_dim": 64, "base_layers": 2, "alpha": 0.5}
+        model = small(dim=width, layers=layers, heads=heads, kv_heads=heads, hidden=2 * width, mup=mup).double()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        settings = SGD(lr=0.1, momentum=0.0, weight_decay=0.0)
+        optimizer = settings.build(model.named_parameters(), (), scale_of(model.config))
+        torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+        return {
+            name: float(torch.linalg.matrix_norm(c, 2) if "layers" in name and c.ndim > 1 else c.square().mean().sqrt())
+            for name, c in changes.items()
+        }
+
+    base = moved(64, 2)
+    for wide, deep in ((moved(256, 2), 1.0), (moved(64, 16), 8**-0.5)):
+        for name, far in base.items():
+            expected = far * deep if "layers" in name else far
+            assert 0.4 < wide[name] / expected < 2.5, name
+
+
+def test_decay_by_gradient_descent_is_as_fast_at_any_width() -> None:
+    model = small()
+    found = options(SGD(lr=0.1, weight_decay=0.01).build(model.named_parameters(), (), scale_of(model.config)))
+    assert all(
+        group["lr"] * group["weight_decay"] == pytest.approx(0.001) for group in found.values() if group["weight_decay"]
+    )
 
 
 def test_a_pipeline_stage_has_the_rates_and_multipliers_of_the_whole() -> None:

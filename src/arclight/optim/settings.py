@@ -24,13 +24,15 @@ Named = Iterable[tuple[str, "torch.nn.Parameter"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Factors of one parameter's options, as a parametrisation (muP) wants them for Adam."""
+    """Factors of one parameter's options, as a parametrisation (muP) wants them for Adam, and for SGD."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
     eps: float = 1.0
     width: float = 1.0
     """What ``lr`` was divided by for the width; rules whose updates have a spectral norm of their own put it back."""
+    sgd_lr: float = 1.0
+    """In place of ``lr`` for rules whose updates are as large as gradients; they decay by ``weight_decay / sgd_lr``."""
 
 
 ScaleOf = Callable[[str, "torch.nn.Parameter"], Scale]
@@ -100,6 +102,9 @@ class SGD(_Rule):
             "momentum": self.momentum,
             "nesterov": self.nesterov and self.momentum > 0,
         }
+
+    def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
+        return {"lr": self.lr * scale.sgd_lr, "weight_decay": weight_decay / scale.sgd_lr}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,9 @@ class MuP(Checked):
     Of the blocks' matrices, initial variance is divided by m, the rate is multiplied by l^(alpha - 1) / m, decay by m and eps by
     l^-alpha / m; of their norms and biases the rate by l^(alpha - 1) and eps likewise. Attention is scaled by 1 / head width, logits by
     1 / m, residual branches by l^-alpha. Embeddings, the last norm and the output learn at the plain rate.
+
+    SGD has factors of its own (Yang et al., table 8): the blocks' matrices learn at the plain rate, all other parameters at m times it,
+    those of the blocks times l^(2 alpha - 1), as gradients in a branch are l^-alpha times as large; the decay of each step is the base's.
     """
 
     base_dim: PositiveInt
@@ -74,11 +77,16 @@ def scale_of(config: DecoderConfig) -> Callable[[str, nn.Parameter], Scale] | No
         return None
     m, depths = mup.widths(config.dim), mup.depths(config.layers)
     rate, eps = depths ** (mup.alpha - 1), depths**-mup.alpha / m
-    matrix, vector = Scale(lr=rate / m, weight_decay=m, eps=eps, width=m), Scale(lr=rate, eps=eps)
+    deep = depths ** (2 * mup.alpha - 1)
+    matrix, vector = (
+        Scale(lr=rate / m, weight_decay=m, eps=eps, width=m, sgd_lr=deep),
+        Scale(lr=rate, eps=eps, sgd_lr=m * deep),
+    )
+    outer = Scale(sgd_lr=m)
 
     def scale(name: str, parameter: nn.Parameter) -> Scale:
         if _BLOCK.search(name) is None:
-            return Scale()
+            return outer
         return matrix if parameter.ndim > 1 else vector
 
     return scale
