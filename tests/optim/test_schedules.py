@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.optim.processes import run
 from torch import nn
 
+import arclight as al
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, lambda_schedule
 from arclight.optim.schedules import constant, cosine, inverse_sqrt, linear, phase, rewarmed, wsd
 
@@ -196,6 +197,46 @@ def test_a_schedule_over_seconds_keeps_the_elapsed_time(monkeypatch: pytest.Monk
     assert stepped_by_clock(2, state)[0] == [at(4), at(6)]
 
 
+def test_steps_shorter_than_a_tick_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(7 + number / 4000 for number in range(50))
+    monkeypatch.setattr("arclight.optim.schedules.time.monotonic", lambda: next(clock))
+    optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+    schedule = Linear(seconds=1.0).build(optimizer, 40)
+    schedule.start_clock()
+    for _ in range(40):
+        optimizer.step()
+        schedule.step()
+    assert schedule.position == 10  # ms, of 40 steps of 0.25
+
+
+def test_a_fit_counts_its_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed after each update, a run over seconds would not move on at all."""
+    now = [100.0]
+    monkeypatch.setattr("arclight.optim.schedules.time.monotonic", lambda: now[0])
+
+    class Slow(al.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            now[0] += 2.0
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(lr=1.0).build(self.named_parameters())
+            schedule = Linear(seconds=10.0, warmup=0).build(optimizer, 3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = Slow()
+    trainer = al.Trainer(
+        max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(3, 1)))
+    assert module.lr_schedulers().position == 6000
+
+
 def clocks_agree(rank: int, count: int) -> None:
     optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
     schedule = Linear(seconds=60.0).build(optimizer, 3)
@@ -224,6 +265,11 @@ def test_schedules_over_tokens_and_seconds_refuse_what_they_cannot_count() -> No
         ValueError, match=r"warmup = 4 \(4 seconds\) and decay = 0.5 \(2.5 seconds\) do not fit into a run of 5 seconds"
     ):
         WSD(seconds=5.0, warmup=4, decay=0.5).build(optimizer, 10)
+    for nothing in ({"warmup": 0}, {"warmup": 0.0}):
+        with pytest.raises(ValueError, match="set timescale, tokens until it has fallen"):
+            InverseSqrt(tokens=10**6, **nothing).build(optimizer, 10, counts_tokens=True)
+        InverseSqrt(tokens=10**6, timescale=10**5, **nothing).build(optimizer, 10, counts_tokens=True)
+        InverseSqrt(**nothing).build(optimizer, 10)
     stepwise = Cosine().build(optimizer, 10).state_dict()
     with pytest.raises(ValueError, match="ran over steps and is resumed over tokens"):
         Cosine(tokens=100).build(optimizer, 10, counts_tokens=True).load_state_dict(stepwise)

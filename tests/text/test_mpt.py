@@ -122,3 +122,10 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 def test_bounds_and_factors_that_are_not_positive_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: need number > 0"):
         small(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, -8, 1.5])
+def test_slopes_that_do_not_fall_are_refused(value: float) -> None:
+    """They would favour keys that are far away, or none."""
+    with pytest.raises(ValueError, match="alibi_max: need int >= 1"):
+        small(alibi_max=value)

@@ -56,8 +56,12 @@ class _Schedule(Checked):
         if sum(phases.values()) > total:
             both = " and ".join(f"{k} = {getattr(self, k)} ({v / scale:g} {unit})" for k, v in phases.items())
             raise ValueError(f"{both} do not fit into a run of {total / scale:g} {unit}: shorten one of them")
+        self._check_phases(phases, unit)
         factor = partial(getattr(schedules, self._factor), total_steps=total, **given)
         return schedules.FactorSchedule(optimizer, factor, self.rewarm, unit)
+
+    def _check_phases(self, phases: dict[str, int], unit: str) -> None:
+        """Raise ValueError for phases, in steps, tokens or ticks, of which no curve can be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,13 @@ class InverseSqrt(_Schedule):
     timescale: NonNegativeInt = 0
     """Steps after the warm-up until the rate has fallen to 1 / sqrt(2) of the peak; 0: as long as the warm-up."""
     _factor: ClassVar[str] = "inverse_sqrt"
+
+    def _check_phases(self, phases: dict[str, int], unit: str) -> None:
+        if unit != "steps" and not self.timescale and not phases["warmup"]:
+            raise ValueError(
+                f"warmup = {self.warmup} and timescale = 0: the rate would fall as 1 / sqrt({unit}) from the first on; set timescale, "
+                f"{unit} until it has fallen to 1 / sqrt(2) of the peak"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

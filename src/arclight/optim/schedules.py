@@ -107,8 +107,9 @@ Unit = Literal["steps", "tokens", "seconds"]
 class FactorSchedule(LambdaLR):
     """Multiplies each group's peak rate by ``factor(step)``; where asked, warms up again over ``rewarm`` steps after a resume.
 
-    With ``unit`` "tokens" the factor is that of the tokens that `advance` was told of; with "seconds" that of the ticks since the
-    first step of the run, without the time between a checkpoint and its resume. All ranks go by the clock of rank 0.
+    With ``unit`` "tokens" the factor is that of the tokens that `advance` was told of; with "seconds" that of the ticks since
+    `start_clock` (without it, since the first step), without the time between a checkpoint and its resume. All ranks go by the clock of
+    rank 0.
 
     A checkpoint's peak rates are those in the optimizer's groups (``initial_lr``), which find their groups by the names of
     parameters; the list that torch's class saves is by position. So restore the optimizer first.
@@ -129,13 +130,21 @@ class FactorSchedule(LambdaLR):
         """Count ``tokens`` that all ranks together read for the update at hand."""
         self.position += tokens
 
+    def start_clock(self) -> None:
+        """Count the time from now on, where the schedule runs over time."""
+        if self.unit == "seconds":
+            self._clock = time.monotonic()
+
     def step(self, epoch: int | None = None) -> None:
         if self.unit == "seconds" and self.last_epoch >= 0:  # torch's constructor calls it too
             now = time.monotonic()
-            ticks = [self.position + round((now - (self._clock or now)) * TICKS_PER_SECOND)]
+            since = now if self._clock is None else self._clock
+            passed = round((now - since) * TICKS_PER_SECOND)
+            self._clock = since + passed / TICKS_PER_SECOND  # what is less than a tick counts with the next step
+            ticks = [self.position + passed]
             if dist.is_available() and dist.is_initialized():
                 dist.broadcast_object_list(ticks)
-            self.position, self._clock = ticks[0], now
+            self.position = ticks[0]
         super().step(epoch)
 
     def _factor_at(self, step: int) -> float:

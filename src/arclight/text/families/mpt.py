@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight._intervals import PositiveFloat, check
+from arclight._intervals import PositiveFloat, PositiveInt, check
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
@@ -40,6 +40,7 @@ class MPTConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check("alibi_max", self.alibi_max, PositiveInt)
         for name in ("softmax_scale", "clip_qkv"):
             if (value := getattr(self, name)) is not None:
                 check(name, value, PositiveFloat)

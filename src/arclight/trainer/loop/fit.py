@@ -19,6 +19,7 @@ from arclight.trainer.data.limits import timed_validation
 from arclight.trainer.loop.evaluation import PROGRESS_INTERVAL, EvaluationLoop
 from arclight.trainer.loop.gradients import detach_outputs
 from arclight.trainer.loop.hooks import Hook, callback_hooks, module_hooks
+from arclight.trainer.loop.schedulers import start_clocks
 from arclight.trainer.loop.signals import SignalConnector
 from arclight.trainer.loop.step import Step, StepBuilder
 from arclight.trainer.module import Module
@@ -121,6 +122,7 @@ class FitLoop:
                 "not meant to be frozen",
                 PossibleUserWarning,
             )
+        start_clocks(run)
         while not trainer.fit_is_over:
             complete = profile_action(trainer.profiler, "run_training_epoch", self.train_epoch)()
             self.agree_on_stop()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.optim.schedules import FactorSchedule
 from arclight.trainer.loop.hooks import logging_as, overridden
 from arclight.trainer.module import Module
 
@@ -85,6 +86,13 @@ class SchedulerSteps:
                 call(config.scheduler, metric)
 
         return step
+
+
+def start_clocks(run: RunState) -> None:
+    """Count the time of schedules over seconds from now on."""
+    for config in run.lr_scheduler_configs:
+        if isinstance(config.scheduler, FactorSchedule):
+            config.scheduler.start_clock()
 
 
 _MISSING = object()
