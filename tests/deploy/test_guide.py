@@ -29,9 +29,10 @@ def test_targets(tmp_path: Path) -> None:
 
 def test_recipes(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
-    first, second = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
+    first, second, third = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
     assert first.startswith("{'MatMulNBits': 2} {'float': "), first
     assert second.endswith(" dB"), second
+    assert third.startswith("('0',) (Evaluation(float_layers=0"), third
     assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
 
 

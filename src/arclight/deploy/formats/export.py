@@ -445,6 +445,7 @@ def _metric(quantized: QuantizedModel, program: Program) -> dict[str, Any]:
         "simulated": scores.quantized_model,
         "program": score,
         "max_drop": scores.max_drop,
+        **({} if scores.search is None else {"search": scores.search.to_json()}),
     }
 
 

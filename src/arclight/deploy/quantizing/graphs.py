@@ -81,6 +81,14 @@ class NamedGraphs(nn.Module):
         return copied
 
 
+def shared_copy(graph: GraphModule) -> GraphModule:
+    """Copy ``graph`` with the tensors that it has now, so that several quantizers can each rewrite one."""
+    held: dict[int, Any] = {id(tensor): tensor for tensor in (*graph.parameters(), *graph.buffers())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it copies graphs
+        return copy.deepcopy(graph, held)
+
+
 def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     """Store quantized weights of a converted graph as integers; return its tensors by their names in the model.
 

@@ -19,6 +19,8 @@ from arclight.deploy.quantizing.placement import check_names, inside, module_nam
 from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
 
 aten = torch.ops.aten
+FLOAT_WEIGHT = "arclight_float_weight"
+"""Key of an operator's notes: the name of the graph's float weight that it stands for."""
 
 _LIBRARY = torch.library.Library("arclight", "FRAGMENT")
 _LIBRARY.define("linear_dynamic(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
@@ -176,6 +178,6 @@ def _replace(
             bias = node.args[2] if len(node.args) > 2 else None
             target = DYNAMIC if isinstance(recipe, DynamicInt8) else GROUPED
             new = graph.graph.call_function(target, (node.args[0], *read, bias, *settings))
-        new.meta = dict(node.meta)
+        new.meta = {**node.meta, FLOAT_WEIGHT: str(weight.target)}
         node.replace_all_uses_with(new)
         graph.graph.erase_node(node)

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,13 +20,25 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.bfloat16 import round_layers
-from arclight.deploy.quantizing.graphs import NamedGraphs, fold_linear_weights, fold_weights
+from arclight.deploy.quantizing.graphs import NamedGraphs, fold_linear_weights, fold_weights, shared_copy
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
-from arclight.deploy.settings import PLACEMENTS, BFloat16, Int8, LowBit, Quantization, Target, is_calibrated
+from arclight.deploy.quantizing.sensitivity import Search, noise_by_layer, search
+from arclight.deploy.settings import (
+    PLACEMENTS,
+    BFloat16,
+    DynamicInt8,
+    Int8,
+    LowBit,
+    Quantization,
+    Target,
+    WeightOnly,
+    is_calibrated,
+)
 
 log = logging.getLogger(__name__)
 
+_Skippable = Int8 | DynamicInt8 | WeightOnly | LowBit
 Metric = Callable[[Callable[..., Any]], float]
 """Takes a model, or a program, and returns its score on data of its own, such as an accuracy; more is better."""
 
@@ -39,16 +51,32 @@ class Scores:
     float_model: float
     quantized_model: float
     max_drop: float | None
+    search: Search | None = None
+    """How layers were chosen that stay in float for the score; None where it was kept without any."""
 
     def check(self, score: float, of: str) -> None:
         """Raise QuantizeError if ``score`` is no number or lower than the float model's by more than ``max_drop``."""
-        if not math.isfinite(score):
-            raise QuantizeError(f"the metric of the {of} is {score}: let it return a finite number for any model")
-        if self.max_drop is not None and self.float_model - score > self.max_drop:
-            raise QuantizeError(
-                f"the metric of the {of} is {score:.4g}, the float model's {self.float_model:.4g}: it drops by more than "
-                f"max_drop={self.max_drop:g}. Keep sensitive modules in float with skip, take more bits, or train with prepare_qat"
+        _check_finite(score, of)
+        if not self.fits(score):
+            raise self.refusal(
+                score, of, "keep sensitive modules in float with skip, take more bits, or train with prepare_qat"
             )
+
+    def fits(self, score: float) -> bool:
+        """Return True if ``score`` is lower than the float model's by no more than ``max_drop``."""
+        return self.max_drop is None or self.float_model - score <= self.max_drop
+
+    def refusal(self, score: float, of: str, way: str) -> QuantizeError:
+        """Make the error of a ``score`` that is too low, with ``way`` to mend it."""
+        return QuantizeError(
+            f"the metric of the {of} is {score:.4g}, the float model's {self.float_model:.4g}: it drops by more than "
+            f"max_drop={self.max_drop:g}; {way}"
+        )
+
+
+def _check_finite(score: float, of: str) -> None:
+    if not math.isfinite(score):
+        raise QuantizeError(f"the metric of the {of} is {score}: let it return a finite number for any model")
 
 
 class QuantizedModel(NamedGraphs):
@@ -147,16 +175,21 @@ def quantize(
     activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
     size stays free, or the dimensions that ``dynamic`` names by input, as in `export`. ``parts`` takes the outputs and names
     tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model on data of its own, more
-    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less. ``target`` is the
-    runtime to place integers for (default: onnxruntime). ``model`` itself is not changed, whatever mode and device it is in.
+    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less: where it would
+    score lower, the fewest layers that mend it stay in float, found in at most 16 scores; ``scores.search`` names them, and the returned
+    ``recipe`` has them in ``skip``. ``target`` is the runtime to place integers for (default: onnxruntime). ``model`` itself is not
+    changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
     nothing, a target without kernels for the recipe, a model without a layer to quantize, groups that do not divide a layer's inputs, an
-    output or part noisier than ``min_sqnr_db``, and a metric that drops too far; ExportError for a model that cannot be captured.
+    output or part noisier than ``min_sqnr_db``, and a metric that drops too far with all layers but one in float; ExportError for a model that
+    cannot be captured.
     """
     recipe = recipe or Int8()
     if max_drop is not None and metric is None:
         raise ValueError(f"max_drop={max_drop} bounds a metric: give metric, a function that scores a model")
+    if max_drop is not None and not 0 <= max_drop < math.inf:
+        raise ValueError(f"max_drop must be a number from 0, in the unit of the metric, got {max_drop}")
     target = chosen_target(recipe, target)
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
@@ -164,39 +197,113 @@ def quantize(
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
-    if is_calibrated(recipe):
-        graph, quantized_layers, float_layers = _calibrated(graph, batches, recipe, target, type(model).__name__)
-    else:
-        assert not isinstance(recipe, Int8)
-        rounded = round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe)
-        quantized_layers, float_layers = rounded
-    quantized = QuantizedModel(
-        graph,
-        reference=reference,
-        recipe=recipe,
-        example=inputs,
-        quantized_layers=quantized_layers,
-        float_layers=float_layers,
-        batches=len(batches),
-        target=target,
-    )
-    judged = batches[0] if batches else inputs
+    source = _Source(
+        reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts, shared=max_drop is not None
+    )  # fmt: skip
+    quantized = source.quantized(recipe)
+    if metric is not None:
+        quantized = _within(source, quantized, metric, max_drop)
+    judged = source.judged
     with torch.no_grad():
         found = compare(as_outputs(reference(*judged)), as_outputs(quantized(*judged)), parts)
     quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
-    if metric is not None:
-        quantized.scores = _scored(reference, quantized, metric, max_drop)
     quantized.seconds = time.perf_counter() - start
     return quantized
 
 
-def _scored(reference: nn.Module, quantized: QuantizedModel, metric: Metric, max_drop: float | None) -> Scores:
-    with torch.no_grad():
-        before, after = float(metric(reference)), float(metric(quantized))
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A captured model that is quantized once, or with ``shared`` tensors several times."""
+
+    reference: nn.Module
+    graph: GraphModule
+    inputs: Inputs
+    batches: Sequence[Inputs]
+    target: Target
+    parts: Parts | None
+    shared: bool
+
+    @property
+    def judged(self) -> Inputs:
+        """Return the inputs on which outputs are compared."""
+        return self.batches[0] if self.batches else self.inputs
+
+    def rounded(self, recipe: Quantization) -> tuple[GraphModule, list[str], list[str]]:
+        """Round the graph; return it, and the layers that are rounded and that are not."""
+        graph = shared_copy(self.graph) if self.shared else self.graph
+        if is_calibrated(recipe):
+            return _calibrated(graph, self.batches, recipe, self.target, type(self.reference).__name__)
+        assert not isinstance(recipe, Int8)
+        return graph, *(round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe))
+
+    def quantized(self, recipe: Quantization) -> QuantizedModel:
+        graph, quantized_layers, float_layers = self.rounded(recipe)
+        return QuantizedModel(
+            graph, reference=self.reference, recipe=recipe, example=self.inputs, quantized_layers=quantized_layers,
+            float_layers=float_layers, batches=len(self.batches), target=self.target,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop: float | None) -> QuantizedModel:
+    """Score both models, and return the one with the fewest layers in float that drops by no more than ``max_drop``.
+
+    Raises QuantizeError where none does.
+    """
+    before = float(metric(source.reference))
+    _check_finite(before, "float model")
+    after = float(metric(quantized))
+    _check_finite(after, "quantized model")
     scores = Scores(metric=metric, float_model=before, quantized_model=after, max_drop=max_drop)
-    scores.check(before, "float model")
-    scores.check(after, "quantized model")
-    return scores
+    recipe = quantized.recipe
+    if scores.fits(after):
+        quantized.scores = scores
+        return quantized
+    assert max_drop is not None
+    if isinstance(recipe, BFloat16):
+        raise scores.refusal(after, "quantized model", "take the float32 model, or WeightOnly() for its linear layers")
+    found = _search(source, recipe, metric, before - max_drop, after)
+    if found is None:
+        way = f"to keep all layers but one in float does not mend it. {_way_out(recipe, source.target)}"
+        raise scores.refusal(after, "quantized model", way)
+    log.info("%d layers stay in float for max_drop=%g: %s", len(found.kept), max_drop, ", ".join(found.kept))
+    quantized = source.quantized(_keeping(recipe, found.kept))
+    last = next(one.score for one in reversed(found.evaluations) if one.float_layers == len(found.kept))
+    quantized.scores = replace(scores, quantized_model=last, search=found)
+    return quantized
+
+
+def _search(
+    source: _Source, recipe: _Skippable, metric: Metric, least: float, first: float
+) -> Search | None:  # fmt: skip
+    """Rank the layers that ``skip`` can name, and find the fewest that must stay in float."""
+    graph, quantized_layers, _ = source.rounded(recipe)
+    names = {module_name(node) for node in graph.graph.nodes}
+    sensitivity = noise_by_layer(
+        graph, [name for name in quantized_layers if name in names], source.judged, source.parts
+    )
+
+    def score(kept: tuple[str, ...]) -> float:
+        found = float(metric(source.quantized(_keeping(recipe, kept))))
+        _check_finite(found, f"model with {len(kept)} layers in float")
+        log.info("%d of %d layers in float: the metric is %.6g", len(kept), len(sensitivity), found)
+        return found
+
+    return search(sensitivity, score, least, first)
+
+
+def _keeping(recipe: _Skippable, kept: Sequence[str]) -> _Skippable:
+    return replace(recipe, skip=(*recipe.skip, *kept))
+
+
+def _way_out(recipe: Quantization, target: Target) -> str:
+    """Say what loses less than ``recipe``."""
+    if is_calibrated(recipe):
+        made = "Int8()" if isinstance(recipe, Int8) else "LowBit(activation_bits=4)"
+        return f"Train it with rounding: prepared = prepare_qat(model, example_inputs, recipe={made}, target={target!r}), then convert(prepared)"
+    return (
+        "Take WeightOnly(bits=8) or a smaller group_size, or Int8() with calibration data, which prepare_qat can train"
+    )
 
 
 def chosen_target(recipe: Quantization, target: Target | None) -> Target:

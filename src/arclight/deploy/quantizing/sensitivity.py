@@ -1,0 +1,160 @@
+"""Measure how much each layer's rounding costs, and keep the fewest layers in float that a score can do with.
+
+A converted graph comes in before its weights are folded; `noise_by_layer` runs it once for each layer, with that layer alone
+rounded, and `search` bisects over the layers in that order, noisiest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from arclight.deploy.capture import Inputs, as_outputs
+from arclight.deploy.parity import Parts, compare, worst
+from arclight.deploy.quantizing.linear import DYNAMIC, FLOAT_WEIGHT, GROUPED
+from arclight.deploy.quantizing.placement import CONVOLUTIONS, LAYERS, module_name
+from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
+
+EVALUATIONS = 16
+"""Most scores that are taken of one model and its quantized forms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One quantized form of a model that was scored."""
+
+    float_layers: int
+    """Layers that were kept in float, counted from the most sensitive one."""
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The fewest layers in float with which a model keeps its score, and how they were found."""
+
+    sensitivity: Mapping[str, float]
+    """Layers, the most sensitive first, and the ratio of the noisiest output (decibels) where that layer alone is rounded."""
+    kept: tuple[str, ...]
+    """Layers that were kept in float for the score."""
+    evaluations: tuple[Evaluation, ...]
+    """Quantized forms that were scored, in that order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a program records; a layer whose rounding changes nothing has no ratio."""
+        return {
+            "kept": list(self.kept),
+            "evaluations": [[one.float_layers, one.score] for one in self.evaluations],
+            "sensitivity_db": {
+                name: None if ratio == float("inf") else ratio for name, ratio in self.sensitivity.items()
+            },
+        }
+
+
+class PartlyRounded(torch.fx.Interpreter):
+    """Run a converted graph, whose weights are not folded yet, where only the layers in ``rounding`` round."""
+
+    def __init__(self, graph: GraphModule, layers: Collection[str]) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False
+        self.rounding: frozenset[str] = frozenset()
+        self._layers = _layers_of(graph, layers)
+
+    def run_node(self, n: Node) -> Any:
+        if n in self._layers and not self._layers[n] & self.rounding:
+            source, *_ = self.fetch_args_kwargs_from_env(n)[0]
+            if n.target in (DYNAMIC, GROUPED):
+                bias = n.args[3]
+                weight = self.fetch_attr(n.meta[FLOAT_WEIGHT])
+                return F.linear(source, weight, self.env[bias] if isinstance(bias, Node) else None)
+            return source
+        return super().run_node(n)
+
+
+def _layers_of(graph: GraphModule, layers: Collection[str]) -> dict[Node, frozenset[str]]:
+    """Map each operator that rounds to the layers among ``layers`` that it is there for.
+
+    What a layer reads is rounded for it, its weights among them; what a convolution writes, up to the next layer that is not
+    on integers, for the convolution, too. A matrix product may write float32.
+    """
+    nodes = list(graph.graph.nodes)
+    named = {n: frozenset({module_name(n)} & set(layers)) for n in nodes if n.target in LAYERS | {DYNAMIC, GROUPED}}
+    written: dict[Node, frozenset[str]] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        if node in named:
+            written[node] = named[node] if node.target in CONVOLUTIONS else frozenset()
+        elif node.target in QUANTIZE | DEQUANTIZE:
+            written[node] = written[sources[0]]
+        elif all(source.target in DEQUANTIZE for source in sources) or (len(sources) == 1 and sources[0] in named):
+            written[node] = frozenset().union(*(written[source] for source in sources))
+        else:
+            written[node] = frozenset()
+    read: dict[Node, frozenset[str]] = {}
+    for node in reversed(nodes):
+        read[node] = frozenset().union(*(named[user] if user in named else read[user] for user in node.users))
+    found = {node: named[node] for node in named if node.target in (DYNAMIC, GROUPED)}
+    for node in nodes:
+        if node.target in QUANTIZE:
+            found[node] = written[node] | read[node]
+        elif node.target in DEQUANTIZE and node.args[0] in found:
+            found[node] = found[node.args[0]]
+    return found
+
+
+@torch.no_grad()
+def noise_by_layer(
+    graph: GraphModule, layers: Sequence[str], inputs: Inputs, parts: Parts | None = None
+) -> dict[str, float]:
+    """Return the signal-to-noise ratio of the noisiest output, decibels, with each of ``layers`` alone rounded; least first.
+
+    ``graph``: converted, weights not folded. The reference is the same graph without rounding. Outputs are judged one by one, or
+    the tensors that ``parts`` takes out of them.
+    """
+    run = PartlyRounded(graph, layers)
+    exact = as_outputs(run.run(*inputs))
+    found = {}
+    for layer in dict.fromkeys(layers):
+        run.rounding = frozenset({layer})
+        found[layer] = worst(list(compare(exact, as_outputs(run.run(*inputs)), parts).values())).sqnr_db
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def fewest(count: int, fits: Callable[[int], bool], most: int) -> int | None:
+    """Return the least number below ``count`` that ``fits``, by bisection of at most ``most`` calls; None if none does.
+
+    If one number fits, larger ones should; 0 is known not to.
+    """
+    low, high = 0, count
+    while high - low > 1 and most > 0:
+        middle = (low + high) // 2
+        most -= 1
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high if high < count else None
+
+
+def search(
+    sensitivity: Mapping[str, float], score: Callable[[tuple[str, ...]], float], least: float, first: float
+) -> Search | None:
+    """Return the fewest of the layers in ``sensitivity`` with which the score is at least ``least``; None if all but one are too few.
+
+    ``score`` takes layers to keep in float; ``first`` is the score without any. The two scores before it count as evaluations.
+    """
+    order = tuple(sensitivity)
+    evaluations = [Evaluation(float_layers=0, score=first)]
+
+    def fits(kept: int) -> bool:
+        evaluations.append(Evaluation(float_layers=kept, score=score(order[:kept])))
+        return evaluations[-1].score >= least
+
+    found = fewest(len(order), fits, EVALUATIONS - 2)
+    if found is None:
+        return None
+    return Search(sensitivity=sensitivity, kept=order[:found], evaluations=tuple(evaluations))
