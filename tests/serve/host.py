@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--calls", type=Path, help="a file that grows by one byte with each photo detected")
     parser.add_argument("--fault", action="store_true", help="the first photo meets a fault of the detector")
     parser.add_argument("--imagine", action="store_true", help="also report a code in the top left corner")
+    parser.add_argument("--api-key")
     options = parser.parse_args()
     cv2.setNumThreads(1)
     faults = [RuntimeError("a detail for the log")] if options.fault else []
@@ -55,8 +56,15 @@ def main() -> None:
         return find_codes(image, imagine=options.imagine)
 
     limits = Limits(**json.loads(options.limits))
-    app = create_app(detector, program="zxing", precision="none", limits=limits)
-    run(app, host=options.host, port=options.port, limits=limits)
+    app = create_app(
+        detector,
+        program="zxing",
+        precision="none",
+        limits=limits,
+        api_key=options.api_key,
+        insecure=options.host == "0.0.0.0",
+    )
+    run(app, host=options.host, port=options.port, limits=limits, has_key=options.api_key is not None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.serve.test_tensors import SERVE, Affine
 
 from arclight import cli
 from arclight.deploy import export
+from arclight.serve import create_app
 
 KEY = "correct-horse-battery"
 
@@ -53,6 +56,56 @@ def test_loopback_answers_under_no_foreign_name(local, host):
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1", 200),
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+def test_pages_of_other_sites_do_not_make_loopback_work(local, origin, status):
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
+    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    url = f"{local.url}/v2/models/affine/infer"
+    answer = httpx.post(url, content=json.dumps(body), headers=headers, trust_env=False)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
+    ("words", "host", "key", "status"),
+    [
+        ([], "evil.example", None, 421),
+        ([], "localhost", None, 404),
+        ([f"--api-key={KEY}"], "models.example", None, 401),
+        ([f"--api-key={KEY}"], "models.example", KEY, 404),
+    ],
+)
+def test_an_application_made_directly_checks_host_or_key(serve_with, words, host, key, status):
+    server = serve_with(*words)
+    headers = {"Host": host} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    assert httpx.get(f"{server.url}/v2/models/none", headers=headers, trust_env=False).status_code == status
+
+
+def test_keys_that_are_easily_guessed_make_no_application():
+    with pytest.raises(ValueError, match="at least 16 printable ASCII characters without blanks, not 6"):
+        create_app(lambda _: pytest.fail("nothing is served"), api_key="secret")
+
+
+def test_the_page_asks_for_the_key_and_sends_it(chrome, serve_with):
+    chrome.open(serve_with(f"--api-key={KEY}").url)
+    chrome.click("[data-sample='samples/receipt.jpg']")
+    for given in ("wrong", KEY):
+        chrome.wait("document.getElementById('key-dialog').open")
+        chrome.run("document.getElementById('key').value = arguments[0]", given)
+        assert chrome.run("return !document.getElementById('key-trouble').hidden") == (given == KEY)
+        chrome.click("#key-send")
+    chrome.wait("document.body.dataset.state === 'done'")
+    assert chrome.text("#summary") == "1 code found"
+
+
 def test_two_hosts_are_refused(local):
     with local.connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
@@ -62,13 +115,13 @@ def test_two_hosts_are_refused(local):
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer \xe9" * 9]
 )
-def test_without_the_key_only_health_is_answered(keyed, header):
+def test_without_the_key_only_health_and_the_page_are_answered(keyed, header):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
-    for path in ("/", "/v2", "/metrics", "/openapi.json", "/v2/models/affine"):
+    for path in ("/v2", "/metrics", "/openapi.json", "/v2/models/affine"):
         answer = httpx.get(keyed.url + path, headers=headers, trust_env=False)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert KEY not in answer.text
-    for path in ("/health", "/v2/health/live", "/v2/health/ready"):
+    for path in ("/health", "/v2/health/live", "/v2/health/ready", "/", "/app.js", "/samples/board.jpg"):
         assert httpx.get(keyed.url + path, headers=headers, trust_env=False).status_code == 200
 
 

@@ -206,6 +206,9 @@ def test_limits_that_make_no_sense_are_refused_by_name():
     with pytest.raises(ValueError, match=r"limits\.buffered_bytes \(10\) must hold at least one body"):
         Limits(buffered_bytes=10)
     assert Limits(queue=0).queue == 0
+    for changes in ({"deadline_s": float("nan")}, {"shutdown_s": float("inf")}, {"workers": 1.5}):
+        with pytest.raises(ValueError, match=rf"limits\.{next(iter(changes))} must be a (whole|finite) number, not"):
+            Limits(**changes)
 
 
 def codes(answer: httpx.Response) -> list[str]:

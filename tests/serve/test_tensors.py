@@ -19,6 +19,7 @@ from arclight import cli
 from arclight.deploy import Program, export
 from arclight.serve import Limits
 from arclight.serve.app import ServedModel, build_app
+from arclight.serve.middleware import Access
 
 SERVE = """
 import argparse
@@ -90,6 +91,11 @@ BAD = {
     "unknown datatype": {"inputs": [tensor(datatype="BYTES")]},
     "too few": {"inputs": [tensor(data=[1])]},
     "texts": {"inputs": [tensor(data=["1"] * 6)]},
+    "a long text among numbers": {"inputs": [tensor(data=["a" * 1_000_000] + [0] * 100_000)]},
+    "a boolean among numbers": {"inputs": [tensor(data=[True, 1, 2, 3, 4, 5])]},
+    "a number beyond all types": {"inputs": [tensor(data=[10**400] * 6)]},
+    "lists of another depth": {"inputs": [tensor(data=[[1, 2, 3], [4, 5, [6]]])]},
+    "outputs that are no list": {"inputs": [tensor()], "outputs": 0},
     "ragged": {"inputs": [tensor(data=[[1, 2, 3], [4]])]},
     "another shape": {"inputs": [tensor(shape=[3, 2])]},
     "negative shape": {"inputs": [tensor(shape=[-2, -3])]},
@@ -160,13 +166,30 @@ def test_programs_are_warmed_up_before_the_server_is_ready(tmp_path, monkeypatch
         return compute(self, *inputs)
 
     monkeypatch.setattr(Program, "__call__", watched)
-    app = build_app([ServedModel(name="affine", program=program)], Limits())
+    app = build_app([ServedModel(name="affine", program=program)], Limits(), Access())
 
     async def start() -> None:
         async with app.router.lifespan_context(app):
             assert ready == [(1, 3)]
 
     asyncio.run(start())
+
+
+def test_long_json_is_refused_before_it_is_read(two):
+    bomb = b'{"inputs":[' + b"[]," * 8_000_000 + b"[]]}"
+    answer = infer(two, bomb)
+    assert answer.status_code == 413
+    assert "send the tensors as bytes behind it" in answer.json()["error"]
+
+
+def test_metrics_come_in_some_format_whatever_is_asked_for(two):
+    for accept in (
+        "application/openmetrics-text; version=x.y",
+        "application/openmetrics-text; version=1.0.0",
+        "image/png",
+    ):
+        answer = httpx.get(f"{two.url}/metrics", headers={"Accept": accept}, trust_env=False)
+        assert (answer.status_code, "arclight_requests" in answer.text) == (200, True)
 
 
 def test_no_refusal_of_tensors_speaks_of_photos(two):

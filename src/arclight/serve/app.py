@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,8 +16,8 @@ from starlette.exceptions import HTTPException
 from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Turn, Workers, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
-from arclight.serve.middleware import Access, Admittance, Envelope, Lingering
-from arclight.serve.settings import Limits
+from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
+from arclight.serve.settings import Limits, check_key
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer, warm_up
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from arclight.deploy import Program
 
 T = TypeVar("T")
-PAGE = Path(__file__).parent / "page"
 OBJECT_DETECTION = "/v1/object-detection/{model}"
 INFER = "/v2/models/{model}/infer"
 
@@ -91,17 +89,28 @@ class ServedModel:
 
 
 def create_app(
-    detector: Detect, *, program: str = "detector", precision: str = "unknown", limits: Limits | None = None
+    detector: Detect,
+    *,
+    program: str = "detector",
+    precision: str = "unknown",
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    insecure: bool = False,
 ) -> FastAPI:
     """Build the application that answers photos with ``detector``'s detections and the codes read in them.
 
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
+
+    Whatever address it is run on, requests need ``Authorization: Bearer KEY`` with an ``api_key`` (ValueError for one that
+    is easily guessed); without one, the Host header must name this machine, unless ``insecure`` lets everybody in.
     """
-    return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits())
+    check_key(api_key)
+    access = Access(loopback_only=api_key is None and not insecure, api_key=api_key)
+    return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits(), access)
 
 
-def build_app(models: Sequence[ServedModel], limits: Limits, access: Access | None = None) -> FastAPI:
+def build_app(models: Sequence[ServedModel], limits: Limits, access: Access) -> FastAPI:
     """Build the application of several models; ``/detect`` and the page are those of the first detector."""
     metrics, service = Metrics(model.name for model in models), Service(models, limits)
 
@@ -138,7 +147,7 @@ def build_app(models: Sequence[ServedModel], limits: Limits, access: Access | No
     add_photo_routes(app, service)
     add_tensor_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    app.add_middleware(Admittance, access=access or Access())
+    app.add_middleware(Admittance, access=access)
     app.add_middleware(Lingering, linger_s=limits.linger_s)
     app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining)
     app.state.drain = service.drain
@@ -266,7 +275,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
         program, json_size = service.program(model), request.headers.get(JSON_SIZE)
         content, size = await service.run(
-            request, model, lambda body, _: infer(decode(body, json_size, program), program, model)
+            request, model, lambda body, _: infer(decode(body, json_size, program, service.limits), program, model)
         )
         if size is None:
             return Response(content, media_type="application/json")

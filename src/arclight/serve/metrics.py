@@ -67,5 +67,8 @@ class Metrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics, and their content type, in the text format that ``accept`` asks for."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # its comparison of versions fails on those that are no numbers
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type

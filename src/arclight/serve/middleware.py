@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -85,16 +86,20 @@ class Access:
     """Rules on who may use a server."""
 
     loopback_only: bool = False
-    """Whether the Host header must name loopback: a web page that points a name of its own at 127.0.0.1 sends that name."""
+    """Whether the Host header must name loopback: a web page that points a name of its own at 127.0.0.1 sends that name.
+    Origin, which browsers add to what pages send, must name it as well: other pages may not make this machine work."""
     api_key: str | None = field(default=None, repr=False)
 
     def refusal(self, path: str, headers: Headers) -> Refusal | None:
-        """Return why a request may not pass, if so; health may be asked by anybody."""
+        """Return why a request may not pass, if so; health and the page may be asked by anybody."""
         if self.loopback_only:
             hosts = headers.getlist("host")
             if len(hosts) != 1 or not is_loopback(host_name(hosts[0])):
                 return Refusal(421, "This server answers on this machine only; use the Host localhost or 127.0.0.1.")
-        if self.api_key is None or path in HEALTH:
+            origins = headers.getlist("origin")
+            if not all(is_loopback(host_name(origin.partition("://")[2])) for origin in origins):
+                return Refusal(403, "This server answers no pages of other sites; send the request without an Origin.")
+        if self.api_key is None or path in OPEN:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), self.api_key)]  # of one length
@@ -104,7 +109,11 @@ class Access:
         return Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
 
 
-HEALTH = ("/health", "/v2/health/live", "/v2/health/ready")
+PAGE = Path(__file__).parent / "page"
+OPEN = {"/health", "/v2/health/live", "/v2/health/ready", "/"} | {
+    f"/{file.relative_to(PAGE).as_posix()}" for file in PAGE.rglob("*") if file.is_file()
+}
+"""What is answered without the key: health, and the page, which asks for the key itself."""
 
 
 def host_name(host: str) -> str:

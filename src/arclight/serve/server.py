@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.fabric.extras import require
-from arclight.serve.settings import Limits, is_loopback
+from arclight.serve.settings import Limits, check_key, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -56,7 +56,9 @@ def serve(
 
     limits = limits or Limits()
     several = isinstance(program_path, Mapping)
-    paths = dict(program_path) if isinstance(program_path, Mapping) else {Path(program_path).stem: program_path}
+    paths = (
+        dict(program_path) if isinstance(program_path, Mapping) else {Path(program_path).resolve().stem: program_path}
+    )
     if not paths:
         raise ValueError("there is no program to serve: name one")
     for name in paths if several else ():
@@ -83,11 +85,7 @@ def check_access(host: str, api_key: str | None, *, insecure: bool) -> None:
             f"other machines can reach {host}: give an API key (--api-key-file FILE), or --insecure if all of them may "
             "use the server"
         )
-    if api_key is not None and not re.fullmatch(API_KEY, api_key):
-        raise ValueError(f"an API key needs at least 16 printable ASCII characters without blanks, not {len(api_key)}")
-
-
-API_KEY = r"[!-~]{16,}"
+    check_key(api_key)
 
 
 class AddressError(OSError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import re
 from dataclasses import dataclass, fields
 
 
@@ -12,6 +14,8 @@ class Limits:
 
     body_bytes: int = 25_000_000
     """Largest request body, bytes."""
+    json_bytes: int = 5_000_000
+    """Largest JSON in a request, bytes: reading one of 24 million short lists takes seconds. Larger tensors go as bytes behind it."""
     pixels: int = 50_000_000
     """Largest image, pixels; read from the file's header before anything is decoded."""
     codes: int = 40
@@ -41,6 +45,9 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if not math.isfinite(value) or (type(field.default) is int and type(value) is not int):
+                kind = "whole" if type(field.default) is int else "finite"
+                raise ValueError(f"limits.{field.name} must be a {kind} number, not {value}")
             if value < 0 or (value == 0 and field.name != "queue"):
                 raise ValueError(f"limits.{field.name} must be above 0, not {value}")
         if self.body_bytes > self.buffered_bytes:
@@ -48,6 +55,12 @@ class Limits:
                 f"limits.buffered_bytes ({self.buffered_bytes}) must hold at least one body of "
                 f"limits.body_bytes ({self.body_bytes})"
             )
+
+
+def check_key(api_key: str | None) -> None:
+    """Raise ValueError for a key that is easily guessed."""
+    if api_key is not None and not re.fullmatch(r"[!-~]{16,}", api_key):
+        raise ValueError(f"an API key needs at least 16 printable ASCII characters without blanks, not {len(api_key)}")
 
 
 def is_loopback(host: str) -> bool:

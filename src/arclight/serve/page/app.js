@@ -2,6 +2,7 @@
 
 import { offerCamera } from "./camera.js";
 import { card, verdict } from "./cards.js";
+import { ask } from "./server.js";
 import { Stage } from "./stage.js";
 import { count, element, milliseconds } from "./words.js";
 
@@ -40,7 +41,7 @@ async function read(photo) {
   enter("busy", "Reading the photo", "Looking for codes.");
   try {
     const headers = { "Content-Type": photo.type.startsWith("image/") ? photo.type : "application/octet-stream" };
-    const response = await fetch("/detect", { method: "POST", body: photo, headers, signal: mine.signal });
+    const response = await ask("/detect", { method: "POST", body: photo, headers, signal: mine.signal });
     const answer = await response.json();
     if (response.ok) show(answer);
     else enter("error", "This photo was not read", answer.error, { retry: response.status === 429 || response.status >= 500 });

@@ -6,11 +6,13 @@ import json
 import logging
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arclight.serve.admission import Refusal, one_sentence
+from arclight.serve.admission import Refusal, in_words, one_sentence
+from arclight.serve.settings import Limits
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -24,6 +26,9 @@ DATATYPES = {
 }  # fmt: skip
 _DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 _MOST_DIMENSIONS = 32
+_ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+"""What JSON may hold for a kind of data type."""
+_WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the bytes of JSON before the binary tensors."""
 
@@ -52,9 +57,14 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": DATATYPES.get(spec.dtype, spec.dtype), "shape": shape}
 
 
-def decode(body: bytes, json_size: str | None, program: Program) -> TensorRequest:
-    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take."""
+def decode(body: bytes, json_size: str | None, program: Program, limits: Limits) -> TensorRequest:
+    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take, 413 for long JSON."""
     size = len(body) if json_size is None else _json_size(json_size, len(body))
+    if size > limits.json_bytes:
+        raise Refusal(
+            413,
+            f"The request's JSON is larger than {in_words(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
+        )
     try:
         asked = json.loads(body[:size])
     except (ValueError, RecursionError):
@@ -128,20 +138,23 @@ def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, An
     wrong = Refusal(400, f"The data of input {name!r} must be a list of numbers that {dtype} can hold.")
     if not isinstance(data, list):
         raise wrong
+    while data and type(data[0]) is list:
+        if any(type(row) is not list or len(row) != len(data[0]) for row in data):
+            raise wrong
+        data = list(chain.from_iterable(data))
+    # Types first: for one long text among numbers NumPy would reserve as many bytes for each of them.
+    if not {type(value) for value in data} <= _ELEMENTS[dtype.kind]:
+        raise wrong
     try:
-        array = np.array(data) if data else np.empty(0, dtype)
-    except (ValueError, OverflowError, RecursionError):
+        array = np.array(data, _WIDEST[dtype.kind])
+    except OverflowError:
         raise wrong from None
-    if array.dtype.kind not in "biuf" or (dtype.kind in "iu" and array.dtype.kind not in "iu"):
-        raise wrong
-    if dtype.kind == "b" and array.dtype.kind != "b":
-        raise wrong
     if dtype.kind in "iu" and array.size:
         bounds = np.iinfo(dtype)
         if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
             raise wrong
     with np.errstate(over="ignore"):  # a number too large for the type becomes infinity, as in NumPy
-        return array.astype(dtype).ravel()
+        return array.astype(dtype)
 
 
 def _from_bytes(size: Any, binary: bytes, dtype: np.dtype[Any], name: str) -> tuple[np.ndarray[Any, Any], bytes]:
@@ -157,7 +170,9 @@ def _from_bytes(size: Any, binary: bytes, dtype: np.dtype[Any], name: str) -> tu
 def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
     names = [spec.name for spec in program.outputs]
     binary = _parameters(asked).get("binary_data_output", False) is True
-    wanted = asked.get("outputs") or [{"name": name} for name in names]
+    wanted = asked.get("outputs")
+    if wanted is None or wanted == []:
+        wanted = [{"name": name} for name in names]
     if not _is_objects(wanted):
         raise Refusal(400, "The field 'outputs' is not a list of objects; leave it out for all outputs.")
     for item in wanted:
