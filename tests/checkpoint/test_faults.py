@@ -55,13 +55,15 @@ def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypa
     fork = multiprocessing.get_context("fork")
     rng = random.Random(1)
     step, seen_leftovers = 0, 0
-    for _ in range(40):
+    for number in range(40):
         process = fork.Process(target=save_for_ever, args=(path, step))
         old = set(hidden(tmp_path))
         process.start()
         while not set(hidden(tmp_path)) - old:  # from here on it is at work, however busy the machine
             time.sleep(0.001)
         time.sleep(rng.expovariate(1 / 0.02))
+        while number % 2 and not hidden(tmp_path):  # every second kill hits a save in the middle
+            time.sleep(0.0005)
         process.kill()
         process.join()
         seen_leftovers += bool(hidden(tmp_path))
@@ -71,7 +73,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypa
         assert find_last(tmp_path) == path
         step = now
     assert step > 0
-    assert seen_leftovers > 0  # the kills did hit saves in the middle
+    assert seen_leftovers > 0
     save(path, state_at(step + 1))
     assert hidden(tmp_path) == []
 

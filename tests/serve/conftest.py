@@ -78,7 +78,7 @@ def started(words: list[str], port: int, cwd: Path | None = None) -> Iterator[Se
             try:
                 assert server.get("/health").json()["ready"]
                 break
-            except httpx.ConnectError:
+            except httpx.NetworkError:  # none listens yet, or one of another test did and ends
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
         yield server
