@@ -303,18 +303,18 @@ def test_reading_ahead_is_bounded_and_ends_with_the_consumer() -> None:
             read.append(number)
             yield number
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     items = prefetch(numbers(), 3)
     assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    (reader,) = set(threading.enumerate()) - before
     until = time.monotonic() + 30
     while len(read) < 9 and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.05)
     assert len(read) == 9  # five taken, three in the queue, one in hand
     items.close()
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    reader.join(30)
+    assert not reader.is_alive()
     assert len(read) == 9
 
 
