@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,9 +147,44 @@ def test_formats_are_chosen_by_argument_and_suffix(two_heads: nn.Module, tmp_pat
 def test_a_folder_that_is_no_program_is_not_replaced(two_heads: nn.Module, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(b"precious")
-    with pytest.raises(ExportError, match=r"photos is there and is no program, as it has no program\.json"):
+    with pytest.raises(
+        ExportError, match=r"photos is there and is no program, or .* program\.json does not list a\.jpg"
+    ):
         export(two_heads, tmp_path / "photos", example_inputs=torch.randn(2, 3, 8, 8))
     assert (tmp_path / "photos" / "a.jpg").read_bytes() == b"precious"
+
+
+def test_what_lies_beside_a_program_is_not_lost_with_it(tmp_path: Path) -> None:
+    model, values, path = nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "p"
+    (tmp_path / "tool").mkdir()
+    (tmp_path / "tool" / "program.json").write_text('{"name": "of another tool"}')
+    with pytest.raises(ExportError, match=r"does not list program\.json"):
+        export(model, tmp_path / "tool", example_inputs=values, format="onnx")
+    export(model, path, example_inputs=values, format="onnx")
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(ExportError, match=r"does not list notes\.txt"):
+        export(model, path, example_inputs=values, format="onnx")
+    assert (path / "notes.txt").read_text() == "mine"
+    (tmp_path / "q.onnx").mkdir()
+    with pytest.raises(ExportError, match=r"q\.onnx is a folder"):
+        export(model, tmp_path / "q.onnx", example_inputs=values)
+
+
+def test_a_folder_that_was_filled_during_the_export_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p"
+
+    def slow(*_: Any) -> dict[str, Any]:
+        path.mkdir()
+        (path / "notes.txt").write_text("mine")
+        return {}
+
+    monkeypatch.setattr("arclight.deploy.formats.export._parity", lambda *_, **__: {})
+    monkeypatch.setattr("arclight.deploy.formats.export._described", slow)
+    with pytest.raises(ExportError, match=r"does not list notes\.txt"):
+        export(nn.Linear(4, 4), path, example_inputs=torch.randn(2, 4), format="onnx")
+    assert [file.name for file in path.iterdir()] == ["notes.txt"]
 
 
 def test_a_program_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
@@ -221,11 +257,12 @@ def test_large_weights_lie_beside_one_file_and_in_the_folder(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
     model, values = nn.Linear(64, 64), torch.randn(3, 64)
-    for path, weights in [
-        (tmp_path / "p.onnx", tmp_path / "p.onnx.data"),
-        (tmp_path / "p", tmp_path / "p" / "model.onnx.data"),
+    for path, pattern in [
+        (tmp_path / "p.onnx", "p-*.data"),
+        (tmp_path / "p", "p/model-*.data"),
     ]:
         program = export(model, path, example_inputs=values, format="onnx")
+        (weights,) = tmp_path.glob(pattern)
         torch.testing.assert_close(program(values), model(values).detach())
         assert program.nbytes > weights.stat().st_size > 64 * 64 * 4 - 1
         stored = weights.read_bytes()

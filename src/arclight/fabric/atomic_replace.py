@@ -65,8 +65,7 @@ def replace_folder(staging: Path, path: Path, *, durable: bool = True) -> None:
     """
     sync = sync_folder if durable else _leave
     sync(staging)
-    if not os.path.lexists(path):
-        staging.rename(path)
+    if not os.path.lexists(path) and _rename_to_new(staging, path):
         sync(path.parent)
     elif _exchange(staging, path):
         sync(path.parent)
@@ -77,6 +76,17 @@ def replace_folder(staging: Path, path: Path, *, durable: bool = True) -> None:
         staging.rename(path)
         sync(path.parent)
         discard(former)
+
+
+def _rename_to_new(staging: Path, path: Path) -> bool:
+    """Rename the folder to a name that nothing has; False if another process has just taken it."""
+    try:
+        staging.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        return False
+    return True
 
 
 def retire(path: Path, *, durable: bool = True) -> None:

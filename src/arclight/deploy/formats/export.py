@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import math
 import os
 import platform
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,13 +37,13 @@ from arclight.deploy.capture import (
 )
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
-from arclight.deploy.formats.formats import LONE, Captured, Format, destination, runtime_of, write
+from arclight.deploy.formats.formats import LONE, Captured, Format, check_replaceable, destination, runtime_of, write
 from arclight.deploy.parity import Parity, Parts, compare, worst
 from arclight.deploy.programs import folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.metadata import check as check_metadata
-from arclight.deploy.programs.metadata import seal
+from arclight.deploy.programs.metadata import seal, unseal
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
 from arclight.deploy.programs.openvino import INTEGERS, LAYERS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
@@ -119,7 +121,7 @@ def export(
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
     captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
-    with _staging(path) as staging:
+    with _disk_named(path), _staging(path) as staging:
         draft = _Draft(captured, staging, path, form, runtime, key)
         described |= draft.write(precision)
         program = draft.opened()
@@ -172,16 +174,28 @@ class _Draft:
     def publish(self, described: Mapping[str, Any]) -> None:
         """Describe and check the program, and put it where it belongs in one step."""
         if self.lone:
-            draft = self._staging / self._main
-            seal(draft, dict(described))
-            Program.load(draft, device="cpu")
-            for weights in self._staging.glob(f"{self._main}.data"):
-                os.replace(weights, self._path.with_name(weights.name))
-            os.replace(draft, self._path)
+            self._publish_file(self._staging / self._main, dict(described))
             return
         self._describe(described)
         folder.read(self._staging, self._trusted)
+        check_replaceable(self._path)  # again, as the export took a while
         files.publish(self._staging, self._path)
+
+    def _publish_file(self, draft: Path, described: dict[str, Any]) -> None:
+        """Put the file in place in one step; weights beside it come before it, under a name that is theirs alone."""
+        seal(draft, described)
+        unseal(draft)
+        check_replaceable(self._path)
+        former = _weights_of(self._path)
+        beside = [file for file in sorted(self._staging.iterdir()) if file != draft]
+        for file in (*beside, draft):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        for file in beside:
+            files.replace_file(self._path.with_name(file.name), file)
+        files.replace_file(self._path, draft)
+        for file in former - {self._path.with_name(file.name) for file in beside}:
+            files.discard(file)
 
     def _describe(self, described: Mapping[str, Any]) -> None:
         inputs, outputs = self._captured.specs()
@@ -193,12 +207,34 @@ class _Draft:
 
 @contextmanager
 def _staging(path: Path) -> Iterator[Path]:
-    """Make a folder beside ``path`` that is gone afterwards, unless it was published."""
+    """Make a folder beside ``path`` that is gone afterwards, unless it was published; remove those of killed exports."""
     staging = files.make_staging(path)
+    files.sweep(path.parent)
     try:
         yield staging
     finally:
         files.discard(staging)
+
+
+@contextmanager
+def _disk_named(path: Path) -> Iterator[None]:
+    """Raise ExportError for a disk that is full or may not be written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        raise ExportError(f"{path} cannot be written: {error.strerror}; what was there is as it was") from error
+
+
+def _weights_of(path: Path) -> set[Path]:
+    """Return the files beside the program that is at ``path`` now which an export wrote for it."""
+    try:
+        names = unseal(path)[0].get("files", {}) if path.is_file() else {}
+    except ProgramError:  # damaged: what it had beside it is not known
+        return set()
+    own = re.compile(rf"{re.escape(path.stem)}-[0-9a-f]{{16}}\.data")
+    return {path.with_name(name) for name in names if own.fullmatch(name)}
 
 
 def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, form: Format) -> SigningKey | None:
@@ -406,11 +442,11 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
     exported = sizes.capture(frozen_copy(quantized.reference))
-    place = program.path if program.path.is_dir() else program.path.parent
+    place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
     # bfloat16 and AOTInductor are for speed over what runs anywhere, which is ONNX Runtime
     runtime: Runtime = "openvino" if program.runtime == "openvino" else "onnxruntime"
-    with tempfile.TemporaryDirectory(prefix=".fp32-", dir=place.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="fp32-", dir=place) as scratch:
         plain = Path(scratch) / "fp32.onnx"
         written = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
         size_fp32 = sum(file.stat().st_size for file in written)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from arclight.deploy.capture import FreeDimensions, quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.formats import onnx_graph
-from arclight.deploy.programs.folder import NAME, RUNTIMES, holds_program
+from arclight.deploy.programs.folder import NAME, RUNTIMES, foreign_files
 from arclight.deploy.programs.session import Runtime, TensorSpec
 from arclight.deploy.settings import Target
 from arclight.fabric.extras import require
@@ -154,15 +154,22 @@ def destination(path: str | os.PathLike[str], format: str | None, target: Target
         )
     if path.suffix == LONE and named != "onnx":
         raise ExportError(f"{path} names an ONNX file, and the format is {named!r}: name a folder, without {LONE}")
-    if (
-        path.suffix != LONE
-        and path.exists()
-        and not (path.is_dir() and (holds_program(path) or not any(path.iterdir())))
-    ):
-        raise ExportError(
-            f"{path} is there and is no program, as it has no {NAME}: it is not replaced, name another folder"
-        )
+    check_replaceable(path)
     return path, named  # type: ignore[return-value]
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise ExportError where something is at ``path`` that would be lost with the program that is replaced."""
+    if path.suffix == LONE:
+        if path.is_dir():
+            raise ExportError(f"{path} is a folder, and a program of that name is one file: name another one")
+    elif path.exists() and not path.is_dir():
+        raise ExportError(f"{path} is a file and no program's folder: it is not replaced, name a folder")
+    elif path.is_dir() and (foreign := foreign_files(path)):
+        raise ExportError(
+            f"{path} is there and is no program, or holds more than one, as {NAME} does not list {', '.join(foreign[:5])}: it is "
+            "not replaced, name another folder"
+        )
 
 
 def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime:

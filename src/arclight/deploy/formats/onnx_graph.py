@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -45,13 +46,19 @@ def convert(
     return model
 
 
-def write(model: onnx.ModelProto, path: Path, *, weights: str | None = None) -> list[Path]:
-    """Write ``model``; return its files: two where one cannot hold the weights, which go into ``weights`` (PATH.data) beside it."""
+def write(model: onnx.ModelProto, path: Path) -> list[Path]:
+    """Write ``model``; return its files: two where one cannot hold the weights, which lie beside it under a name of their own.
+
+    The name has their digest, so that they never take the place of those of another program.
+    """
     held = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if held < LARGEST_FILE:
         path.write_bytes(model.SerializeToString(deterministic=True))
         return [path]
-    weights = weights or f"{path.name}.data"
+    digest = hashlib.sha256()
+    for tensor in model.graph.initializer:
+        digest.update(tensor.raw_data)
+    weights = f"{path.stem}-{digest.hexdigest()[:16]}.data"
     require("onnx", extra="deploy").save_model(
         model, str(path), save_as_external_data=True, location=weights, size_threshold=1024
     )

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ _PURPOSE = b"arclight program "
 """Begins what is signed, so that a signature made for something else cannot pass for a program's."""
 
 
+Mark = tuple[int, int, int, int]
+"""Device, number, size and time of change of a file: where it is replaced or written, the mark is another one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """One file of a program."""
@@ -66,6 +71,8 @@ class Contents:
     files: dict[str, FileRecord]
     signer: str | None
     """Public key of the trusted signer, base64; None if nobody asked for one."""
+    marks: Mapping[Path, Mark] = field(default_factory=dict)
+    """Marks of the files as they were checked."""
 
 
 def write(
@@ -106,7 +113,7 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
     not signed as asked.
     """
     keys = None if trusted is None else trusted_keys(trusted)
-    body, digest, signature = _read_body(folder)
+    body, digest, signature, marked = _read_body(folder)
     if digest is None:
         raise ProgramError(
             f"{folder / NAME} was changed after the export: its digest does not fit; export or copy it again"
@@ -121,13 +128,35 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
             f"{folder} is of format {contents.format}, and to open one is to run it: {EXECUTED[contents.format]}. Name the public keys "
             "that you trust with trusted=, or take a program of format onnx or openvino"
         )
-    _check_files(folder, contents.files)
-    return contents
+    return replace(contents, marks={folder / NAME: marked, **_check_files(folder, contents.files)})
 
 
-def holds_program(folder: Path) -> bool:
-    """Return True if ``folder`` has a description of a program, whatever its state."""
-    return os.path.lexists(folder / NAME)
+def foreign_files(folder: Path) -> list[str]:
+    """Return what ``folder`` holds beside a program of ours, in whatever state: that must not be lost with it."""
+    listed: set[str] = set()
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, or another tool's program.json
+        body = json.loads((folder / NAME).read_bytes())
+        if body["format"] == FORMAT:
+            listed = {NAME, *body["files"]}
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in listed)
+
+
+def mark(path: Path) -> Mark:
+    """Return the mark of the file ``path``."""
+    return _marked(path.stat())
+
+
+@contextmanager
+def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
+    """Raise ProgramError at the end if a file of ``marks`` is not the one that was checked: a runtime may have read another."""
+    with ExitStack() as held:
+        for path in marks:
+            with suppress(FileNotFoundError):  # told below
+                held.enter_context(path.open("rb"))  # while it is open, no other file gets its number
+        yield
+        for path, marked in marks.items():
+            if not path.exists() or mark(path) != marked:
+                raise ProgramError(f"{path} was replaced while the program was opened: load it again")
 
 
 def trusted_keys(trusted: Trusted) -> frozenset[str]:
@@ -139,6 +168,10 @@ def trusted_keys(trusted: Trusted) -> frozenset[str]:
             lines = Path(trusted).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ProgramError(f"the file of trusted keys {os.fspath(trusted)} cannot be read: {error}") from error
+        if any("PRIVATE KEY" in line for line in lines):
+            raise ProgramError(
+                f"{os.fspath(trusted)} holds a private key: name a file of the public keys that you trust"
+            )
         found = [line.partition("#")[0].strip() for line in lines]
         keys, source = [key for key in found if key], os.fspath(trusted)
     else:
@@ -148,8 +181,8 @@ def trusted_keys(trusted: Trusted) -> frozenset[str]:
     return frozenset(keys)
 
 
-def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any]:
-    """Return what ``program.json`` says, its digest (None if that does not fit), and its signature."""
+def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
+    """Return what ``program.json`` says, its digest (None if that does not fit), its signature, and its mark."""
     path = folder / NAME
     try:
         found = path.lstat()
@@ -169,7 +202,7 @@ def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any]:
         raise ProgramError(
             f"{path} is of format {form!r}, version {version!r}; this arclight reads {FORMAT}, version {VERSION}: update it"
         )
-    return body, digest if fits else None, signature
+    return body, digest if fits else None, signature, _marked(found)
 
 
 def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -217,21 +250,30 @@ def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | No
     return public
 
 
-def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise ProgramError where the folder holds a file that is not listed, or one listed is not what it was."""
+def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, Mark]:
+    """Return the marks of the files; ProgramError if the folder holds one that is not listed, or one listed is not what it was."""
     added = sorted(entry.name for entry in folder.iterdir() if entry.name != NAME and entry.name not in files)
     if added:
         raise ProgramError(f"{folder} holds {', '.join(added[:5])}, which {NAME} does not list: remove what was added")
+    marks: dict[Path, Mark] = {}
     for name, wanted in files.items():
         path = folder / name
-        if not path.exists() and not path.is_symlink():
-            raise ProgramError(f"{path} is missing: copy the program again")
-        if not stat.S_ISREG(path.lstat().st_mode):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            raise ProgramError(f"{path} is missing: copy the program again") from None
+        if not stat.S_ISREG(found.st_mode):
             raise ProgramError(f"{path} is a link or no file: copy the program itself")
-        if path.stat().st_size != wanted.bytes or _hashed(path) != wanted.sha256:
+        if found.st_size != wanted.bytes or _hashed(path) != wanted.sha256:
             raise ProgramError(
                 f"{path} was changed or cut short after the export: its digest does not fit; copy it again"
             )
+        marks[path] = _marked(found)
+    return marks
+
+
+def _marked(found: os.stat_result) -> Mark:
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 def _recorded(path: Path) -> FileRecord:
@@ -246,7 +288,7 @@ def _hashed(path: Path) -> str:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -51,7 +51,8 @@ def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]])
             "calls": [len(call) for call in calls],
         }  # fmt: skip
         (place / "request.json").write_text(json.dumps(request))
-        command = [sys.executable, "-m", "arclight.deploy.programs.fresh", folder]
+        # -P: files of the current folder must not take the place of modules
+        command = [sys.executable, "-P", "-m", "arclight.deploy.programs.fresh", folder]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             done = subprocess.run(

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,7 +76,7 @@ def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
         metadata: dict[str, Any] = json.loads(text)
         number, _ = metadata["format"], metadata["sha256"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProgramError(f"{path}: the metadata under {KEY!r} in this ONNX file is malformed: {error!r}") from error
     if number not in (FORMAT, UNSEALED_DESCRIPTION):
         raise ProgramError(
@@ -114,6 +115,15 @@ def _check_old(path: Path, metadata: dict[str, Any], digest: str, names: set[str
         "names, image size, thresholds): export it again, the next release will not load it",
         stacklevel=4,
     )
+
+
+def check_weights(path: Path, listed: Collection[str]) -> None:
+    """Raise ProgramError if the ONNX model at ``path`` keeps weights in a file that is not ``listed``."""
+    _, names = _scan(path, path.stat().st_size)
+    if unlisted := sorted(names.difference(listed)):
+        raise ProgramError(
+            f"{path} keeps weights in {', '.join(map(repr, unlisted[:5]))}, which its digests do not cover: export it again"
+        )
 
 
 def changed(path: Path) -> ProgramError:

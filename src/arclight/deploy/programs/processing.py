@@ -54,5 +54,5 @@ def resolve(name: str, arguments: dict[str, Any]) -> Processing:
         )
     try:
         return found(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ProgramError(f"the file's processing_args {arguments} do not fit {name}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs import folder
 from arclight.deploy.programs.folder import Trusted
-from arclight.deploy.programs.metadata import KEY, changed, unseal
+from arclight.deploy.programs.metadata import KEY, changed, check_weights, unseal
 from arclight.deploy.programs.onnx_runtime import Device, OnnxRuntimeSession
 from arclight.deploy.programs.openvino import OpenVinoSession
 from arclight.deploy.programs.processing import Processing, check_name, resolve
@@ -43,6 +43,7 @@ class Program:
         *,
         contents: folder.Contents | None = None,
         threads: int | None = None,
+        marks: Mapping[Path, folder.Mark] | None = None,
     ) -> None:
         self.path = path
         self.runtime = runtime
@@ -52,7 +53,7 @@ class Program:
         """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
         self.inputs = session.inputs if contents is None else contents.inputs
         self.outputs = session.outputs if contents is None else contents.outputs
-        self._session, self._contents = session, contents
+        self._session, self._contents, self._marks = session, contents, marks or {}
         self._given_processing = processing
 
     @classmethod
@@ -77,26 +78,32 @@ class Program:
         path = Path(path)
         if path.is_dir():
             contents = folder.read(path, trusted)
-            metadata, text, file = contents.description, None, path / contents.main
+            metadata, text, file, marks = contents.description, None, path / contents.main, contents.marks
+            if contents.format == "onnx":
+                check_weights(file, contents.files)
         else:
             _check_file(path, trusted)
-            contents, file = None, path
+            contents, file, marks = None, path, {path: folder.mark(path)}
             metadata, text = unseal(path)
+        _check_types(path, metadata)
         if "processing" in metadata:
             check_name(metadata["processing"])
         check_processor(metadata)
         runtime = runtime or metadata.get("runtime", "onnxruntime")
         device = "cpu" if device == "auto" and "quantization" in metadata else device
-        session = _session(file, threads, device, runtime, contents)
+        with folder.unchanged(marks):
+            session = _session(file, threads, device, runtime, contents)
         if contents is None and session.stored(KEY) != text:  # the runtime must read what was checked
             raise changed(path)
-        return cls(path, session, metadata, processing, runtime, contents=contents, threads=threads)
+        if contents is not None:
+            _check_described(path, contents, session)
+        return cls(path, session, metadata, processing, runtime, contents=contents, threads=threads, marks=marks)
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
         return type(self)(
             self.path, self._session, self.metadata, processing, self.runtime,
-            contents=self._contents, threads=self.threads,
+            contents=self._contents, threads=self.threads, marks=self._marks,
         )  # fmt: skip
 
     @property
@@ -174,12 +181,13 @@ class Program:
         return self.predict([item])[0]
 
     def with_threads(self, threads: int) -> Program:
-        """Open the same program on ``threads`` CPU threads."""
+        """Open the same program on ``threads`` CPU threads; ProgramError where its files were replaced since it was loaded."""
         file = self.path if self._contents is None else self.path / self._contents.main
-        session = _session(file, threads, "cpu", self.runtime, self._contents)
+        with folder.unchanged(self._marks):
+            session = _session(file, threads, "cpu", self.runtime, self._contents)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
-            contents=self._contents, threads=threads,
+            contents=self._contents, threads=threads, marks=self._marks,
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:
@@ -210,6 +218,38 @@ def _check_file(path: Path, trusted: Trusted | None) -> None:
         raise ProgramError(f"{path} is empty")
     if trusted is not None:
         raise ProgramError(f"{path} is one file, and only a program's folder is signed: export a folder with sign=")
+
+
+_TYPES: Mapping[str, type] = {
+    "runtime": str, "precision": str, "requires": list, "requires_machine": str, "quantization": dict, "processing_args": dict,
+}  # fmt: skip
+"""What loading a program reads of its description."""
+
+
+def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise ProgramError for a description whose fields have other types than an exporter gives them."""
+    for name, kind in _TYPES.items():
+        if name in metadata and not isinstance(metadata[name], kind):
+            raise ProgramError(
+                f"{path} describes its {name} as {str(metadata[name])[:60]!r}, which is no {kind.__name__}"
+            )
+    if not all(isinstance(name, str) for name in metadata.get("requires", [])):
+        raise ProgramError(f"{path} requires {str(metadata['requires'])[:60]}, and instruction sets have names")
+
+
+def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
+    """Raise ProgramError if the model has other inputs or outputs than its description, by which they are told apart."""
+    for kind, described, held in (
+        ("inputs", contents.inputs, session.inputs), ("outputs", contents.outputs, session.outputs),
+    ):  # fmt: skip
+        named = kind == "inputs"  # exporters and runtimes call an output by another name where nobody named it
+        if len(described) != len(held) or not all(
+            one.fits(other, named=named) for one, other in zip(described, held, strict=True)
+        ):
+            told, found = (", ".join(map(str, specs)) for specs in (described, held))
+            raise ProgramError(
+                f"{path / folder.NAME} describes the {kind} {told}, and the model has {found}: export it again"
+            )
 
 
 def _session(

@@ -45,6 +45,14 @@ class TensorSpec:
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
+    def fits(self, other: TensorSpec, *, named: bool) -> bool:
+        """Return True if ``other`` may be the same tensor, as another reader describes it: its free sizes may have other names."""
+        sizes = len(self.shape) == len(other.shape) and all(
+            isinstance(mine, str) or isinstance(theirs, str) or mine == theirs
+            for mine, theirs in zip(self.shape, other.shape)
+        )
+        return self.dtype == other.dtype and sizes and (not named or self.name == other.name)
+
     def check(self, value: Any) -> None:
         """ProgramError where ``value``, an array or a tensor, is not what this input takes."""
         dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)

@@ -1,0 +1,312 @@
+"""Programs that are written, replaced and read at once: by two writers, a killed one, and on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from arclight.checkpoint import files
+from arclight.deploy import ExportError, Program, ProgramError, export
+from arclight.deploy.formats import export as exporting
+from arclight.deploy.formats import onnx_graph
+from arclight.deploy.programs import folder
+from arclight.deploy.programs.fresh import FreshRun
+from arclight.fabric import atomic_replace
+
+VALUES = torch.ones(2, 8)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the compared program here: a fresh process takes seconds, and these tests write many programs."""
+
+    def run(program: Program, calls: Any) -> FreshRun:
+        return FreshRun(outputs=[[np.asarray(program(*call))] for call in calls], load_s=0.0, peak_bytes=1)
+
+    monkeypatch.setattr(exporting, "run_fresh", run)
+
+
+class Constant(nn.Module):
+    """A model that says which one it is."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((8, 64), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.value
+
+
+def written(path: Path, value: float) -> Program:
+    return export(Constant(value), path, example_inputs=VALUES, format="onnx", metadata={"value": value})
+
+
+def value_of(program: Program) -> float:
+    """The value of a program; it computes what it says."""
+    said: float = program.metadata["value"]
+    assert torch.equal(program(VALUES), torch.full((2, 64), 8 * said))
+    return said
+
+
+def described_as(path: Path, program: Program, **fields: Any) -> None:
+    """Describe the program in the folder ``path`` again, with other ``fields``: anybody can."""
+    given = {"inputs": program.inputs, "outputs": program.outputs, "description": program.metadata} | fields
+    folder.write(path, format="onnx", main="model.onnx", **given)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it, and what it leaves is not tidied."""
+
+
+@contextmanager
+def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Raise Killed at the ``step``-th rename, exchange or sync of the next publication."""
+    left = [step]
+
+    def counted(call: Any) -> Any:
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return maybe
+
+    publish = exporting._Draft.publish
+
+    def publish_in_part(self: Any, described: Any) -> None:
+        for place, name in (
+            (atomic_replace, "sync_folder"),
+            (atomic_replace, "_exchange"),
+            (os, "fsync"),
+            (Path, "replace"),
+            (Path, "rename"),
+        ):
+            patch.setattr(place, name, counted(getattr(place, name)))
+        patch.setattr(files, "discard", lambda path: None)
+        patch.setattr(atomic_replace, "discard", lambda path: None)
+        publish(self, described)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting._Draft, "publish", publish_in_part)
+        yield
+
+
+@pytest.mark.parametrize("name", ["p", "p.onnx", "large.onnx"])
+def test_a_kill_at_any_step_leaves_the_old_or_the_new(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "large.onnx":
+        monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
+    path, steps, now, kept = tmp_path / name, -1, 1000.0, 0
+    written(path, now)
+    while True:
+        steps += 1
+        try:
+            with killed_at(steps, monkeypatch):
+                written(path, float(steps))
+            break
+        except Killed:
+            found = value_of(Program.load(path))
+            assert found in (now, float(steps))
+            kept += found == now
+            now = found
+    assert kept >= 2
+    assert value_of(Program.load(path)) == steps
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    gone = tmp_path / f".p.saving-{atomic_replace._HOST}-{2**22 + 5}-00000000-0"  # no process has this number
+    gone.mkdir()
+    written(tmp_path / "q", 1.0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["q"]
+
+
+def test_new_weights_take_the_place_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
+    (tmp_path / "p.txt").write_text("mine")
+    for value in (1.0, 2.0, 2.0):
+        assert value_of(written(tmp_path / "p.onnx", value)) == value
+        assert len(list(tmp_path.glob("p-*.data"))) == 1
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_two_first_writers_leave_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes between the look at the destination and the rename."""
+    written(tmp_path / "other", 2.0)
+    path, rename = tmp_path / "p", Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        if target == path and not path.exists():
+            shutil.copytree(tmp_path / "other", path)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    written(path, 1.0)
+    assert value_of(Program.load(path)) == 1.0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other", "p"]
+
+
+@pytest.mark.parametrize("name", ["p", "p.onnx"])
+def test_a_reader_beside_a_writer_gets_one_program_or_an_error(name: str, tmp_path: Path) -> None:
+    path, drafts = tmp_path / name, []
+    for value in (1.0, 2.0):
+        written(tmp_path / f"{value}" / name, value)
+        drafts.append(tmp_path / f"{value}" / name)
+    written(path, 1.0)
+    stop = threading.Event()
+
+    def replace() -> None:
+        place = 0
+        while not stop.is_set():
+            place = 1 - place
+            new = files.temporary_file(path)
+            if path.suffix:
+                shutil.copy(drafts[place], new)
+                files.replace_file(path, new)
+            else:
+                shutil.copytree(drafts[place], new)
+                files.publish(new, path)
+
+    writer = threading.Thread(target=replace)
+    read: set[float] = set()
+    refusals: set[str] = set()
+    writer.start()
+    try:
+        for _ in range(1000):
+            try:
+                read.add(value_of(Program.load(path, threads=1)))
+            except ProgramError as error:
+                refusals.add(
+                    re.sub(r".*(was replaced|was changed|is missing|there is no program).*", r"\1", str(error))
+                )
+            if len(read) == 2:
+                break
+    finally:
+        stop.set()
+        writer.join()
+    assert read == {1.0, 2.0}
+    assert refusals <= {"was replaced", "was changed", "is missing", "there is no program"}
+
+
+def test_a_program_that_was_replaced_is_not_opened_again(tmp_path: Path) -> None:
+    for name in ("p", "p.onnx"):
+        program = written(tmp_path / name, 1.0)
+        assert value_of(program.with_threads(1)) == 1.0
+        written(tmp_path / name, 2.0)
+        with pytest.raises(ProgramError, match="was replaced while the program was opened"):
+            program.with_threads(1)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond ``size`` bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["p", "p.onnx"])
+def test_a_full_disk_is_named_and_leaves_the_program_before(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    written(path, 1.0)
+    before = {entry.name: entry.stat().st_ino for entry in tmp_path.rglob("*")}
+    with (
+        largest_file(20_000),
+        pytest.raises(ExportError, match=r"cannot be written: File too large; what was there is as it was"),
+    ):
+        export(nn.Linear(100, 100), path, example_inputs=torch.randn(2, 100), format="onnx")
+    assert value_of(Program.load(path)) == 1.0
+    assert {entry.name: entry.stat().st_ino for entry in tmp_path.rglob("*")} == before
+
+
+def test_a_description_of_other_tensors_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    program = written(tmp_path / "p", 1.0)
+    (spec,) = program.inputs
+    (given,) = program.outputs
+    for wrong in ({"name": "other"}, {"dtype": "int64"}, {"shape": (2, 8, 1)}, {"shape": ("batch", 9)}):
+        changed = replace(spec, **wrong)
+        described = [((changed,), (given,)), ((spec, changed), (given,)), ((spec,), (replace(changed, name="out"),))]
+        for inputs, outputs in described[: 2 if "name" in wrong else 3]:
+            described_as(tmp_path / "p", program, inputs=inputs, outputs=outputs)
+            with pytest.raises(
+                ProgramError, match=r"program\.json describes the (inputs|outputs) .*, and the model has"
+            ):
+                Program.load(tmp_path / "p")
+
+
+def test_weights_that_a_folder_does_not_list_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
+    program = written(tmp_path / "p", 1.0)
+    (weights,) = (tmp_path / "p").glob("*.data")
+    weights.rename(tmp_path / weights.name)
+    main = tmp_path / "p" / "model.onnx"
+    content = main.read_bytes()
+    for name in (weights.name, "../" + weights.name[3:]):
+        main.write_bytes(content.replace(weights.name.encode(), name.encode()))
+        described_as(tmp_path / "p", program)
+        with pytest.raises(ProgramError, match=r"keeps weights in .*, which its digests do not cover"):
+            Program.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"requires": 7}, {"requires": [["avx2"]]}, {"requires_machine": []}, {"precision": {}}, {"quantization": []},
+        {"processing_args": "x"}, {"processing": ["arclight.x:Y"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_descriptions_of_other_types_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    program = written(tmp_path / "p", 1.0)
+    described_as(tmp_path / "p", program, description={**program.metadata, **fields})
+    with pytest.raises(ProgramError, match=next(iter(fields))):
+        Program.load(tmp_path / "p")
+
+
+def test_infinite_numbers_in_a_description_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "p", 1.0)
+    text = (tmp_path / "p" / "program.json").read_text()
+    (tmp_path / "p" / "program.json").write_text(text.replace('"value": 1.0', '"value": 1e999'))
+    with pytest.raises(ProgramError, match="malformed"):
+        Program.load(tmp_path / "p")
+
+
+def test_a_private_key_among_the_trusted_is_refused_without_showing_it(tmp_path: Path) -> None:
+    from arclight.fabric.signing import SigningKey
+
+    SigningKey.make(tmp_path / "key.pem")
+    written(tmp_path / "p", 1.0)
+    with pytest.raises(ProgramError, match="holds a private key") as caught:
+        Program.load(tmp_path / "p", trusted=tmp_path / "key.pem")
+    secret = (tmp_path / "key.pem").read_text().splitlines()[1]
+    assert secret not in str(caught.value)
+
+
+def test_modules_of_the_current_folder_do_not_run_in_the_fresh_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arclight.deploy.programs.fresh import run_fresh
+
+    program = written(tmp_path / "p", 1.0)
+    (tmp_path / "json.py").write_text("raise RuntimeError('a file of the folder was imported')")
+    monkeypatch.chdir(tmp_path)
+    (outputs,) = run_fresh(program, [[VALUES.numpy()]]).outputs
+    assert json.dumps(outputs[0].shape) == "[2, 64]"
