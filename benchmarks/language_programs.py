@@ -20,7 +20,7 @@ from arclight.deploy import LowBit, Program, WeightOnly
 from arclight.deploy.settings import Quantization
 from arclight.parallel import initialize
 from arclight.text import build_model
-from arclight.text.deployment import CachedDecoder, export_language_model
+from arclight.text.language_program import CachedDecoder, export_language_model
 from arclight.text.model.kv_cache import KVCache
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 

@@ -40,7 +40,7 @@ def test_a_folder_is_written_for_openvino_and_read_by_every_verb(run: Path, fold
         ("--out folder", "a program is an ONNX file; call it folder.onnx"),
         ("--out p.onnx --format openvino", "--format writes a folder; call it p, or leave --format out"),
         ("--out full --format onnx", "full is there and is no program"),
-        ("--out p --format tensorrt", "invalid choice: 'tensorrt'"),
+        ("--out p --format tensorrt", "format 'tensorrt' is not written: NVIDIA's tensorrt package"),
     ],
 )
 def test_places_that_are_no_program_are_refused(run: Path, folder: Path, typed: Typed, words: str, told: str) -> None:

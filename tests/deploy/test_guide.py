@@ -43,8 +43,14 @@ def test_formats(tmp_path: Path) -> None:
     assert printed.strip().endswith("torch.Size([5, 8])"), printed
 
 
-def test_verifying(tmp_path: Path) -> None:
+def test_a_module_ships(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 4))
+    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+    assert printed.startswith("torch.Size([3, 7, 5]) {'example': {'batch': 8, 'time': 20}, 'batch 1, time 1'"), printed
+
+
+def test_verifying(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed

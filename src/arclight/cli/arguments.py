@@ -278,6 +278,23 @@ def check_program_name(path: Path, is_folder: bool = False) -> None:
     check_writable(path, "--out")
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--trust`` of verbs that load programs; `trusted` reads it."""
+    parser.add_argument(
+        "--trust", action="append", metavar="KEY",
+        help="load programs only if this public key, or one in this file, signed them; may be repeated (pt2 and aoti need it)",
+    )  # fmt: skip
+
+
+def trusted(options: argparse.Namespace) -> list[str] | None:
+    """Return the public keys that ``--trust`` names; None where it is not given. Raises ProgramError for what is none."""
+    if options.trust is None:
+        return None
+    from arclight.deploy.programs.folder import trusted_keys
+
+    return sorted({key for named in options.trust for key in trusted_keys(named)})
+
+
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
     """Write ``values`` where ``--json`` says, if it does. escaped: letters beyond ASCII as numbers."""
     if place is not None:

@@ -19,8 +19,8 @@ class _Chosen:
     recipe: Quantization = field(default_factory=Int8)
 
 
-def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namespace, Quantization]:
-    """Parse ``arguments``; return the options and the recipe. Raises UsageError with every problem of the recipe.
+def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namespace, list[str], Quantization]:
+    """Parse ``arguments``; return the options, what is none of them, and the recipe. Raises UsageError with every problem of the recipe.
 
     ``parser`` gets the options of a recipe; its fields are flags of their own: ``--recipe.bits 4``.
     """
@@ -39,7 +39,7 @@ def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namesp
         length = 1 if "=" in words[place] else 2
         fields[:0] = words[place : place + length]
         del words[place : place + length]
-    options = parser.parse_args(words)
+    options, rest = parser.parse_known_args(words)
     given = {"skip": ",".join(options.skip) or None} | {
         name: getattr(options, name, None) for name in ("observer", "calibration_batches")
     }
@@ -50,4 +50,4 @@ def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namesp
             raise UsageError(f"--recipe {options.recipe}: there is no such file")
         source = str(options.recipe)
     with problems_listed(f"--recipe {options.recipe or 'int8'} cannot be used"):
-        return options, read(_Chosen, source, fields).recipe
+        return options, rest, read(_Chosen, source, fields).recipe

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import RECIPE, UsageError
 
 if TYPE_CHECKING:
+    from arclight.text import LanguageModel
     from arclight.vision.tasks.module import VisionModule
 
 
@@ -85,3 +87,24 @@ def load_vision_module(path: Path) -> VisionModule:
     module: VisionModule = VisionModule.load(checkpoint)
     print(described(checkpoint))
     return module
+
+
+def trained_language(words: list[str]) -> bool:
+    """Return True if the first word names a run (or a checkpoint in one) of a language model."""
+    if not words or words[0].startswith("-"):
+        return False
+    run = run_folder(Path(words[0]))
+    return run is not None and (run / "tokenizer").is_dir()
+
+
+def load_language_model(path: Path) -> LanguageModel:
+    """Load a run's best checkpoint, or the checkpoint ``path``, with the run's tokenizer; standard error says which."""
+    from arclight.text import LanguageModel, Tokenizer
+
+    run = run_folder(path)
+    assert run is not None
+    checkpoint = checkpoint_of(path)
+    model: LanguageModel = LanguageModel.load_from_checkpoint(checkpoint)
+    print(described(checkpoint), file=sys.stderr)
+    model.use_tokenizer(Tokenizer.load(run / "tokenizer"))
+    return model.eval()

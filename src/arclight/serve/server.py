@@ -17,6 +17,8 @@ from arclight.serve.settings import Limits, check_key, is_loopback
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from arclight.deploy.programs.folder import Trusted
+
 STARTUP_FAILED = 3
 """Exit status if the application does not start, as uvicorn's own command has it."""
 
@@ -32,6 +34,7 @@ def serve(
     limits: Limits | None = None,
     api_key: str | None = None,
     insecure: bool = False,
+    trusted: Trusted | None = None,
 ) -> None:
     """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
 
@@ -44,7 +47,8 @@ def serve(
 
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY``; an address that other machines
     reach needs a key, or ``insecure``, else ValueError. On loopback the Host header must name loopback, so that no web page
-    reaches the server under a name of its own. There is no TLS: put a proxy before a server on an untrusted network.
+    reaches the server under a name of its own. There is no TLS: put a proxy before a server on an untrusted network. ``trusted``: as
+    for ``Program.load``.
     """
     check_access(host, api_key, insecure=insecure)
     require("fastapi", extra="serve")
@@ -69,7 +73,7 @@ def serve(
     with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
         models = []
         for name, path in paths.items():
-            program = Program.load(path) if several else load_detector_program(path)
+            program = Program.load(path, trusted=trusted) if several else load_detector_program(path, trusted=trusted)
             detects = program.metadata.get("task") == "detect"
             detector = program.predict_one if detects else None
             models.append(ServedModel(name=name, precision=program.precision, detector=detector, program=program))

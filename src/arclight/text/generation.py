@@ -52,7 +52,7 @@ def generate(
 ) -> Any:  # fmt: skip
     """Continue a prompt, or several computed together (texts or token ids); prompts are not repeated.
 
-    ``model`` is a model, or a language program (`arclight.text.deployment`), whose tokenizer `tokenizer_of` returns.
+    ``model`` is a model, or a language program (`arclight.text.language_program`), whose tokenizer `tokenizer_of` returns.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import resource
@@ -31,6 +32,7 @@ from arclight.trainer import Callback, Module
 from arclight.trainer.throughput import compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
+    from arclight.deploy.deployment import Deployment
     from arclight.trainer import Trainer
 
 
@@ -238,6 +240,17 @@ class LanguageModel(Module):
         return flops_per_token(self.model, self.sequence_length)
 
     # -- text ------------------------------------------------------------------------------------------------------
+
+    def configure_deployment(self, data: Any, batches: int) -> Deployment:
+        """Return what the model ships, with ``batches`` of the training texts of ``data``, a `TextDataModule` (default: its own)."""
+        from arclight.text.data.data_module import TextDataModule
+        from arclight.text.language_program import of_texts
+
+        data = data or TextDataModule(self.settings.data)
+        data.prepare_data()
+        data.setup("fit")
+        tokens = [batch["tokens"] for batch in itertools.islice(data.train_dataloader(), batches)]
+        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model})
 
     def generate(self, prompts: str | list[str], **options: Any) -> Any:
         """Continue ``prompts`` with text; see `arclight.text.generate`."""

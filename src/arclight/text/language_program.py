@@ -1,24 +1,141 @@
-"""Run a language program: its description, its tokenizer, and the cache that goes from call to call."""
+"""Export and run language programs: the cache goes in and out, from call to call; description and tokenizer are inside."""
 
 from __future__ import annotations
 
 import base64
 import tempfile
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from arclight.deploy.capture import frozen_copy
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.program import Program
 from arclight.text.data.tokenizer import Tokenizer
 from arclight.text.model.decoder import Decoder
+from arclight.text.model.kv_cache import KVCache
+from arclight.text.model.moe import Router
+
+if TYPE_CHECKING:
+    from arclight.deploy.deployment import Deployment
+    from arclight.deploy.settings import Quantization
 
 TASK = "language"
 LARGEST_TOKENIZER = 1 << 28
 """Bytes of all files of a tokenizer that are unpacked from a program."""
+DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "padding": {0: "batch"}, "past": {0: "batch", 2: "past"}}
+"""Dimensions of a program that have any size, by input."""
+
+
+class CachedDecoder(nn.Module):
+    """A decoder as its program computes it, with the cache as inputs and outputs.
+
+    tokens: (B, T) int64. padding: (B,) int64, tokens without meaning at the left of each sequence. past: what each layer holds of
+    earlier tokens, (B, K, P, C) in the order of `KVCache.tensors`. Gives the logits (B, V) of the last tokens, and the same
+    tensors of P + T tokens.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, padding: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        cache = _PassedCache(past, padding)
+        logits = self.decoder(tokens, cache=cache, last=True)[:, 0]
+        return (logits, *cache.present)
+
+    @torch.no_grad()
+    def empty(self, batch: int) -> tuple[Tensor, ...]:
+        """Return a cache that holds no token of ``batch`` sequences."""
+        cache = KVCache(1, 1)
+        self.decoder(torch.zeros(1, 1, dtype=torch.int64), cache=cache, last=True)
+        return tuple(held.new_empty(batch, held.shape[1], 0, held.shape[3]) for held in cache.tensors())
+
+
+class _PassedCache(KVCache):
+    """Cache of one call: earlier tokens are passed in, and joined with the new ones in ``present``."""
+
+    def __init__(self, past: Sequence[Tensor], padding: Tensor) -> None:
+        super().__init__(padding.shape[0], 0, padding)
+        self.used = past[0].shape[2]
+        self.present: list[Tensor] = []
+        self._past = iter(past)
+
+    def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:
+        joined = tuple(torch.cat((next(self._past), x), 2) for x in new)  # layers run in order
+        self.present += joined
+        return joined
+
+
+def of_texts(
+    decoder: Decoder, batches: Sequence[Tensor], tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None
+) -> Deployment:
+    """Return what ``decoder`` ships, compared and calibrated on ``batches``: token ids (B, T) int64 of real text, T at least 4.
+
+    The program takes any number of sequences, of any length up to the model's positions; see `CachedDecoder` for its inputs. It is compared
+    with the model where it reads prompts, where it adds single tokens, and where sequences of different lengths go on. ``tokenizer`` is stored in
+    the program.
+    """
+    from arclight.deploy.deployment import EXAMPLES, Deployment
+
+    cached = frozen_copy(CachedDecoder(decoder))
+    assert isinstance(cached, CachedDecoder)
+    inputs = _inputs(cached, batches[0][:EXAMPLES].cpu())
+    layers = len(inputs["prompts"]) - 2
+    return Deployment(
+        model=cached,
+        example_inputs=inputs.pop("steps"),
+        calibration=(_inputs(cached, batch.cpu())["continued"] for batch in batches),
+        capture_inputs=inputs["prompts"],
+        comparisons=inputs,
+        dynamic=DYNAMIC,
+        input_names=["tokens", "padding", *(f"past.{place}" for place in range(layers))],
+        output_names=["logits", *(f"present.{place}" for place in range(layers))],
+        quantized_parts=lambda logits, *_: {"logits": logits},  # what is cached is judged by them
+        float_modules=tuple(  # another choice of experts is no rounding error
+            name for name, module in cached.named_modules() if isinstance(module, Router)
+        ),
+        prefix="decoder.",
+        metadata={**(metadata or {}), **described(decoder, tokenizer)},
+    )
+
+
+def export_language_model(
+    model: Any,
+    path: Path | str,
+    batches: Sequence[Tensor],
+    recipe: Quantization | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> Program:
+    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `of_texts`, and `ship` for options and errors."""
+    from arclight.deploy.deployment import ship
+
+    if isinstance(model, Decoder):
+        return ship(of_texts(model, batches, tokenizer), path, recipe, **options)
+    about = {"model": model.settings.model}
+    return ship(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+
+
+@torch.no_grad()
+def _inputs(cached: CachedDecoder, tokens_BT: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    """Return inputs of every kind that generation makes, from texts of equal length."""
+    batch, length = tokens_BT.shape
+    if length < 4:
+        raise ValueError(f"texts of {length} tokens are too short to compare a program on: give at least 4")
+    none, ragged = torch.zeros(batch, dtype=torch.int64), torch.arange(batch) % (length // 2)
+    half, last = length // 2, length - 1
+    return {
+        "prompts": (tokens_BT[:, :last], none, *cached.empty(batch)),
+        "steps": (tokens_BT[:, last:], none, *cached(tokens_BT[:, :last], none, *cached.empty(batch))[1:]),
+        "continued": (tokens_BT[:, half:], ragged, *cached(tokens_BT[:, :half], ragged, *cached.empty(batch))[1:]),
+        "first token": (tokens_BT[:1, :1], none[:1], *cached.empty(1)),
+    }
 
 
 def described(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:

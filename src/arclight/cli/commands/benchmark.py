@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,8 @@ def benchmark(arguments: list[str]) -> None:
         prog="arclight benchmark",
         description="Time programs on one random input, interleaved; ratios are relative to the first.",
     )
-    parser.add_argument("program", nargs="+", type=Path, metavar="FILE", help="exported programs (.onnx)")
+    parser.add_argument("program", nargs="+", type=Path, metavar="PATH", help="exported programs (folders or .onnx)")
+    add_trust(parser)
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples per call (default: %(default)s)")
     parser.add_argument("--size", type=int, default=None, metavar="N", help="value of every dynamic dimension")
     parser.add_argument(
@@ -35,7 +36,7 @@ def benchmark(arguments: list[str]) -> None:
 
     from arclight import deploy
 
-    programs = {str(path): deploy.Program.load(path) for path in options.program}
+    programs = {str(path): deploy.Program.load(path, trusted=trusted(options)) for path in options.program}
     first = next(iter(programs.values()))
     table = deploy.benchmark(
         programs, random_inputs(first, options.batch, options.size), rounds=options.rounds, threads=options.threads

@@ -1,47 +1,89 @@
-"""``arclight export`` and ``arclight quantize``: write a trained model as a program file."""
+"""``arclight export`` and ``arclight quantize``: write a trained model as a program; one way for every kind of run.
+
+What is named first (`opened`: a run, a checkpoint, a class) becomes a module and its data, and its deployment is what is shipped.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import tomllib
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, check_program_name
-from arclight.cli.commands import language
+from arclight.cli import user_module
+from arclight.cli.arguments import Parser, UsageError, check_program_name, check_short_flags, check_writable
 from arclight.cli.quantization import parse_quantization
-from arclight.cli.runs import load_vision_module
+from arclight.cli.runs import (
+    best_checkpoint,
+    checkpoint_of,
+    described,
+    load_language_model,
+    load_vision_module,
+    run_folder,
+    trained_language,
+)
+from arclight.cli.schema import UserRun
 from arclight.cli.style import working
-from arclight.deploy.settings import Int8
+from arclight.deploy.settings import Int8, Quantization, calibration_batches
+
+if TYPE_CHECKING:
+    from arclight.deploy import Program
+    from arclight.trainer import DataModule, Module
+
+USER_CONFIG = "config.toml"
+"""What a run of a class of one's own is described in."""
+WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def export(arguments: list[str]) -> None:
-    if language.trained_language(arguments):
-        return language.export(arguments)
-    _write(
-        "export",
-        "Write a trained vision model as a float32 program. For the run of a language model: arclight export RUN --help.",
-        arguments,
-        quantized=False,
+    parser = _parser(
+        "export", "Write a trained model as a float32 program, or a language model as a Hugging Face folder."
     )
-    return None
+    options, rest = parser.parse_known_args(arguments)
+    is_language = trained_language([options.source])
+    if options.format == "hf" or (is_language and options.format is None and options.out.suffix != ".onnx"):
+        return _write_hf(parser, options, rest)
+    return _ship(parser, options, rest, None)
 
 
 def quantize(arguments: list[str]) -> None:
-    if language.trained_language(arguments):
-        return language.quantize(arguments)
-    _write(
+    parser = _parser(
         "quantize",
-        "Quantize a trained vision model, by default to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
-        "arclight quantize RUN --help.",
-        arguments,
-        quantized=True,
+        "Quantize a trained model, by default to int8, calibrated on its training data, and write it as a program.",
     )
-    return None
-
-
-def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> None:
-    parser = Parser(prog=f"arclight {verb}", description=about)
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
+        "--observer",
+        choices=("histogram", "minmax"),
+        help=f"calibration method for ranges of int8 (default: {Int8().observer})",
     )
+    parser.add_argument(
+        "--calibration-batches",
+        type=int,
+        metavar="N",
+        help=f"batches to calibrate on (default: {Int8().calibration_batches})",
+    )
+    parser.add_argument(
+        "--max-drop",
+        type=float,
+        metavar="X",
+        help="refuse a program whose metric on the validation data is lower than the float model's by more",
+    )
+    options, rest, recipe = parse_quantization(parser, arguments)
+    _ship(parser, options, rest, recipe)
+
+
+def _parser(verb: str, about: str) -> Parser:
+    parser = Parser(
+        prog=f"arclight {verb}",
+        usage=f"arclight {verb} RUN|CHECKPOINT|package.module:Model --out PATH [options] [--model.argument value ...]",
+        description=about,
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE",
+        help="a run folder (its best checkpoint), a checkpoint, or package.module:Model, a module of your own",
+    )  # fmt: skip
     parser.add_argument(
         "--out",
         type=Path,
@@ -49,43 +91,198 @@ def _write(verb: str, about: str, arguments: list[str], *, quantized: bool) -> N
         metavar="PATH",
         help="the program to write: a file (.onnx), or a folder with --format",
     )
+    hf = ", or hf for a Hugging Face folder (the default of a language model where --out does not end in .onnx)"
     parser.add_argument(
         "--format",
-        choices=("onnx", "openvino"),
-        help="write a folder that ONNX Runtime or OpenVINO runs; integers of a quantized one are placed for that runtime",
+        help="write a folder: onnx, openvino, pt2 or aoti (the last two only with --sign); a quantized model is placed for what runs it"
+        + hf * (verb == "export"),
     )
     parser.add_argument(
-        "--data",
+        "--data", metavar="PATH|TARGET",
+        help="images or texts to verify (and calibrate) with, or package.module:Class for a module of your own (default: what it was trained on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config",
         type=Path,
-        metavar="PATH",
-        help="images to verify (and calibrate) with (default: the data it was trained on)",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="settings of a module of your own, as in arclight train",
     )
-    if quantized:
-        parser.add_argument(
-            "--observer",
-            choices=("histogram", "minmax"),
-            help=f"calibration method for ranges of int8 (default: {Int8().observer})",
-        )
-        parser.add_argument(
-            "--calibration-batches",
-            type=int,
-            metavar="N",
-            help=f"batches of 8 images (default: {Int8().calibration_batches})",
-        )
-    options, recipe = parse_quantization(parser, arguments) if quantized else (parser.parse_args(arguments), None)
+    parser.add_argument(
+        "--ckpt_path", metavar="last|PATH",
+        help="weights of a module of your own: last for the best of its newest run, or the PATH of a run folder or checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="fix the batch size of the program (aoti takes int8 only so)"
+    )
+    parser.add_argument(
+        "--sign", type=Path, metavar="KEY", help="sign the folder with this Ed25519 key; it is made where there is none"
+    )
+    return parser
+
+
+def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None) -> None:
+    """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written."""
     check_program_name(options.out, is_folder=options.format is not None)
-
+    from arclight.deploy.deployment import configured, planned, ship
     from arclight.deploy.parity import parity_summary, speed_summary
-    from arclight.vision.tasks.deployment import export_module
 
-    module = load_vision_module(options.checkpoint)
+    planned(options.out, recipe, options.format, signed=options.sign is not None)
+    module, data = opened(parser, options, rest)
+    verb = "exporting" if recipe is None else "quantizing"
+    with working(f"{verb} {_name(module)} and comparing the program with it"):
+        deployment = configured(module, data, calibration_batches(recipe))
+        sign = None if options.sign is None else _signing_key(options.sign)
+        program = ship(
+            deployment, options.out, recipe, format=options.format, batch_size=options.batch_size,
+            max_drop=getattr(options, "max_drop", None), sign=sign,
+        )  # fmt: skip
+    proof = parity_summary(program.metadata) + speed_summary(program.metadata)
+    print(f"wrote {options.out}: {program.precision}, {_size(program)}, {proof}")
+    if program.signer is not None:
+        print(f"signed: it is loaded with --trust {program.signer}")
+
+
+def _size(program: Program) -> str:
+    size = f"{program.nbytes / 1e6:.1f} MB"
+    if program.metadata.get("task") != "language":
+        return size
+    return f"{size} with cache and tokenizer, for up to {program.metadata['max_positions']} tokens"
+
+
+def _signing_key(path: Path) -> Any:
+    """Read the key at ``path``, or make one there."""
+    from arclight.fabric.signing import SigningError, SigningKey
+
+    if not path.exists():
+        check_writable(path, "--sign")
+        key = SigningKey.make(path)
+        print(f"made {path}, a private key that stays with you; its public key is {key.public}")
+        return key
+    try:
+        return SigningKey.read(path)
+    except (OSError, SigningError) as error:
+        raise UsageError(f"--sign: {error}") from error
+
+
+def _write_hf(parser: Parser, options: Namespace, rest: Sequence[str]) -> None:
+    """Write a language model's weights as a folder that Hugging Face's libraries open."""
+    _refuse(parser, rest)
+    if not trained_language([options.source]):
+        raise UsageError(f"--format hf is for runs of language models, and {options.source} is none")
+    if options.sign is not None or options.batch_size is not None:
+        raise UsageError(
+            "--sign and --batch-size are of programs, and --format hf writes weights: name a --format of a program"
+        )
+    if options.out.suffix in WEIGHT_FILES:
+        raise UsageError(
+            f"--out {options.out}: for Hugging Face a folder is written; call it {options.out.with_suffix('')}"
+        )
+    check_writable(options.out, "--out")
+    from arclight.text import to_hf
+
+    model = load_language_model(Path(options.source))
+    to_hf(model.model, options.out, tokenizer=model.tokenizer)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    print(f"wrote {options.out}: {size / 1e6:.1f} MB, opens with transformers.AutoModelForCausalLM.from_pretrained")
+
+
+# -- what is shipped ---------------------------------------------------------------------------------------------------
+
+
+def opened(parser: Parser, options: Namespace, rest: Sequence[str]) -> tuple[Module, DataModule | None]:
+    """Load the module that ``options.source`` names, and make its data."""
+    if (own := user_module.named_module([options.source])) is not None:
+        return _own_module(own, options, options.config, options.ckpt_path, rest)
+    if own_run := _run_of_own_module(Path(options.source)):
+        run, kind = own_run
+        return _own_module(
+            user_module.imported(kind),
+            options,
+            [run / USER_CONFIG, *options.config],
+            options.ckpt_path or options.source,
+            rest,
+        )
+    _refuse(parser, rest)
+    if options.config or options.ckpt_path is not None:
+        raise UsageError(
+            f"--config and --ckpt_path are of a module of your own, and {options.source} names its weights itself"
+        )
+    if trained_language([options.source]):
+        return _language(Path(options.source), options.data)
+    module = load_vision_module(Path(options.source))
     settings = module.settings.with_data(str(options.data or module.settings.data))
     if not settings.data.exists():
         raise UsageError(
             f"{settings.data}, the data this model was trained on, is not here: name images to verify the program with --data"
         )
-    dataset = settings.data_class()(settings).calibration_dataset()
-    with working(f"{'quantizing' if quantized else 'exporting'} {settings.model} and comparing the program with it"):
-        program = export_module(module, options.out, dataset, recipe, format=options.format)
-    size, proof = f"{program.nbytes / 1e6:.1f} MB", parity_summary(program.metadata) + speed_summary(program.metadata)
-    print(f"wrote {options.out}: {program.precision}, {size}, {proof}")
+    return module, settings.data_class()(settings)
+
+
+def _refuse(parser: Parser, rest: Sequence[str]) -> None:
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+
+
+def _name(module: Module) -> str:
+    return str(getattr(getattr(module, "settings", None), "model", type(module).__name__))
+
+
+def _language(path: Path, texts: str | None) -> tuple[Module, DataModule]:
+    from arclight.text import TextDataModule
+    from arclight.text.data.data_settings import Pretrained
+
+    model = load_language_model(path)
+    run = run_folder(path)
+    assert run is not None
+    settings = model.settings.data
+    kept = settings.cache or run.parent.parent / "data"  # where training has left its tokens
+    if texts is not None:
+        settings = dataclasses.replace(
+            settings, data=texts, val=None, mixture={}, tokenizer=Pretrained(path=run / "tokenizer")
+        )
+    return model, TextDataModule(dataclasses.replace(settings, cache=kept))
+
+
+def _run_of_own_module(place: Path) -> tuple[Path, str] | None:
+    """Return the run that ``place`` is, or is a checkpoint of, and the class that it trained, where that is one's own."""
+    run = run_folder(place)
+    if run is None or not (run / USER_CONFIG).is_file():
+        return None
+    try:
+        kind = tomllib.loads((run / USER_CONFIG).read_text(encoding="utf-8"))["model"]["kind"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{run / USER_CONFIG} does not say which class was trained: {error!r}") from error
+    return run, str(kind)
+
+
+def _own_module(
+    model: type, options: Namespace, config: Sequence[Path], weights: str | None, flags: Sequence[str]
+) -> tuple[Module, DataModule | None]:
+    """Build a user's module with the weights that are named, and its data."""
+    from arclight.cli.user_run import build
+
+    check_short_flags(flags, UserRun)
+    run = user_module.read_run(model, Namespace(config=list(config), data=options.data), flags)
+    module, data = build(run)
+    if weights is None:
+        print(f"--ckpt_path names no weights: {type(module).__name__} is taken as its constructor makes it")
+        module.configure_model()
+        return module, data
+    checkpoint = _weights(weights, run)
+    print(described(checkpoint))
+    loaded: Module = type(module).load_from_checkpoint(checkpoint, map_location="cpu", **run.model.arguments)
+    return loaded, data
+
+
+def _weights(named: str, run: UserRun) -> Path:
+    if named != "last":
+        return checkpoint_of(Path(named))
+    from arclight.trainer import RunFolder
+
+    name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
+    newest = RunFolder.newest(run.root, name, having="checkpoints")
+    if newest is None:
+        raise UsageError(f"--ckpt_path last: there is no run with checkpoints in {run.root / name}")
+    return best_checkpoint(newest.path)

@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, count, share
+from arclight.cli.arguments import Parser, UsageError, add_trust, count, share, trusted
 from arclight.cli.commands import language
 from arclight.cli.interruption import stopping
-from arclight.cli.runs import load_vision_module, run_folder
+from arclight.cli.runs import load_vision_module, run_folder, trained_language
 from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
@@ -37,7 +37,7 @@ def predict(arguments: list[str]) -> int:
 
         run_user_module("predict", own, arguments[1:])
         return 0
-    if language.trained_language(arguments) or language.names_program(arguments):
+    if trained_language(arguments) or language.names_program(arguments):
         language.predict(arguments)
         return 0
     if "--prompt" in arguments:
@@ -45,6 +45,8 @@ def predict(arguments: list[str]) -> int:
             "--prompt needs the run or the program of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
         )
     options = _parser().parse_args(arguments)
+    if options.trust is not None and options.program is None:
+        raise UsageError("--trust is about programs, and a run is not signed: name a program with --program")
     following = Following.asked(options)
     options.doubt, thresholds = doubt_of(options)
     detect, sources, confidence, names = finder(options)
@@ -195,16 +197,14 @@ def _parser() -> Parser:
         "'screen', a file of sources by line (.streams), or - for paths by line of standard input; before them, without --program, "
         "a run folder or a checkpoint, or several, whose boxes are brought together",
     )
-    parser.add_argument("--program", type=Path, metavar="FILE", help="exported program (.onnx)")
+    parser.add_argument("--program", type=Path, metavar="PATH", help="exported program (a folder or .onnx)")
     parser.add_argument(
         "--conf", type=share, metavar="P", help="confidence threshold, in [0, 1] (default: as in training)"
     )
     parser.add_argument(
-        "--iou",
-        type=share,
-        metavar="P",
+        "--iou", type=share, metavar="P",
         help="IoU threshold of non-maximum suppression, in [0, 1] (default: as in training)",
-    )
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the images with their boxes to this folder")
     parser.add_argument(
         "--save-video",
@@ -235,6 +235,7 @@ def _parser() -> Parser:
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep objects of these classes only")
     parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
     parser.add_argument("--max-det", type=count, metavar="N", help="most objects of one image (default: 300)")
+    add_trust(parser)
     _add_label_options(parser)
     _add_input_options(parser)
     _add_inference_options(parser)
@@ -441,7 +442,7 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
     from arclight.vision.tasks.processing import load_vision_program
 
-    program = load_vision_program(options.program, **changed)
+    program = load_vision_program(options.program, trusted=trusted(options), **changed)
     head, names = program.metadata["task"], program.metadata["names"]
     processing, confidence = _wanted(options, program.processing, head)
     return [_Member(program.with_processing(processing).predict, head, names, confidence)], options.source

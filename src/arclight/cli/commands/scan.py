@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
 from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def scan(arguments: list[str]) -> int:
         raise UsageError("--follow reads videos and --registry verifies images: give one of them")
     console = console_of()
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
-    detector = load_detector_program(options.program).predict_one if options.program is not None else None
+    detector = None
+    if options.program is not None:
+        detector = load_detector_program(options.program, trusted=trusted(options)).predict_one
     frames = ImageSource(options.source, vid_stride=options.stride)
     if options.follow:
         return follow(frames, detector, options.json, console)
@@ -74,9 +76,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--program",
         type=Path,
-        metavar="FILE",
-        help="exported detector of codes (.onnx); default: a reader without a detector",
+        metavar="PATH",
+        help="exported detector of codes (a folder or .onnx); default: a reader without a detector",
     )
+    add_trust(parser)
     parser.add_argument(
         "--registry",
         type=Path,

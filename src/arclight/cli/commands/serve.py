@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, add_trust, trusted
 
 
 def serve(arguments: list[str]) -> None:
@@ -19,8 +19,11 @@ def serve(arguments: list[str]) -> None:
         description="Serve programs over HTTP, with a web page to try the first detector: photos at /detect, tensors at "
         "/v2/models/NAME/infer.",
     )
-    parser.add_argument("models", nargs="*", metavar="NAME=PROGRAM", help="exported programs (.onnx), each by a name")
-    parser.add_argument("--program", type=Path, metavar="FILE", help="one exported detector (.onnx)")
+    parser.add_argument(
+        "models", nargs="*", metavar="NAME=PROGRAM", help="exported programs (folders or .onnx), each by a name"
+    )
+    parser.add_argument("--program", type=Path, metavar="PATH", help="one exported detector (a folder or .onnx)")
+    add_trust(parser)
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -62,6 +65,7 @@ def serve(arguments: list[str]) -> None:
         limits=chosen,
         api_key=key,
         insecure=options.insecure,
+        trusted=trusted(options),
     )
 
 

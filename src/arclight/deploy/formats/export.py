@@ -34,6 +34,7 @@ from arclight.deploy.capture import (
     free_sizes,
     frozen_copy,
     resized,
+    with_sizes,
 )
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
@@ -95,11 +96,10 @@ def export(
 
     A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of
     the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more
-    samples, the more is compared. ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the
-    batch: ``{"tokens": {0: "batch", 1: "time"}}``,
-    equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further inputs of other
-    sizes that the program is compared on, and what is empty there may be so in the program. ``metadata`` is
-    stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
+    samples, the more is compared. ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the batch:
+    ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further
+    inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is empty there may be
+    so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
     absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
     value for float32, and 30 dB between the program and the simulation of a quantized model. Every output is
     judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
@@ -114,7 +114,7 @@ def export(
     path, form = destination(path, format, target)
     key = _signing_key(sign, path, form)
     described, inputs = _callers_metadata(metadata), as_inputs(example_inputs)
-    precision = _precision(quantized.recipe) if quantized else "fp32"
+    precision = precision_of(quantized.recipe) if quantized else "fp32"
     runtime = runtime_of(form, precision, target)
     _require_packages(runtime)
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
@@ -237,18 +237,20 @@ def _weights_of(path: Path) -> set[Path]:
     return {path.with_name(name) for name in names if own.fullmatch(name)}
 
 
-def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, form: Format) -> SigningKey | None:
-    """Return the key to sign with; ExportError where a format needs one and has none, and for a program that cannot have one."""
-    if sign is None:
-        if form in folder.EXECUTED:
-            raise ExportError(
-                f"{form} programs are loaded only if somebody who is trusted signed them ({folder.EXECUTED[form]}): give sign= an "
-                "Ed25519 key, which `openssl genpkey -algorithm ed25519 -out FILE` makes"
-            )
-        return None
-    if path.suffix == LONE:
+def check_signed(path: Path, form: Format, *, signed: bool) -> None:
+    """Raise ExportError where a format needs a key and has none, and for a program that cannot be signed."""
+    if not signed and form in folder.EXECUTED:
+        raise ExportError(
+            f"{form} programs are loaded only if somebody who is trusted signed them ({folder.EXECUTED[form]}): give sign= an "
+            "Ed25519 key, which `openssl genpkey -algorithm ed25519 -out FILE` makes"
+        )
+    if signed and path.suffix == LONE:
         raise ExportError(f"{path} would be one file, and only a folder is signed: name a folder, without {LONE}")
-    if isinstance(sign, SigningKey):
+
+
+def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, form: Format) -> SigningKey | None:
+    check_signed(path, form, signed=sign is not None)
+    if sign is None or isinstance(sign, SigningKey):
         return sign
     try:
         return SigningKey.read(Path(sign))
@@ -280,7 +282,8 @@ class _Sizes:
         example = next(empty, inputs)  # what may be empty is told from it
         if dynamic is not None:
             free = free_dimensions(model, inputs, dynamic)
-            return cls(example, free, dynamic_batch, {"example": inputs} | compared)
+            more = {} if len(compared) > 1 else _other_sizes(inputs, free)
+            return cls(example, free, dynamic_batch, {"example": inputs} | compared | more)
         # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
         batch_sizes = BATCH_SIZES if dynamic_batch else (samples,)
         batches = {f"batch size {n}": resized(inputs, n) if dynamic_batch else inputs for n in batch_sizes}
@@ -306,6 +309,16 @@ class _Sizes:
         return resized(inputs, 1) if self.dynamic_batch else inputs
 
 
+def _other_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, Inputs]:
+    """Return ``inputs`` in two other sizes of every free dimension: 1, and one more or (from 3 on) one less than they have."""
+    given = free_sizes(inputs, free)
+    near = {name: size - 1 if size > 2 else size + 1 for name, size in given.items()}
+    found = (dict.fromkeys(given, 1), near)
+    return {
+        ", ".join(f"{name} {size}" for name, size in sizes.items()): with_sizes(inputs, free, sizes) for sizes in found
+    }
+
+
 def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     described = dict(metadata or {})
     reserved = {"precision", "parity", "quantization", "runtime", "versions", "instruction_sets"}
@@ -324,14 +337,22 @@ def _parity(
     """
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     if fresh:
-        held = run_fresh(program, [[value.numpy() for value in batch] for batch in batches.values()]).outputs
+        try:
+            held = run_fresh(program, [[value.numpy() for value in batch] for batch in batches.values()]).outputs
+        except ProgramError as error:
+            raise ExportError(f"the exported model cannot be run at {', '.join(batches)}: {error}") from error
         given: Any = ([torch.from_numpy(output) for output in outputs] for outputs in held)
     else:
         given = (as_outputs(program(*batch)) for batch in batches.values())
     found: dict[str, list[Parity]] = {}
     for (which, batch), outputs in zip(batches.items(), given):
-        with torch.no_grad():
-            expected = as_outputs(module(*batch))
+        try:
+            with torch.no_grad():
+                expected = as_outputs(module(*batch))
+        except Exception as error:  # the model's own
+            raise ExportError(
+                f"the model cannot be run at {which}: {error}; give comparisons= in sizes that it takes"
+            ) from error
         try:
             for name, parity in compare(expected, outputs, named).items():
                 found.setdefault(name, []).append(parity)
@@ -340,7 +361,7 @@ def _parity(
     return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
 
 
-def _precision(recipe: Quantization) -> str:
+def precision_of(recipe: Quantization) -> str:
     """Name what the program of a recipe computes in; ExportError where no kernel does."""
     match recipe:
         case Int8():
@@ -414,7 +435,7 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
         field = "" if isinstance(recipe, BFloat16) else f" ({type(recipe).__name__}.skip)"
         raise ExportError(
             f"only {sum(found.values())} of {planned} quantized layers became {kind} kernels in {NAMES[program.runtime]}, so the program "
-            f"would be called {_precision(recipe)} without running as that: keep the modules around operators that it cannot run on "
+            f"would be called {precision_of(recipe)} without running as that: keep the modules around operators that it cannot run on "
             f"these kernels in float{field}, quantize for another target, or export the float model"
         )
     name = "integer_kernels" if isinstance(quantized.recipe, Int8) else "kernels"

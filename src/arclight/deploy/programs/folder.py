@@ -141,6 +141,16 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in listed)
 
 
+def description(folder: Path) -> dict[str, Any] | None:
+    """Return what the program in ``folder`` says of itself, unchecked; None where there is none that can be read."""
+    try:
+        body, _, _, _ = _read_body(folder)
+    except ProgramError:
+        return None
+    found = body.get("description")
+    return found if isinstance(found, dict) else None
+
+
 def mark(path: Path) -> Mark:
     """Return the mark of the file ``path``."""
     return _marked(path.stat())

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from arclight.deploy import Program, export, quantize
-from arclight.deploy.formats.formats import Format
+from arclight.deploy import Program
+from arclight.deploy.deployment import ship
 from arclight.deploy.settings import Quantization, calibration_batches
-from arclight.vision.data.labels import DatasetError
-from arclight.vision.models.yolov5 import fuse
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import PoseMetrics
@@ -22,67 +16,12 @@ from arclight.vision.tasks.classification import ClassificationData
 from arclight.vision.tasks.detection import DetectionData
 from arclight.vision.tasks.module import TaskMetrics, VisionModule, evaluate
 
-CALIBRATION_BATCH = 8
-"""Images per calibration batch."""
-
 
 def export_module(
-    module: VisionModule,
-    path: Path | str,
-    images: Any,
-    recipe: Quantization | None = None,
-    *,
-    format: Format | None = None,
-) -> Program:
-    """Write ``module`` as a program: float32, or quantized by ``recipe``, on ``images`` if it is calibrated.
-
-    ``images``: a data set of training images without augmentation, as the module's data opens them; a few of them check the program against
-    the model. ``format`` as in `export`; a quantized model is placed for its runtime. The program says how photos become its input
-    and its output becomes results, so ``Program.load(path).predict([photo])`` works.
-    Raises ExportError or QuantizeError where the program would not compute what the model does, DatasetError where no image of
-    those picked can be decoded, CheckpointError where the weights that the settings name are missing.
-    """
-    module.check_weights()
-    batches = list(_float_batches(images, calibration_batches(recipe)))
-    if not batches:
-        raise DatasetError(
-            f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
-        )
-    model: Any = fuse(module.model).cpu()  # a copy: the module stays on its device
-    if recipe is not None:
-        calibration = batches if recipe.needs_calibration else None
-        model = quantize(
-            model, calibration, recipe=recipe, example=batches[0], parts=module.output_parts,
-            target="openvino" if format == "openvino" else None,
-        )  # fmt: skip
-    processing = module.processing
-    metadata = {
-        "task": module.head,
-        "names": module.names,
-        "image_size": module.settings.image_size,
-        "processing": f"{type(processing).__module__}:{type(processing).__name__}",
-        "processing_args": asdict(processing),
-        "model": module.settings.model,
-    }
-    return export(
-        model,
-        path,
-        format=format,
-        example_inputs=batches[0][:3],
-        input_names=["images"],
-        output_names=module.output_names,
-        metadata=metadata,
-        parts=module.output_parts,
-    )
-
-
-def _float_batches(data: Any, count: int) -> Iterator[torch.Tensor]:
-    """Up to ``count`` batches spread evenly over ``data``, as the model takes them."""
-    picks = np.linspace(0, len(data) - 1, min(len(data), count * CALIBRATION_BATCH)).astype(int).tolist()
-    for start in range(0, len(picks), CALIBRATION_BATCH):
-        images = [sample.image for sample in data.__getitems__(picks[start : start + CALIBRATION_BATCH])]
-        if images:
-            yield torch.stack(images).float() / 255
+    module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None, **options: Any
+) -> Program:  # fmt: skip
+    """Write ``module`` as a program, compared (and calibrated) on ``images``; see `VisionModule.deployment`, and `ship` for options and errors."""
+    return ship(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
 
 
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:

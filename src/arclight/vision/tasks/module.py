@@ -16,7 +16,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,13 @@ from arclight.optim.settings import Mixed
 from arclight.trainer import Callback, DataModule, Module
 from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.hparams import arguments_for
+from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
 
 if TYPE_CHECKING:
     from arclight.deploy import Processing
+    from arclight.deploy.deployment import Deployment
 
 _LOG = logging.getLogger("arclight")
 
@@ -149,6 +151,54 @@ class VisionModule(Module, abc.ABC):
     @abc.abstractmethod
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Name the tensors in the decoded output that a program is judged by, each by itself."""
+
+    # -- what is shipped ---------------------------------------------------------------------------------------------
+
+    def configure_deployment(self, data: Any, batches: int) -> Deployment:
+        """Return what the module ships, with ``batches`` of the training images of ``data``, a `VisionData` (default: its own).
+
+        Its metric is the first of the module's scores on the validation images.
+        """
+        data = data or self.settings.data_class()(self.settings)
+
+        def score(network: Callable[..., Any]) -> float:
+            metrics = self._build_metrics()
+            results = evaluate(network, data.open("val"), metrics, data.collate)
+            return next(iter(self.scores(results).values()))
+
+        return dataclasses.replace(self.deployment(data.calibration_dataset(), batches), metric=score)
+
+    def deployment(self, images: Any, batches: int = 1) -> Deployment:
+        """Return what the module ships: its network with folded batch norms, and ``batches`` of ``images``.
+
+        ``images``: a data set of training images without augmentation, as the module's data opens them. The program says how photos become its
+        input and its output becomes results, so ``Program.load(path).predict([photo])`` works. Raises DatasetError where no image of those
+        picked can be decoded, CheckpointError where the weights that the settings name are missing.
+        """
+        from arclight.deploy.deployment import EXAMPLES, Deployment
+
+        self.check_weights()
+        found = list(_float_batches(images, batches))
+        if not found:
+            raise DatasetError(
+                f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
+            )
+        return Deployment(
+            model=fuse(self.model),
+            example_inputs=found[0][:EXAMPLES],
+            calibration=found,
+            capture_inputs=found[0],
+            input_names=["images"],
+            output_names=self.output_names,
+            parts=self.output_parts,
+            processing=self.processing,
+            metadata={
+                "task": self.head,
+                "names": self.names,
+                "image_size": self.settings.image_size,
+                "model": self.settings.model,
+            },
+        )
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -348,6 +398,19 @@ def evaluate(
         if len(batch["images"]):
             metrics.update_output(predict(batch["images"].float() / 255), batch)
     return metrics.compute()
+
+
+CALIBRATION_BATCH = 8
+"""Images per calibration batch."""
+
+
+def _float_batches(data: Any, count: int) -> Iterator[Tensor]:
+    """Yield up to ``count`` batches spread evenly over ``data``, as the network takes them."""
+    picks = np.linspace(0, len(data) - 1, min(len(data), count * CALIBRATION_BATCH)).astype(int).tolist()
+    for start in range(0, len(picks), CALIBRATION_BATCH):
+        images = [sample.image for sample in data.__getitems__(picks[start : start + CALIBRATION_BATCH])]
+        if images:
+            yield torch.stack(images).float() / 255
 
 
 class VisionData(DataModule, abc.ABC):

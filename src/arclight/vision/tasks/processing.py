@@ -19,6 +19,7 @@ from arclight.vision.rotated import OrientedBoxes, hulls_of
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
+    from arclight.deploy.programs.folder import Trusted
 
 
 PROGRAM_TASKS = ("detect", "segment", "pose", "obb", "classify")
@@ -170,14 +171,14 @@ class OrientedProcessing(DetectionProcessing):
         return results
 
 
-def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
-    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`.
+def load_detector_program(path: Path | str, *, trusted: Trusted | None = None, **thresholds: Any) -> Program:
+    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`. trusted: as for `Program.load`.
 
     Raises ProgramError for the program of another task.
     """
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path)
+    program = Program.load(path, trusted=trusted)
     if (task := program.metadata.get("task")) != "detect":
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
@@ -185,11 +186,11 @@ def load_detector_program(path: Path | str, **thresholds: Any) -> Program:
     return _changed(program, thresholds)
 
 
-def load_vision_program(path: Path | str, **changes: Any) -> Program:
-    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`."""
+def load_vision_program(path: Path | str, *, trusted: Trusted | None = None, **changes: Any) -> Program:
+    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`. trusted: as for `Program.load`."""
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path)
+    program = Program.load(path, trusted=trusted)
     if (task := program.metadata.get("task")) not in PROGRAM_TASKS:
         raise ProgramError(f"{path} is no program of a vision task (its task is {task!r})")
     return _changed(program, changes)

@@ -1,0 +1,247 @@
+"""Say what a trained module ships, and write it as a program: the one way from any ``Module`` to `quantize` and `export`.
+
+A Module may define ``configure_deployment``, as those of vision and text do; of any other the network, its inputs and its
+calibration batches are taken from ``forward``, ``example_input_array`` and the training batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from arclight.deploy.capture import Inputs, as_inputs, resized
+from arclight.deploy.errors import ExportError, QuantizeError
+from arclight.deploy.formats.export import check_signed, export, precision_of
+from arclight.deploy.formats.formats import Format, destination, runtime_of
+from arclight.deploy.parity import Parts
+from arclight.deploy.programs.processing import Processing
+from arclight.deploy.programs.program import Program
+from arclight.deploy.quantizing.ptq import Metric, chosen_target, quantize
+from arclight.deploy.settings import BFloat16, Quantization, Target, is_calibrated
+from arclight.fabric.signing import SigningKey
+from arclight.trainer.datamodule import DataHooks
+
+if TYPE_CHECKING:
+    from arclight.trainer import DataModule, Module
+
+EXAMPLES = 3
+"""Samples of a training batch on which a program is compared with its model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Describe what a module ships: its network and inputs at least; the rest is as in `export` and `quantize`."""
+
+    model: nn.Module
+    """The network, in whatever mode and on whatever device: copies are exported."""
+    example_inputs: Tensor | Sequence[Tensor]
+    """Its positional inputs, on which the program is compared with it."""
+    calibration: Iterable[Tensor | Sequence[Tensor]] = ()
+    """Batches of such inputs; read once, and only by recipes that are calibrated."""
+    capture_inputs: Tensor | Sequence[Tensor] | None = None
+    """Inputs that a quantized graph is captured on (default: the example)."""
+    comparisons: Mapping[str, Tensor | Sequence[Tensor]] = field(default_factory=dict)
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
+    dynamic_batch: bool = True
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    parts: Parts | None = None
+    quantized_parts: Parts | None = None
+    """What a quantized model is judged by, where not by ``parts``."""
+    float_modules: tuple[str, ...] = ()
+    """Modules of ``model`` that every recipe keeps in float32."""
+    prefix: str = ""
+    """What the names of modules in a recipe's ``skip`` begin with in ``model``."""
+    processing: Processing | None = None
+    """What is around ``Program.predict``; a dataclass of this package is named in the program, another one is for this process only."""
+    metric: Metric | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Deployable(Protocol):
+    """A Module that says itself what it ships."""
+
+    def configure_deployment(self, data: DataModule | None, batches: int) -> Deployment:
+        """Return what is shipped.
+
+        data: of the module's training, not set up; None if nobody named any. batches: how many are wanted for calibration; 1 if none are.
+        """
+
+
+def configured(module: Module, data: DataModule | None = None, batches: int = 1) -> Deployment:
+    """Return what ``module`` ships: what its ``configure_deployment`` says, else its ``forward`` on ``example_input_array``.
+
+    Without these, ``module.model`` is the network, and training batches are its inputs: a tensor, as many tensors of a sequence as the
+    network takes, or those of a mapping that have the names of its parameters. Raises ExportError where that gives no inputs.
+    """
+    if isinstance(module, Deployable):
+        return module.configure_deployment(data, batches)
+    network = _network(module)
+    names = _parameters(network)
+    example = None if module.example_input_array is None else _inputs(module.example_input_array, names)
+    count = len(names) if example is None else len(example)
+    found = (_inputs(batch, names[:count]) for batch in islice(_training_batches(module, data), batches))
+    if example is not None:
+        own = data is not None or _has_loader(module)
+        return Deployment(model=network, example_inputs=example, calibration=found if own else [example])
+    first = next(found, None)
+    if first is None:
+        raise ExportError(
+            f"{type(module).__name__} does not say what it takes: set example_input_array, name its data, or define configure_deployment"
+        )
+    return Deployment(
+        model=network, example_inputs=tuple(value[:EXAMPLES] for value in first), calibration=chain([first], found)
+    )
+
+
+def ship(
+    deployment: Deployment,
+    path: str | os.PathLike[str],
+    recipe: Quantization | None = None,
+    *,
+    format: Format | None = None,
+    batch_size: int | None = None,
+    max_drop: float | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
+) -> Program:
+    """Write what ``deployment`` says as a program at ``path``: in float32, or quantized by ``recipe`` for what runs ``format``.
+
+    ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
+    score than the float model by the deployment's metric. ``format`` and ``sign`` as in `export`. Raises ExportError or QuantizeError where
+    the program would not compute what the model does, and before any work where ``format`` does not hold the recipe.
+    """
+    path, form, target = planned(path, recipe, format, signed=sign is not None)
+    if max_drop is not None and deployment.metric is None:
+        raise QuantizeError("max_drop bounds a metric, and the module has none: let its configure_deployment give one")
+    if batch_size is not None:
+        deployment = _with_batch_size(deployment, batch_size)
+    model: Any = deployment.model if recipe is None else _quantized(deployment, recipe, target, max_drop)
+    program = export(
+        model,
+        path,
+        example_inputs=deployment.example_inputs,
+        format=form,
+        input_names=deployment.input_names,
+        output_names=deployment.output_names,
+        dynamic_batch=deployment.dynamic_batch,
+        dynamic=deployment.dynamic,
+        comparisons=deployment.comparisons,
+        metadata={**deployment.metadata, **_named(deployment.processing)},
+        parts=deployment.parts,
+        sign=sign,
+    )
+    return program if deployment.processing is None else program.with_processing(deployment.processing)
+
+
+def planned(
+    path: str | os.PathLike[str], recipe: Quantization | None, format: Format | None, *, signed: bool
+) -> tuple[Path, Format, Target | None]:
+    """Return where a program goes, its format, and the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit."""
+    target = None
+    if recipe is not None:
+        target = chosen_target(recipe, _TARGETS.get(format or "") if is_calibrated(recipe) else None)
+    path, form = destination(path, format, target)
+    if recipe is not None:
+        runtime_of(form, precision_of(recipe), target)
+    check_signed(path, form, signed=signed)
+    return path, form, target
+
+
+_TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
+"""Format: what runs it, where that is not ONNX Runtime."""
+
+
+def _quantized(deployment: Deployment, recipe: Quantization, target: Target | None, max_drop: float | None) -> Any:
+    names = dict.fromkeys(deployment.float_modules)
+    if not isinstance(recipe, BFloat16):
+        asked = [f"{deployment.prefix}{name.removeprefix(deployment.prefix)}" for name in recipe.skip]
+        recipe = dataclasses.replace(recipe, skip=tuple(dict.fromkeys([*asked, *names])))
+    return quantize(
+        deployment.model,
+        deployment.calibration if is_calibrated(recipe) else None,
+        recipe=recipe,
+        example=deployment.example_inputs if deployment.capture_inputs is None else deployment.capture_inputs,
+        dynamic=deployment.dynamic,
+        parts=deployment.quantized_parts or deployment.parts,
+        metric=None if max_drop is None else deployment.metric,
+        max_drop=max_drop,
+        target=target,
+    )
+
+
+def _with_batch_size(deployment: Deployment, size: int) -> Deployment:
+    if size < 1:
+        raise ExportError(f"a batch has at least one sample, got batch_size={size}")
+    if deployment.dynamic is not None or deployment.comparisons:
+        raise ExportError(
+            f"batch_size={size} would fix what the module frees, the dimensions {deployment.dynamic}: leave it out"
+        )
+    inputs = resized(as_inputs(deployment.example_inputs), size)
+    return dataclasses.replace(deployment, example_inputs=inputs, dynamic_batch=False)
+
+
+def _named(processing: Processing | None) -> dict[str, Any]:
+    """Describe ``processing`` in a way that it is made again from the program, where it is ours."""
+    kind = type(processing)
+    if processing is None or not dataclasses.is_dataclass(processing) or not kind.__module__.startswith("arclight."):
+        return {}
+    return {"processing": f"{kind.__module__}:{kind.__name__}", "processing_args": dataclasses.asdict(processing)}
+
+
+def _network(module: Module) -> nn.Module:
+    """Return the module if it has a ``forward``, else its ``model``."""
+    if type(module).forward is not nn.Module.forward:
+        return module
+    network = getattr(module, "model", None)
+    if not isinstance(network, nn.Module):
+        raise ExportError(
+            f"{type(module).__name__} has neither forward nor a network called model: define one, or configure_deployment"
+        )
+    return network
+
+
+def _parameters(network: nn.Module) -> list[str]:
+    """Name the positional parameters of ``forward`` that have no default."""
+    parameters = inspect.signature(network.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in parameters if one.kind in positional and one.default is one.empty]
+
+
+def _inputs(batch: Any, names: Sequence[str]) -> Inputs:
+    """Return the network's inputs of a batch; ExportError where it holds others."""
+    found: Any = batch
+    if isinstance(batch, Mapping):
+        if missing := [name for name in names if name not in batch]:
+            raise ExportError(
+                f"the network takes {', '.join(missing)}, and a batch holds {', '.join(map(str, batch))}: define configure_deployment"
+            )
+        found = [batch[name] for name in names]
+    elif not isinstance(batch, Tensor) and isinstance(batch, Sequence):
+        found = batch[: len(names)]
+    try:
+        return as_inputs(found)
+    except TypeError as error:
+        raise ExportError(f"the inputs cannot be taken from a batch: {error}; define configure_deployment") from error
+
+
+def _training_batches(module: Module, data: DataModule | None) -> Iterator[Any]:
+    """Yield the training batches of ``data``, else of the module's own loader, if it has one."""
+    source: Any = module if data is None else data
+    if not _has_loader(source):
+        return
+    source.prepare_data()
+    source.setup("fit")
+    yield from source.train_dataloader()
+
+
+def _has_loader(source: Module | DataModule) -> bool:
+    return type(source).train_dataloader is not DataHooks.train_dataloader
