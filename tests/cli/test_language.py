@@ -196,3 +196,28 @@ def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
     assert torch.equal(state["model"][name], anchor)
     assert not torch.equal(own["local"][name][0], own["local"][name][1])
     assert "plan" in (Path("runs/lm/1") / "recipe.toml").read_text()
+
+
+def test_a_suite_from_the_shell(typed: Typed, recipe: str) -> None:
+    """The scores of a run's own evaluation and of the command are those of the same model."""
+    rows = [{"goal": f"the {n} cats", "sol1": "sat on the mat", "sol2": "zq xx", "label": n % 2} for n in range(8)]
+    Path("piqa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("suite.toml").write_text('[[tasks]]\nformat = "piqa"\nquestions = "piqa.jsonl"\n')
+    status, _, err = typed(
+        f"train {recipe} --task.sampling none --task.evaluation.suite suite.toml --task.evaluation.every_n_steps 6"
+    )
+    assert (status, err) == (0, "")
+    assert "suite/piqa/accuracy" in Path("runs/lm/1/metrics.csv").read_text()
+    status, out, _ = typed("test runs/lm/1 --suite suite.toml --json scores.json")
+    assert status == 0
+    assert "piqa" in out
+    score = json.loads(Path("scores.json").read_text())["piqa"]
+    assert (score["questions"], score["mode"], score["chance"]) == (8, "cloze", 0.5)
+    assert score["interval"][0] <= score["accuracy"] <= score["interval"][1]
+
+    Path("piqa.jsonl").write_text('{"goal": "x"}\n')
+    status, _, err = typed("test runs/lm/1 --suite suite.toml")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "piqa.jsonl, line 1 is no question of piqa: KeyError 'sol1'" in err
+    assert typed("test runs/lm/1 --questions piqa.jsonl")[0] == 2
+    assert typed("test runs/lm/1 --questions piqa.jsonl --suite suite.toml")[0] == 2

@@ -15,7 +15,8 @@ import torch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text import ByteTokenizer
 from arclight.text.data.sources import SourceError
-from arclight.text.multiple_choice import Question, choice_batches, read_questions, score_choices
+from arclight.text.evaluation.questions import read_questions
+from arclight.text.multiple_choice import Question, choice_batches, score_choices
 
 HELLASWAG = {
     "ind": 4,

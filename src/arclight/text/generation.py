@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from arclight.deploy.programs.program import Program
@@ -160,7 +160,7 @@ class _DecoderRun:
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor, inputs: dict[str, Any]) -> Tensor:
-        with _evaluating(self._model):  # called whole, as FSDP wants a model to be
+        with evaluating(self._model):  # called whole, as FSDP wants a model to be
             logits = self._model(tokens_BT, cache=self._cache, last=True, **inputs)[:, 0]
         whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
         return whole
@@ -277,7 +277,7 @@ def _pieces(
 
 
 @contextmanager
-def _evaluating(model: Decoder) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module in evaluation mode, then each back into its own: some may be frozen in another."""
     training = [part for part in model.modules() if part.training]
     for part in training:

@@ -156,9 +156,14 @@ class LanguageModel(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
+        found: list[Callback] = [TokenThroughput()]
+        if self.settings.sampling is not None:
+            found.append(TextSamples(self.settings.sampling))
+        if self.settings.evaluation is not None:
+            from arclight.text.callbacks.suite_evaluation import SuiteEvaluation
 
-        samples = [TextSamples(self.settings.sampling)] if self.settings.sampling is not None else []
-        return [TokenThroughput(), *samples]
+            found.append(SuiteEvaluation(self.settings.evaluation))
+        return found
 
     def on_fit_start(self) -> None:
         """Load the given weights, unless a run is resumed, and keep the tokenizer in the run."""

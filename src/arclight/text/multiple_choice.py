@@ -1,23 +1,16 @@
-"""Score multiple-choice questions by likelihood: HellaSwag, ARC and MMLU from local files."""
+"""Score multiple-choice questions by the likelihood of their choices."""
 
 from __future__ import annotations
 
-import csv
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from arclight.data.token_samples import IGNORED
 from arclight.fabric.errors import MisconfigurationError
-from arclight.text.data.sources import SourceError, rows
 from arclight.text.data.tokenizer import Tokenizer
-
-Format = Literal["hellaswag", "arc", "mmlu"]
-_LETTERS = "ABCDEFGHIJ"
 
 
 class Question(NamedTuple):
@@ -30,6 +23,11 @@ class Question(NamedTuple):
     """Each begins with the space that separates it from the context."""
     answer: int
     """Which of the choices is right."""
+
+    def per_byte(self, log_likelihoods: Sequence[float]) -> list[float]:
+        """Divide each choice's log-likelihood by the bytes of its text."""
+        lengths = [len(choice.strip().encode()) or 1 for choice in self.choices]
+        return [value / length for value, length in zip(log_likelihoods, lengths, strict=True)]
 
 
 class Scores(NamedTuple):
@@ -50,72 +48,6 @@ class Scores(NamedTuple):
     @property
     def accuracy_normalised(self) -> float:
         return self.correct_normalised / self.questions if self.questions else 0.0
-
-
-def read_questions(path: str | Path, kind: Format) -> list[Question]:
-    """Read the questions of a .jsonl, .csv or .parquet file, as their authors published them.
-
-    hellaswag (Zellers et al. 2019): activity_label, ctx_a, ctx_b, endings, label. arc (Clark et al. 2018): question and
-    choices, nested or as columns, answerKey. mmlu (Hendrycks et al. 2021): columns question, choices, answer, or CSV
-    rows without a header: question, four choices, letter; the choices are shown, and their letters are what is scored.
-    Raises SourceError for a row that is not of this kind.
-    """
-    path = Path(path)
-    read = {"hellaswag": _hellaswag, "arc": _arc, "mmlu": _mmlu}[kind]
-    questions = []
-    for place, row in _csv(path) if path.suffix == ".csv" else rows(path):
-        try:
-            question = Question(place, *read(row))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise SourceError(f"{place} is no question of {kind}: {type(error).__name__} {error}") from error
-        if not 0 <= question.answer < len(question.choices):
-            raise SourceError(f"{place}: answer {question.answer} of {len(question.choices)} choices")
-        questions.append(question)
-    return questions
-
-
-def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows as tables where the first line names the columns, as lists where it does not."""
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.reader(file))
-    names = lines[0] if lines and "question" in lines[0] else None
-    for number, line in enumerate(lines[1:] if names else lines, 2 if names else 1):
-        yield f"{path}, row {number}", dict(zip(names, line, strict=True)) if names else line
-
-
-def _hellaswag(row: Any) -> tuple[str, tuple[str, ...], int]:
-    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return _without_marks(context), tuple(" " + _without_marks(text) for text in row["endings"]), int(row["label"])
-
-
-def _without_marks(text: str) -> str:
-    """WikiHow's articles have marks such as [title] and [step], which stand for the end of a heading."""
-    return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text.replace(" [title]", ". "))).strip()
-
-
-def _arc(row: Any) -> tuple[str, tuple[str, ...], int]:
-    nested = isinstance(row["question"], dict)
-    stem = row["question"]["stem"] if nested else row["question"]
-    choices = row["question"]["choices"] if nested else row["choices"]
-    if isinstance(choices, dict):
-        choices = [
-            {"label": label, "text": text} for label, text in zip(choices["label"], choices["text"], strict=True)
-        ]
-    labels = [choice["label"] for choice in choices]
-    return f"Question: {stem}\nAnswer:", tuple(f" {c['text']}" for c in choices), labels.index(row["answerKey"])
-
-
-def _mmlu(row: Any) -> tuple[str, tuple[str, ...], int]:
-    if isinstance(row, list):
-        question, *choices, answer = row
-    else:
-        question, answer = row["question"], row["answer"]
-        choices = row["choices"] if "choices" in row else [row[letter] for letter in "ABCD"]
-    if len(choices) < 2 or len(choices) > len(_LETTERS):
-        raise ValueError(f"{len(choices)} choices")
-    number = answer if isinstance(answer, int) else _LETTERS.index(answer) if answer in [*_LETTERS] else int(answer)
-    shown = "".join(f"{letter}. {choice}\n" for letter, choice in zip(_LETTERS, choices, strict=False))
-    return f"{question.strip()}\n{shown}Answer:", tuple(f" {letter}" for letter in _LETTERS[: len(choices)]), number
 
 
 class _Row(NamedTuple):
@@ -201,12 +133,11 @@ def score_choices(
             likelihoods[question][choice] = value
     correct = normalised = 0
     for question, values in zip(questions, likelihoods, strict=True):
-        lengths = [len(choice.strip().encode()) or 1 for choice in question.choices]
-        each = [value / length for value, length in zip(values, lengths, strict=True)]
-        correct += _is_best(values, question.answer)
-        normalised += _is_best(each, question.answer)
+        correct += is_best(values, question.answer)
+        normalised += is_best(question.per_byte(values), question.answer)
     return Scores(len(questions), correct, normalised, likelihoods)
 
 
-def _is_best(values: list[float], answer: int) -> bool:
+def is_best(values: Sequence[float], answer: int) -> bool:
+    """Return whether a choice alone has the greatest value: a tie is no answer."""
     return values[answer] == max(values) and values.count(values[answer]) == 1

@@ -13,6 +13,7 @@ from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt,
 from arclight.optim.settings import ADOPT, QHADOPT, SGD, AdamW, Mixed, Muon, NorMuon
 from arclight.text.data.data_settings import BPE, Text
 from arclight.text.data.site_split import SiteShare, Source
+from arclight.text.evaluation.suite_settings import Evaluation
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
@@ -56,6 +57,8 @@ class LanguageTask(Checked):
     """Rows of logits computed at a time; none: about four million numbers, or an eighth of all rows."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Sample text after each validation; none for no samples."""
+    evaluation: Evaluation | None = None
+    """Evaluate a suite of questions every n steps; none for no evaluation."""
 
     def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> LanguageTask:
         """Return the task on one site's documents; ValueError for a partition that divides no text.

@@ -34,7 +34,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         from arclight.cli.user_run import run_user_module
 
         return run_user_module(stage, own, arguments[1:])
-    if stage == "test" and any(word.partition("=")[0] == "--questions" for word in arguments):
+    if stage == "test" and any(word.partition("=")[0] in ("--questions", "--suite") for word in arguments):
         from arclight.cli.commands import language
 
         return language.answer(arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,22 +102,27 @@ def predict(arguments: list[str]) -> None:
 
 
 def answer(arguments: list[str]) -> None:
-    """Measure a trained model on multiple-choice questions."""
-    parser = Parser(prog="arclight test", description="Evaluate a language model on multiple-choice questions.")
+    """Measure a trained model on one file of multiple-choice questions, or on a suite."""
+    parser = Parser(prog="arclight test", description="Evaluate a language model on questions.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--suite", type=Path, metavar="FILE", help="a suite of question sets (.toml or .yaml)")
+    asked.add_argument("--questions", type=Path, metavar="FILE", help="one set: a .jsonl, .csv or .parquet file")
+    formats = ("hellaswag", "arc", "mmlu", "mmlu-pro", "commonsenseqa", "piqa")
+    parser.add_argument("--format", choices=formats, help="of --questions: their format")
     parser.add_argument(
-        "--questions", type=Path, required=True, metavar="FILE", help="questions, as .jsonl, .csv or .parquet"
-    )
-    parser.add_argument("--format", choices=("hellaswag", "arc", "mmlu"), required=True, help="format of the questions")
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="choices per batch (default: %(default)s)"
+        "--batch-size", type=int, metavar="N", help="choices per batch (default: 16, or what the suite says)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args(arguments)
-
+    if options.suite is not None:
+        return _suite(options)
+    if options.format is None:
+        raise UsageError(f"--questions needs --format: {', '.join(formats)}")
     import torch
 
-    from arclight.text.multiple_choice import read_questions, score_choices
+    from arclight.text.evaluation.questions import read_questions
+    from arclight.text.multiple_choice import score_choices
 
     model = load_language_model(options.run)
     questions = read_questions(options.questions, options.format)
@@ -124,7 +131,7 @@ def answer(arguments: list[str]) -> None:
             questions,
             model,
             model.tokenizer,
-            batch_size=options.batch_size,
+            batch_size=options.batch_size or 16,
             max_length=model.model.config.max_positions,
         )
     chance = sum(1 / len(question.choices) for question in questions) / max(1, len(questions))
@@ -136,3 +143,28 @@ def answer(arguments: list[str]) -> None:
         f"for each byte; guessing gives {chance:.1%}"
     )
     write_json(options.json, values)
+    return None
+
+
+def _suite(options: Namespace) -> None:
+    import rich
+    from rich.table import Table
+
+    from arclight.text.evaluation.suite import load_suite, run_suite
+
+    if options.format is not None:
+        raise UsageError("--format belongs to --questions: a suite says the kind of each of its sets")
+    suite, asked = load_suite(options.suite)  # before the model: what is wrong with a file shows at once
+    if options.batch_size is not None:
+        suite = dataclasses.replace(suite, batch_size=options.batch_size)
+    model = load_language_model(options.run)
+    scores = run_suite(suite, asked, model.model, model.tokenizer)
+    table = Table("task", "mode", "shots", "questions", "right", "per byte", "no answer", "guessing")
+    for score in scores:
+        shares = (score.accuracy_normalised, score.unanswered, score.chance)
+        table.add_row(
+            score.name, score.mode, str(score.shots), f"{score.questions:,}", f"{score.accuracy:.1%} ± {score.stderr:.1%}",
+            *("-" if share is None else f"{share:.1%}" for share in shares),
+        )  # fmt: skip
+    rich.print(table)
+    write_json(options.json, {score.name: score.facts() for score in scores})

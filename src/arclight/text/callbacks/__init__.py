@@ -1,0 +1,1 @@
+"""Callbacks of language runs that recipes switch on: evaluation of a suite while training."""

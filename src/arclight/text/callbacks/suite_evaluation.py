@@ -1,0 +1,61 @@
+"""Evaluate a suite every n steps of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.text.evaluation.suite import load_suite, run_suite
+from arclight.text.evaluation.suite_settings import Evaluation
+from arclight.trainer import Callback
+
+if TYPE_CHECKING:
+    from arclight.text.language_model import LanguageModel
+    from arclight.trainer import Trainer
+
+
+class SuiteEvaluation(Callback):
+    """Log ``suite/<task>/accuracy``, its ``stderr`` and, of likelihoods, ``accuracy_normalised`` after each n-th optimizer step.
+
+    Processes that each hold the whole model share the questions; where weights are sharded all compute the same. Training is not
+    changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan with stages or context
+    parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
+    """
+
+    def __init__(self, settings: Evaluation) -> None:
+        self.settings = settings
+        self.done = -1
+        self.suite, self.asked = load_suite(settings.suite)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LanguageModel) -> None:  # type: ignore[override]
+        plan = getattr(trainer.strategy, "plan", None)
+        if trainer.strategy.in_stages or getattr(plan, "cp", 1) > 1:
+            raise MisconfigurationError(
+                "a suite needs the whole model and whole sequences on each process: leave task.evaluation out under plan.pp and plan.cp, "
+                "and evaluate the checkpoint with arclight test RUN --suite FILE"
+            )
+        if pl_module.tokenizer is None:
+            raise MisconfigurationError("a suite needs a tokenizer, and the data have none: call use_tokenizer")
+        self.done = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LanguageModel, outputs: Any, batch: Any, batch_idx: int  # type: ignore[override]
+    ) -> None:  # fmt: skip
+        step = trainer.global_step
+        if step == self.done or step % self.settings.every_n_steps:
+            return
+        self.done = step
+        strategy = trainer.strategy
+        whole = not any(hasattr(parameter, "to_local") for parameter in pl_module.parameters())
+        share = (strategy.global_rank, strategy.world_size) if whole else (0, 1)
+        gather = strategy.all_gather_object if whole else (lambda own: [own])
+        values = {}
+        for score in run_suite(
+            self.suite, self.asked, pl_module.model, pl_module.tokenizer, share=share, gather=gather
+        ):
+            for name in ("accuracy", "stderr", "accuracy_normalised"):
+                if (value := getattr(score, name)) is not None:
+                    values[f"suite/{score.name}/{name}"] = value
+                    pl_module.log(f"suite/{score.name}/{name}", value, logger=False)  # for checkpoints to monitor
+        for logger in trainer.loggers:  # at this step alone, where a logged value would stay until the next
+            logger.log_metrics(values, step)

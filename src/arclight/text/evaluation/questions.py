@@ -1,0 +1,248 @@
+"""Read question sets in their authors' layouts, and write them as prompts: by likelihood or to be answered in words."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from arclight.text.data.sources import SourceError, rows
+from arclight.text.evaluation import answers
+from arclight.text.evaluation.suite_settings import MODES, Format, Mode
+from arclight.text.multiple_choice import Question
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One question of a set, in no particular wording."""
+
+    place: str
+    """The file and row it comes from."""
+    stem: str
+    choices: tuple[str, ...] = ()
+    """Texts to choose from; none where the answer is free."""
+    answer: int = -1
+    """Which of the choices is right."""
+    solution: str = ""
+    """Text of the right answer as an example shows it, with the way to it where the set has one."""
+    final: str = ""
+    """What has to be extracted from a generated answer."""
+    group: str = ""
+    """Subject, category or sub-task; examples come from the question's own."""
+
+
+class Form(NamedTuple):
+    """Wording of a kind."""
+
+    read: Callable[[Any], dict[str, Any]]
+    """Turn a row into fields of `Item`; whatever it raises means that the row is of another kind."""
+    stem: str = "Question: {}"
+    cue: str = "Answer:"
+    options: str = ""
+    """Line above lettered choices."""
+
+
+def read_items(path: Path, kind: Format) -> list[Item]:
+    """Read the questions of a file, or of all files of a folder in the order of their names.
+
+    Raises SourceError, with file and row, for what is not of this ``kind``; FileNotFoundError for a folder without questions.
+    """
+    form, items = FORMS[kind], []
+    suffixes = {"bbh": (".json",), "math": (".json", ".jsonl", ".parquet")}.get(kind, (".jsonl", ".csv", ".parquet"))
+    files = sorted(found for found in path.rglob("*") if found.suffix in suffixes) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{path} has no questions of {kind}: need files {', '.join(suffixes)}")
+    for file in files:
+        for place, row in _rows(file, kind):
+            try:
+                found = {"group": _group(file, kind)} | form.read(row)
+                item = Item(place=place, **found)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                raise SourceError(f"{place} is no question of {kind}: {type(error).__name__} {error}") from error
+            if item.choices and not 0 <= item.answer < len(item.choices):
+                raise SourceError(f"{place}: answer {item.answer} of {len(item.choices)} choices")
+            items.append(item)
+    return items
+
+
+def read_questions(path: str | Path, kind: Format) -> list[Question]:
+    """Read questions to be answered by likelihood, without examples, each in its kind's usual way.
+
+    Raises ValueError for a kind that has only generated answers; as `read_items` for files of another kind.
+    """
+    if (mode := next((mode for mode in MODES[kind] if mode != "generate"), None)) is None:
+        raise ValueError(f"{kind} has no choices to score: its answers are generated, by a suite")
+    return [question(item, kind, mode) for item in read_items(Path(path), kind)]
+
+
+def prompt(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = (), head: str = "") -> str:
+    """Write what stands before an answer: ``head``, the ``examples`` with theirs, and the question."""
+    shown = [_asked(example, kind, mode) + " " + _answered(example, mode) for example in examples]
+    return "\n\n".join([*([head] if head else []), *shown, _asked(item, kind, mode)])
+
+
+def question(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = (), head: str = "") -> Question:
+    """Write a question with all its choices as texts that may follow."""
+    texts = item.choices if mode == "cloze" else tuple(_LETTERS[: len(item.choices)])
+    return Question(
+        item.place, prompt(item, kind, mode, examples, head), tuple(f" {text}" for text in texts), item.answer
+    )
+
+
+def _asked(item: Item, kind: Format, mode: Mode) -> str:
+    form = FORMS[kind]
+    lines = [form.stem.format(item.stem)]
+    if item.choices and mode != "cloze":
+        lines += [form.options] if form.options else []
+        lines += [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, item.choices, strict=False)]
+    return "\n".join([*lines, *([form.cue] if form.cue else [])])
+
+
+def _answered(item: Item, mode: Mode) -> str:
+    if mode == "generate":
+        return item.solution or f"The answer is ({item.final})."
+    return item.choices[item.answer] if mode == "cloze" else _LETTERS[item.answer]
+
+
+# ----------------------------------------------------------------------------------------------------- files and rows
+
+
+def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
+    if file.suffix == ".csv":
+        yield from _csv(file)
+    elif file.suffix == ".json":
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, UnicodeDecodeError) as error:
+            raise SourceError(f"{file} is no JSON: {error}") from error
+        if kind != "bbh":
+            yield str(file), read
+            return
+        if not isinstance(read, dict) or not isinstance(read.get("examples"), list):
+            raise SourceError(f"{file} is no file of bbh: it has no list of examples")
+        yield from ((f"{file}, example {number}", row) for number, row in enumerate(read["examples"], 1))
+    elif kind == "piqa" and (labels := file.with_name(f"{file.stem}-labels.lst")).is_file():
+        right = labels.read_text(encoding="utf-8").split()
+        found = list(rows(file))
+        if len(right) != len(found):
+            raise SourceError(f"{labels} has {len(right)} labels for the {len(found)} questions of {file}")
+        yield from ((place, {**row, "label": label}) for (place, row), label in zip(found, right, strict=True))
+    else:
+        yield from rows(file)
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows as tables where the first line names the columns, as lists where it does not."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.reader(file))
+    names = lines[0] if lines and "question" in lines[0] else None
+    for number, line in enumerate(lines[1:] if names else lines, 2 if names else 1):
+        yield f"{path}, row {number}", dict(zip(names, line, strict=True)) if names else line
+
+
+def _group(file: Path, kind: Format) -> str:
+    """Return what a file's name says of its questions' group: anatomy_test.csv of MMLU, navigate.json of BBH."""
+    if kind == "bbh" or (kind == "mmlu" and file.suffix == ".csv"):
+        return re.sub(r"_(test|dev|val)$", "", file.stem)
+    return ""
+
+
+def _hellaswag(row: Any) -> dict[str, Any]:
+    stem = _without_marks(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    return {"stem": stem, "choices": tuple(map(_without_marks, row["endings"])), "answer": int(row["label"])}
+
+
+def _without_marks(text: str) -> str:
+    """WikiHow's articles have marks such as [title] and [step], which stand for the end of a heading."""
+    return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text.replace(" [title]", ". "))).strip()
+
+
+def _labelled(row: Any) -> dict[str, Any]:
+    """ARC and CommonsenseQA, nested as published or in columns."""
+    nested = isinstance(row["question"], dict)
+    stem = row["question"]["stem"] if nested else row["question"]
+    choices = row["question"]["choices"] if nested else row["choices"]
+    if isinstance(choices, dict):
+        choices = [
+            {"label": label, "text": text} for label, text in zip(choices["label"], choices["text"], strict=True)
+        ]
+    answer = [choice["label"] for choice in choices].index(row["answerKey"])
+    return _chosen(stem, [choice["text"] for choice in choices], answer)
+
+
+def _mmlu(row: Any) -> dict[str, Any]:
+    if isinstance(row, list):
+        stem, *choices, answer = row
+        subject = {}
+    else:
+        stem, answer = row["question"], row["answer"]
+        choices = row["choices"] if "choices" in row else [row[letter] for letter in "ABCD"]
+        subject = {"group": row["subject"]} if row.get("subject") else {}
+    number = answer if isinstance(answer, int) else _LETTERS.index(answer) if answer in [*_LETTERS] else int(answer)
+    return _chosen(stem.strip(), choices, number) | subject
+
+
+def _mmlu_pro(row: Any) -> dict[str, Any]:
+    choices = [choice for choice in row["options"] if choice != "N/A"]
+    if _LETTERS.index(row["answer"]) != row["answer_index"]:
+        raise ValueError(f"answer {row['answer']!r}, answer_index {row['answer_index']!r}")
+    worked = (row.get("cot_content") or "").removeprefix("A: ").strip()
+    return _chosen(row["question"], choices, row["answer_index"]) | {"group": row["category"], "solution": worked}
+
+
+def _chosen(stem: str, choices: Sequence[str], answer: int) -> dict[str, Any]:
+    if not isinstance(stem, str) or not 2 <= len(choices) <= len(_LETTERS):
+        raise ValueError(f"need a text and 2 to {len(_LETTERS)} choices, got {stem!r} and {len(choices)}")
+    final = _LETTERS[answer] if 0 <= answer < len(choices) else ""
+    return {"stem": stem, "choices": tuple(map(str, choices)), "answer": answer, "final": final}
+
+
+def _piqa(row: Any) -> dict[str, Any]:
+    return {"stem": row["goal"].strip(), "choices": (row["sol1"], row["sol2"]), "answer": int(row["label"])}
+
+
+def _bbh(row: Any) -> dict[str, Any]:
+    return {"stem": row["input"].strip(), "final": row["target"].strip(), "solution": row["target"].strip()}
+
+
+def _gsm8k(row: Any) -> dict[str, Any]:
+    if (final := answers.after_hashes(row["answer"])) is None:
+        raise ValueError("the answer has no number behind ####")
+    return {"stem": row["question"].strip(), "solution": row["answer"].strip(), "final": final}
+
+
+def _math(row: Any) -> dict[str, Any]:
+    if (final := answers.boxed(row["solution"])) is None:
+        raise ValueError(r"the solution has no \boxed{answer}")
+    return {"stem": row["problem"].strip(), "solution": row["solution"].strip(), "final": final, "group": row["type"]}
+
+
+def read_head(path: Path, group: str) -> str:
+    """Read the text before a group's questions: of BBH's prompts what follows the line of dashes.
+
+    Raises FileNotFoundError where a folder has no file of the group.
+    """
+    file = path / f"{group}.txt" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: a folder of prompts has a file for each group")
+    text = file.read_text(encoding="utf-8")
+    return re.split(r"^-{5,}\s*$", text, maxsplit=1, flags=re.MULTILINE)[-1].strip()
+
+
+FORMS: dict[str, Form] = {
+    "hellaswag": Form(_hellaswag, "{}", ""),
+    "arc": Form(_labelled),
+    "mmlu": Form(_mmlu, "{}"),
+    "mmlu-pro": Form(_mmlu_pro, options="Options:"),
+    "commonsenseqa": Form(_labelled),
+    "piqa": Form(_piqa),
+    "bbh": Form(_bbh, "Q: {}", "A:"),
+    "gsm8k": Form(_gsm8k),
+    "math": Form(_math, "Problem:\n{}", "Solution:"),
+}
