@@ -9,6 +9,7 @@ import pytest
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.recipe import MISSING, RecipeError, Setting, explain, read, write
+from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
 from arclight.text.settings import LanguageTask
 from arclight.vision.tasks.settings import (
     ClassificationTask,
@@ -26,10 +27,17 @@ TASKS = {
     "obb": OrientedDetectionTask,
     "classification": ClassificationTask,
     "language": LanguageTask,
+    "sequence-classification": SequenceTask,
+    "token-classification": TokenTask,
+    "extractive-qa": AnswerTask,
 }
 BASE: dict[str, dict[str, object]] = {
     **{kind: {"kind": kind, "data": "x"} for kind in ("detection", "segmentation", "pose", "obb", "classification")},
     "language": {"kind": "language"},
+    **{
+        kind: {"kind": kind, "train": "x", "val": "x"}
+        for kind in ("sequence-classification", "token-classification", "extractive-qa")
+    },
 }
 settings = [("detection", setting) for setting in explain(Recipe) if not setting.path.startswith("task")]
 settings += [(task, setting) for task, schema in TASKS.items() for setting in explain(schema, "task")]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
+from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
 from arclight.text.settings import LanguageTask
 from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
 from arclight.trainer.loggers.settings import CSV, ClearML, Comet, MLflow, TensorBoard, Wandb
@@ -69,7 +70,10 @@ class Recipe(TrainingRun):
 
     name: str = "run"
     """Name of the run; its folder is <root>/<name>/<number>/."""
-    task: DetectionTask | SegmentationTask | PoseTask | OrientedDetectionTask | ClassificationTask | LanguageTask
+    task: (
+        DetectionTask | SegmentationTask | PoseTask | OrientedDetectionTask | ClassificationTask
+        | LanguageTask | SequenceTask | TokenTask | AnswerTask
+    )  # fmt: skip
     """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
 
     def __post_init__(self) -> None:

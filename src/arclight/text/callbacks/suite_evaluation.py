@@ -10,7 +10,6 @@ from arclight.text.evaluation.suite_settings import Evaluation
 from arclight.trainer import Callback
 
 if TYPE_CHECKING:
-    from arclight.text.language_model import LanguageModel
     from arclight.trainer import Trainer
 
 
@@ -27,7 +26,7 @@ class SuiteEvaluation(Callback):
         self.done = -1
         self.suite, self.asked = load_suite(settings.suite)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModel) -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         plan = getattr(trainer.strategy, "plan", None)
         if trainer.strategy.in_stages or getattr(plan, "cp", 1) > 1:
             raise MisconfigurationError(
@@ -39,7 +38,7 @@ class SuiteEvaluation(Callback):
         self.done = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LanguageModel, outputs: Any, batch: Any, batch_idx: int  # type: ignore[override]
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:  # fmt: skip
         step = trainer.global_step
         if step == self.done or step % self.settings.every_n_steps:

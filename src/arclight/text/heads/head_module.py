@@ -1,0 +1,250 @@
+"""Train a language model's trunk with a linear head, and score it on whole rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from arclight.checkpoint import find_last
+from arclight.data.token_samples import IGNORED
+from arclight.fabric.errors import MisconfigurationError
+from arclight.parallel import initialize
+from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
+from arclight.text.families.zoo import build_model
+from arclight.text.heads.rows import HeadData, HeadRows
+from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
+from arclight.text.model.mup import scale_of
+from arclight.trainer import Module
+
+
+def build_head(
+    rows: HeadRows, optimizer: Any, schedule: Any, *, weights: Path | None, tokenizer: Path | None, model: str, overrides: dict[str, Any]
+) -> tuple[HeadModule, HeadData]:  # fmt: skip
+    """Build the module and the data of a task whose fields these are (see `arclight.text.heads.head_settings.HeadTask`).
+
+    Raises MisconfigurationError for weights, tokenizer and lengths that do not fit each other.
+    """
+    kind = {"sequence": SequenceClassifier, "token": TokenClassifier, "answer": AnswerExtractor}[rows.kind]
+    start = None if weights is None else _checkpoint_in(weights)
+    data = HeadData(rows, _tokenizer(tokenizer, start))
+    return kind(data, _trunk(start, data.tokenizer, model, overrides), optimizer, schedule), data
+
+
+def _checkpoint_in(weights: Path) -> Path:
+    """Return the newest checkpoint of a run folder; a checkpoint or a Hugging Face folder itself."""
+    if not weights.exists():
+        raise MisconfigurationError(f"weights: {weights} does not exist")
+    if not (weights / "checkpoints").is_dir():
+        return weights
+    if (found := find_last(weights / "checkpoints")) is None:
+        raise MisconfigurationError(f"weights: the run {weights} has no checkpoint yet")
+    return Path(found)
+
+
+def _tokenizer(given: Path | None, start: Path | None) -> Tokenizer:
+    if given is not None:
+        return Tokenizer.load(given)
+    if start is None:
+        return ByteTokenizer()
+    return Tokenizer.load(start if (start / "config.json").is_file() else start.parent.parent / "tokenizer")
+
+
+class HeadModule(Module):
+    """Base of the three heads: logits (B, T, labels) of each token, from the hidden states behind the trunk's last norm.
+
+    A batch is what `arclight.text.heads.rows.collate` makes. Validation gathers an outcome for each row over all processes, so that
+    no row counts twice, and scores them together.
+    """
+
+    def __init__(self, data: HeadData, trunk: Any, optimizer: Any, schedule: Any) -> None:
+        super().__init__()
+        self.data, self.optimizer_settings, self.schedule_settings = data, optimizer, schedule
+        self.outcomes: dict[int, Any] = {}
+        self.model: Any = trunk
+        if data.task.max_length > self.model.config.max_positions:
+            raise MisconfigurationError(
+                f"max_length = {data.task.max_length} is more than the model's {self.model.config.max_positions} positions"
+            )
+        self.head = nn.Linear(self.model.config.dim, len(data.labels))
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute logits (B, T, labels) of token ids (B, T)."""
+        out: Tensor = self.head(self.model(tokens).to(self.head.weight.dtype))
+        return out
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        parameters = dict(self.named_parameters())
+        optimizer = self.optimizer_settings.build(parameters.items(), iter(parameters), scale_of(self.model.config))
+        steps = self.trainer.estimated_stepping_batches
+        if steps == math.inf:
+            raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+        return {
+            "optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule_settings.build(optimizer, int(steps)), "interval": "step"},
+        }  # fmt: skip
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(self(batch["tokens"]), batch)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self(batch["tokens"])
+        self._log_loss("val", logits, batch)
+        self.outcomes |= self.judge(logits.float(), batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self(batch["tokens"])
+        self._log_loss("test", logits, batch)
+        self.outcomes |= self.judge(logits.float(), batch)
+
+    def _log_loss(self, stage: str, logits: Tensor, batch: dict[str, Tensor]) -> None:
+        self.log(f"{stage}/loss", self.loss(logits, batch), batch_size=len(logits), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self._score("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._score("test")
+
+    def _score(self, stage: str) -> None:
+        whole: dict[int, Any] = {}
+        for part in self.trainer.strategy.all_gather_object(self.outcomes):
+            whole |= part
+        self.outcomes = {}
+        for name, value in self.score([whole[key] for key in sorted(whole)]).items():
+            self.log(f"{stage}/{name}", value, prog_bar=True)
+
+    # -- what heads differ in ------------------------------------------------------------------------------------------
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Average the cross-entropy over labelled tokens."""
+        return cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+
+    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        """Return the outcome of each sequence by its number."""
+        raise NotImplementedError(type(self).__name__)
+
+    def score(self, outcomes: list[Any]) -> dict[str, float]:
+        """Compute the metrics of all outcomes."""
+        raise NotImplementedError(type(self).__name__)
+
+
+def _trunk(start: Path | None, tokenizer: Tokenizer, name: str, overrides: dict[str, Any]) -> Any:
+    """Build the model without its output, from the weights of a run or folder or freshly initialised."""
+    if start is not None and (start / "config.json").is_file():
+        from arclight.text.hf.read import from_hf
+
+        model: Any = from_hf(start)
+    elif start is not None:
+        from arclight.text.language_model import LanguageModel
+
+        trained: Any = LanguageModel.load_from_checkpoint(start)
+        if trained.hparams["vocabulary"] not in (None, tokenizer.digest):
+            raise MisconfigurationError(
+                f"{start} was trained with another tokenizer: leave tokenizer out, or name that one"
+            )
+        model = trained.model
+    else:
+        model = build_model(name, **{"vocab_size": -(-tokenizer.vocab_size // 64) * 64, **overrides})
+        initialize(model, torch.initial_seed())
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise MisconfigurationError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model knows {model.config.vocab_size}: name the one it was trained with"
+        )
+    model.output = None
+    return model.train()
+
+
+class SequenceClassifier(HeadModule):
+    """Classify texts by the logits of their last token. Logs ``accuracy`` and ``f1``, the mean over labels."""
+
+    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        last = batch["lengths"] - 1
+        rows = torch.arange(len(last), device=last.device)
+        said, true = logits[rows, last].argmax(-1).tolist(), batch["labels"][rows, last].tolist()
+        return dict(zip(batch["items"].tolist(), zip(said, true, strict=True), strict=True))
+
+    def score(self, outcomes: list[tuple[int, int]]) -> dict[str, float]:
+        values = []
+        for label in range(len(self.data.labels)):
+            right = sum(said == true == label for said, true in outcomes)
+            named = sum((said == label) + (true == label) for said, true in outcomes)
+            if named:
+                values.append(2 * right / named)
+        return {
+            "accuracy": sum(said == true for said, true in outcomes) / len(outcomes), "f1": sum(values) / len(values),
+        }  # fmt: skip
+
+
+class TokenClassifier(HeadModule):
+    """Tag words. Logs ``accuracy`` over words and ``f1`` over whole entities where labels are B-X, I-X and O."""
+
+    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        found = {}
+        for number, item in enumerate(batch["items"].tolist()):
+            here = batch["labels"][number] != IGNORED
+            found[item] = (logits[number][here].argmax(-1).tolist(), batch["labels"][number][here].tolist())
+        return found
+
+    def score(self, outcomes: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+        names = self.data.labels
+        words = [pair for said, true in outcomes for pair in zip(said, true, strict=True)]
+        values = {"accuracy": sum(said == true for said, true in words) / max(1, len(words))}
+        if all(name == "O" or name[:2] in ("B-", "I-") for name in names):
+            both = [(entities([names[n] for n in said]), entities([names[n] for n in true])) for said, true in outcomes]
+            named = sum(len(said) + len(true) for said, true in both)
+            values["f1"] = 2 * sum(len(said & true) for said, true in both) / max(1, named)
+        return values
+
+
+def entities(tags: list[str]) -> set[tuple[str, int, int]]:
+    """Return the entities (kind, from, to) of BIO tags as CoNLL's script does: I-X begins one where none of X goes on."""
+    found, kind, begin = set(), "", 0
+    for place, tag in enumerate([*tags, "O"]):
+        if kind and tag != f"I-{kind}":
+            found.add((kind, begin, place))
+            kind = ""
+        if tag != "O" and not kind:
+            kind, begin = tag[2:], place
+    return found
+
+
+class AnswerExtractor(HeadModule):
+    """Extract answers by logits of their first and last token. Logs SQuAD's ``exact_match`` and ``f1``, shares in [0, 1]."""
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Average the cross-entropies of start and end over the tokens of each window."""
+        labels = batch["labels"]
+        starts, ends = ((labels == 0) | (labels == 2)).int().argmax(1), ((labels == 1) | (labels == 2)).int().argmax(1)
+        scores = self._within(logits, batch)
+        return (cross_entropy(scores[..., 0], starts) + cross_entropy(scores[..., 1], ends)) / 2
+
+    @staticmethod
+    def _within(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        places = torch.arange(logits.shape[1], device=logits.device)
+        return logits.float().masked_fill((places >= batch["lengths"][:, None])[..., None], -torch.inf)
+
+    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Span]:
+        logits, found = logits.cpu(), {}
+        for number, item in enumerate(batch["items"].tolist()):
+            window = self.data.val_windows[item]
+            found[item] = best_span(window, logits[number, :, 0], logits[number, :, 1], self.data.task.max_answer)
+        return found
+
+    def score(self, outcomes: list[Span]) -> dict[str, float]:
+        rows, by_row = self.data.val_rows, dict[int, list[Span]]()
+        for span in outcomes:
+            by_row.setdefault(span.row, []).append(span)
+        may_be_none = any(not row.answers for row in rows)
+        said = {row: answer_of(spans, rows[row].context, may_be_none) for row, spans in by_row.items()}
+        return {
+            name: sum(measure(text, rows[row].answers) for row, text in said.items()) / len(said)
+            for name, measure in (("exact_match", exact_match), ("f1", f1))
+        }

@@ -1,0 +1,131 @@
+"""Windows of long contexts, best spans and scores of extracted answers, as SQuAD's official script defines them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_ANSWER = 0
+"""Place in a window that stands for "not answered here": its first token."""
+
+
+class Window(NamedTuple):
+    """A part of a context behind its question, as tokens."""
+
+    row: int
+    tokens: list[int]
+    first: int
+    """Place of the first token of the context."""
+    offsets: list[tuple[int, int]]
+    """Bytes of the context that each of its tokens stands for."""
+    start: int
+    end: int
+    """Places of the answer's first and last token; both `NO_ANSWER` where it is not wholly inside."""
+
+
+def windows(
+    row: int, prefix: Sequence[int], context: Sequence[int], token_bytes: Sequence[int], answer: tuple[int, int] | None,
+    length: int, stride: int,
+) -> list[Window]:  # fmt: skip
+    """Cut a context into windows of at most ``length`` tokens with the ``prefix``, each ``stride`` tokens after the one before.
+
+    token_bytes: of each token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a
+    window, and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
+    """
+    room = length - len(prefix)
+    if room < 1:
+        raise ValueError(f"the question has {len(prefix)} tokens, max_length = {length} leaves none for its context")
+    ends = [0]
+    for size in token_bytes:
+        ends.append(ends[-1] + size)
+    step, found, begin = min(stride, room), [], 0
+    while True:
+        stop = min(begin + room, len(context))
+        offsets = [(ends[place], ends[place + 1]) for place in range(begin, stop)]
+        inside = [] if answer is None else [
+            place for place, (a, b) in enumerate(offsets) if a < answer[1] and b > answer[0]
+        ]  # fmt: skip
+        whole = (
+            bool(inside)
+            and answer is not None
+            and offsets[inside[0]][0] <= answer[0]
+            and offsets[inside[-1]][1] >= answer[1]
+        )
+        start, end = (len(prefix) + inside[0], len(prefix) + inside[-1]) if whole else (NO_ANSWER, NO_ANSWER)
+        found.append(Window(row, [*prefix, *context[begin:stop]], len(prefix), offsets, start, end))
+        if stop == len(context):
+            return found
+        begin += step
+
+
+@dataclass(frozen=True)
+class Span:
+    """Best answer of one window."""
+
+    row: int
+    score: float
+    """Logit of its start plus that of its end."""
+    start: int
+    stop: int
+    """Bytes of the context; both 0 where the context has no token here."""
+    null: float
+    """Logits of no answer."""
+
+
+def best_span(window: Window, start_T: Tensor, end_T: Tensor, max_answer: int) -> Span:
+    """Return the span of at most ``max_answer`` tokens with the greatest sum of logits, start not behind its end."""
+    null = float(start_T[NO_ANSWER] + end_T[NO_ANSWER])
+    count = len(window.offsets)
+    if not count:
+        return Span(window.row, -torch.inf, 0, 0, null)
+    places = slice(window.first, window.first + count)
+    sums_SE = start_T[places].double()[:, None] + end_T[places].double()[None]
+    order = torch.arange(count, device=sums_SE.device)
+    length_SE = order[None] - order[:, None]
+    sums_SE = sums_SE.masked_fill((length_SE < 0) | (length_SE >= max_answer), -torch.inf)
+    best = int(sums_SE.argmax())
+    begin, end = divmod(best, count)
+    return Span(window.row, float(sums_SE[begin, end]), window.offsets[begin][0], window.offsets[end][1], null)
+
+
+def answer_of(spans: Sequence[Span], context: str, may_be_none: bool) -> str:
+    """Choose the answer among the windows of a context; empty where no answer has more in every window, and ``may_be_none``."""
+    best = max(spans, key=lambda span: span.score)
+    if may_be_none and best.score < min(span.null for span in spans):
+        return ""
+    return context.encode()[best.start : best.stop].decode(errors="ignore").strip()
+
+
+def normalised(text: str) -> str:
+    """Lower a text, and drop punctuation, articles and repeated spaces."""
+    text = "".join(character for character in text.lower() if character not in set(string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact_match(said: str, truths: Sequence[str]) -> float:
+    """Return 1 if an answer is one of the true ones after normalisation, else 0; no true ones: the empty answer is right."""
+    return float(any(normalised(said) == normalised(truth) for truth in _given(truths)))
+
+
+def f1(said: str, truths: Sequence[str]) -> float:
+    """Return the best F1 over the true answers, of bags of words after normalisation."""
+    return max(_f1(normalised(said).split(), normalised(truth).split()) for truth in _given(truths))
+
+
+def _given(truths: Sequence[str]) -> Sequence[str]:
+    """Leave out answers of which normalisation leaves nothing, as SQuAD 2.0 does."""
+    return [truth for truth in truths if normalised(truth)] or [""]
+
+
+def _f1(said: list[str], truth: list[str]) -> float:
+    if not said or not truth:
+        return float(said == truth)
+    common = sum((Counter(said) & Counter(truth)).values())
+    return 2 * common / (len(said) + len(truth))
