@@ -80,6 +80,9 @@ UNBALANCED = LATENT | {"moe": dataclasses.replace(model_config("deepseek-v3-debu
 """Without the loss that is a mean over sequences: parts of them and micro-batches have others."""
 MPT: dict[str, Any] = {"kv_heads": None, "hidden": None, "tied": False}
 MUP = MPT | {"mup": {"base_dim": 16, "base_layers": 1}}
+SIGMA = MPT | {"layers": 2}
+UNEVEN = SIGMA | {"moe": dataclasses.replace(model_config("sigma-moe-debug").moe, entropy_loss=0.0)}
+"""Without the loss of a batch's mean choice: micro-batches have others."""
 CHUNKS: dict[str, Any] = {"chunk": 16, "temperature_floor": 8}
 
 HALF = [
@@ -113,6 +116,15 @@ CASES = [
     Case(Plan(cp=2), "mpt-debug", fields=MPT, dtype=torch.float64),
     Case(Plan(cp=2, context="ulysses"), "mpt-debug", fields=MPT, dtype=torch.float64),
     Case(Plan(dp_shard=2, compile="aot_eager"), "mpt-debug", fields=MPT),
+    Case(Plan(dp_replicate=2), "sigma-moe-debug", fields=SIGMA),
+    Case(Plan(dp_shard=2, ep=2), "sigma-moe-debug", fields=SIGMA, quick=True),
+    Case(Plan(tp=2), "sigma-moe-debug", fields=SIGMA, quick=True),
+    Case(Plan(cp=2), "sigma-moe-debug", fields=SIGMA),
+    Case(Plan(dp_shard=2, activation_checkpointing="selective"), "sigma-moe-debug", fields=SIGMA, dtype=torch.float64),
+    Case(Plan(dp_shard=2, compile="aot_eager", activation_checkpointing="full"), "sigma-moe-debug", fields=SIGMA),
+    Case(Plan(pp=2, micro_batches=4), "sigma-moe-debug", fields=UNEVEN),
+    Case(Plan(dp_shard=2, tp=2, ep=2), "sigma-moe-debug", fields=SIGMA, dtype=torch.float64),
+    Case(Plan(dp_shard=2, pp=2, ep=2, micro_batches=4), "sigma-moe-debug", fields=UNEVEN),
     Case(Plan(tp=2), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(tp=2, sequence_parallel=False), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(dp_shard=2, activation_checkpointing="full")),

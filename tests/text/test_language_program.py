@@ -192,7 +192,9 @@ def test_the_guide(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2-debug", "qwen3-debug", "deepseek-v3-debug", "llama4-debug", "qwen3-moe-debug"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-debug", "qwen3-debug", "deepseek-v3-debug", "llama4-debug", "qwen3-moe-debug", "sigma-moe-debug"]
+)
 def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
     layers = {"layers": 2} if "gpt2" not in name else {}
     decoder = model(name, **layers, **({"chunk": 8} if name == "llama4-debug" else {}))
@@ -202,11 +204,12 @@ def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [WeightOnly(), Int8(min_sqnr_db=10)], ids=["weightonly", "int8"])
-def test_programs_of_experts_are_quantized(recipe: WeightOnly | Int8, tmp_path: Path) -> None:
-    decoder = model("qwen3-moe-debug", moe={"experts": 4, "top_k": 2, "hidden": 32})
+@pytest.mark.parametrize(("name", "maps"), [("qwen3-moe-debug", 3), ("sigma-moe-debug", 2)])
+def test_programs_of_experts_are_quantized(name: str, maps: int, recipe: WeightOnly | Int8, tmp_path: Path) -> None:
+    decoder = model(name, moe={"experts": 4, "top_k": 2, "hidden": 32}, tied=False)
     program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
     held = program.metadata["quantization"]
     assert "decoder.layers.0.feed_forward.router" in held["float_layers"]  # a changed choice is no rounding
     kernels = held["kernels" if isinstance(recipe, WeightOnly) else "integer_kernels"]
-    assert sum(kernels.values()) == 8  # four of attention, three of all experts, the output
+    assert sum(kernels.values()) == 4 + maps + 1  # attention, all experts, the output
     assert program.metadata["parity"]["sqnr_db"] > 30

@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2-debug": {"layers": 2},
     "mpt-debug": {"layers": 2, "clip_qkv": 0.5},
     "mpt-mup-debug": {"layers": 2, "logit_cap": 2.0},
+    "sigma-moe-debug": {"layers": 2},
     "qwen3-moe-debug": {"layers": 2},
     "deepseek-v3-debug": {"layers": 2},
     "llama4-debug": {"layers": 4, "chunk": 8, "temperature_floor": 4},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ def mixture(**settings: Any) -> MoE:
 def one_by_one(moe: MoE, x_BTD: Tensor) -> Tensor:
     """The same sum, token by token in float64, written from the papers' formulas."""
     config, out = moe.config, []
-    w1, w2, w3 = (w.double() for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+    w1, w2 = moe.experts.w1.double(), moe.experts.w2.double()
+    act = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}[config.activation]
     for x in x_BTD.double().flatten(0, 1):
         logits = moe.router.weight.double() @ x
         scores = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
@@ -40,7 +43,8 @@ def one_by_one(moe: MoE, x_BTD: Tensor) -> Tensor:
         for expert in chosen:
             weight = scores[expert] / total * config.route_scale
             z, after = (x * weight, 1.0) if config.score_before else (x, weight)
-            y = y + after * (w2[expert] @ (F.silu(w1[expert] @ z) * (w3[expert] @ z)))
+            gate = 1.0 if moe.experts.w3 is None else moe.experts.w3[expert].double() @ z
+            y = y + after * (w2[expert] @ (act(w1[expert] @ z) * gate))
         if moe.shared is not None:
             a, b, c = (layer.weight.double() for layer in (moe.shared.w1, moe.shared.w2, moe.shared.w3))
             y = y + b @ (F.silu(a @ x) * (c @ x))
@@ -56,8 +60,10 @@ def one_by_one(moe: MoE, x_BTD: Tensor) -> Tensor:
         {"groups": 2, "group_best": 1, "route_scale": 16.0},
         {"score": "sigmoid", "top_k": 1, "score_before": True, "shared": 1},
         {"top_k": 8, "experts": 8},
+        {"score": "sigmoid", "activation": "relu"},
+        {"score": "sigmoid", "activation": "gelu", "score_before": True},
     ],
-    ids=["softmax", "deepseek-v3", "deepseek-v2", "llama4", "all"],
+    ids=["softmax", "deepseek-v3", "deepseek-v2", "llama4", "all", "sigma-moe", "gelu"],
 )  # fmt: skip
 @pytest.mark.parametrize(("alignment", "dtype"), [(1, torch.float32), (16, torch.float32), (1, torch.float64)])
 def test_outputs_and_gradients_are_those_of_a_loop(
@@ -80,7 +86,14 @@ def test_outputs_and_gradients_are_those_of_a_loop(
     torch.testing.assert_close(grads, expected_grads, **bounds)
 
 
-@pytest.mark.parametrize("settings", [{}, {"score": "sigmoid", "top_k": 1, "score_before": True, "bias_rate": 0.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"score": "sigmoid", "top_k": 1, "score_before": True, "bias_rate": 0.0},
+        {"score": "sigmoid", "activation": "relu", "entropy_loss": 0.01, "expert_dropout": 0.5},
+    ],
+)
 def test_captured_graphs_hold_the_dense_reference(settings: dict[str, Any]) -> None:
     moe = mixture(**settings).eval().requires_grad_(False)
     tokens = torch.export.Dim("tokens", min=1)
@@ -209,6 +222,62 @@ def test_the_balance_loss_is_the_papers() -> None:
     torch.testing.assert_close(moe.router.weight.grad, 2 * 33 * expected, rtol=1e-4, atol=1e-6)
 
 
+def test_the_entropy_of_the_mean_choice_is_in_the_loss() -> None:
+    """Beside the derivative written out in float64: of g sum p log p, with p the mean over tokens of softmax(W x)."""
+    weight, x = 0.05, torch.randn(3, 11, WIDTH)
+    moe = mixture(score="sigmoid", activation="relu", entropy_loss=weight)
+    w, rows = moe.router.weight.detach().double().numpy(), x.double().flatten(0, 1).numpy()
+    logits = rows @ w.T
+    chosen = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    d_mean = weight * (np.log(chosen.mean(0)) + 1) / len(rows)
+    d_logits = chosen * (d_mean - (chosen * d_mean).sum(1, keepdims=True))
+    weights, _, _ = moe.router(x)
+    (3 * weigh_balance_loss((weights * 0).sum(), moe)).backward()
+    assert moe.router.weight.grad is not None
+    np.testing.assert_allclose(moe.router.weight.grad.double().numpy(), 3 * d_logits.T @ rows, rtol=1e-4, atol=1e-8)
+    moe.zero_grad()
+    with torch.no_grad():  # validation has no loss of its own
+        moe.router(x)
+    assert moe.router.weight.grad is None
+
+
+def test_the_loss_of_the_mean_choice_spreads_it() -> None:
+    moe = mixture(score="sigmoid", top_k=1, entropy_loss=1.0)
+    x = torch.randn(1, 256, WIDTH, generator=torch.Generator().manual_seed(1)) + 3
+
+    def entropy() -> float:
+        mean = (x @ moe.router.weight.T).softmax(-1).mean((0, 1))
+        return float(torch.special.entr(mean).sum().detach())
+
+    before, optimizer = entropy(), torch.optim.SGD(moe.router.parameters(), lr=0.02)
+    for _ in range(40):
+        optimizer.zero_grad()
+        (moe.router(x)[0] * 0).sum().backward()
+        optimizer.step()
+    assert before < 1.3 < 2 < entropy() <= math.log(8)
+
+
+def test_dropped_experts_are_not_chosen_in_training_and_keep_their_weights() -> None:
+    moe, x = mixture(score="sigmoid", expert_dropout=0.4), torch.randn(1, 2000, WIDTH)
+    _, plain, _ = moe.eval().router(x)
+    assert torch.equal(moe.router(x)[1], plain)
+    weights, chosen, _ = moe.train().router(x)
+    scores = (x[0] @ moe.router.weight.T).sigmoid()
+    torch.testing.assert_close(weights, scores.gather(1, chosen))
+    best = (chosen == plain[:, :1]).any(1).float().mean()  # of each token's best expert: as often as it is not dropped
+    assert 0.55 < best < 0.65
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+
+
+def test_a_recomputed_layer_drops_the_same_experts() -> None:
+    moe, x = mixture(score="sigmoid", expert_dropout=0.5, bias_rate=0.0), torch.randn(2, 9, WIDTH, requires_grad=True)
+    seen: list[Tensor] = []
+    moe.router.register_forward_hook(lambda _, __, out: seen.append(out[1]))
+    checkpoint(moe, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
 def test_forced_balance_gives_every_expert_the_same() -> None:
     moe = mixture(force_balance=True)
     _, chosen, counts = moe.router(torch.randn(1, 16, WIDTH))
@@ -221,3 +290,12 @@ def test_settings_that_cannot_be_are_refused() -> None:
         MoEConfig(experts=8, top_k=1, hidden=4, groups=3)
     with pytest.raises(ValueError, match="top_k = 3 must lie between 1 and the 2 experts"):
         MoEConfig(experts=8, top_k=3, hidden=4, groups=4, top_groups=1)
+    with pytest.raises(ValueError, match="top_k = 9 must lie between 1 and the 8 experts"):
+        MoEConfig(experts=8, top_k=9, hidden=4)
+    with pytest.raises(ValueError, match=r"moe.activation = 'silu' is not known; choose swiglu, gelu, relu"):
+        MoEConfig(experts=8, top_k=1, hidden=4, activation="silu")
+    for name, value, needed in (
+        ("experts", 0, ">= 1"), ("expert_dropout", 1.0, r"in \[0, 1\)"), ("entropy_loss", float("nan"), ">= 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"moe.{name}: need .*{needed}"):
+            MoEConfig(**({"experts": 8, "top_k": 1, "hidden": 4} | {name: value}))

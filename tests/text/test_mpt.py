@@ -99,6 +99,7 @@ def test_transformers_opens_an_export_with_mups_factors(tmp_path: Path) -> None:
     [
         ("mpt-mup-debug", {}, "knows no MPT with qk_norm, peri_norm, embedding_norm, rotary embeddings"),
         ("mpt-debug", {"alibi_max": 4}, "knows no MPT with alibi_max"),
+        ("sigma-moe-debug", {}, "knows no MPT with experts, rotary embeddings"),
         ("mpt-debug", {"logit_cap": 30.0}, "a mpt model at Hugging Face caps no logits"),
     ],
 )
@@ -107,6 +108,11 @@ def test_what_transformers_does_not_compute_is_not_written(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         to_hf(small(name, **fields), tmp_path / "out")
+
+
+def test_experts_have_no_factors_of_mup() -> None:
+    with pytest.raises(ValueError, match="no factors of muP for routers: leave mup or moe out"):
+        small("sigma-moe-debug", mup={"base_dim": 32})
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

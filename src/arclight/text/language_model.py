@@ -24,7 +24,13 @@ from arclight.parallel import Mesh, initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, cross_entropy
-from arclight.text.model.balance import routers, scale_balance_loss, update_expert_bias, weigh_balance_loss
+from arclight.text.model.balance import (
+    loss_routers,
+    routers,
+    scale_balance_loss,
+    update_expert_bias,
+    weigh_balance_loss,
+)
 from arclight.text.model.decoder import flops_per_token
 from arclight.text.model.mup import scale_of
 from arclight.text.settings import LanguageTask, Sampling
@@ -169,7 +175,7 @@ class LanguageModel(Module):
         """Load the given weights, unless a run is resumed, and keep the tokenizer in the run."""
         if self.settings.weights is not None and self.trainer.ckpt_path is None:
             self.start_from(self.settings.weights)
-        self.mixture = any(True for _ in routers(self.model))
+        self.mixture = any(True for _ in routers(self.model)) or bool(loss_routers(self.model))
         if self.tokenizer is None or self.trainer.checkpoint_callback is None or self.trainer.fast_dev_run:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on

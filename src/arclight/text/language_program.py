@@ -18,7 +18,7 @@ from arclight.deploy.programs.program import Program
 from arclight.text.data.tokenizer import Tokenizer
 from arclight.text.model.decoder import Decoder
 from arclight.text.model.kv_cache import KVCache
-from arclight.text.model.moe import Router
+from arclight.text.model.moe import BaseRouter
 
 if TYPE_CHECKING:
     from arclight.deploy.deployment import Deployment
@@ -97,7 +97,7 @@ def of_texts(
         output_names=["logits", *(f"present.{place}" for place in range(layers))],
         quantized_parts=lambda logits, *_: {"logits": logits},  # what is cached is judged by them
         float_modules=tuple(  # another choice of experts is no rounding error
-            name for name, module in cached.named_modules() if isinstance(module, Router)
+            name for name, module in cached.named_modules() if isinstance(module, BaseRouter)
         ),
         prefix="decoder.",
         metadata={**(metadata or {}), **described(decoder, tokenizer)},

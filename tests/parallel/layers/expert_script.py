@@ -197,10 +197,27 @@ def whole_model() -> None:
     assert found[0][0] - found[2][0] > 0.1
 
 
+def dropped_alike() -> None:
+    """Processes that read the same tokens drop the same experts of each, wherever their random numbers are; others drop others."""
+    rank, chosen = dist.get_rank(), []
+    model: Any = build_model("sigma-moe-debug", layers=1, vocab_size=96, dim=64, moe={"expert_dropout": 0.5})
+    initialize(model, 3)
+    mesh = Mesh(Plan(tp=2, dp_replicate=dist.get_world_size() // 2))
+    part: Any = parallelize(model, mesh)
+    model.layers["0"].feed_forward.router.register_forward_hook(lambda _, __, out: chosen.append(out[1]))
+    torch.manual_seed(rank)
+    part(torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))).sum().backward()
+    everyones = [torch.empty_like(chosen[0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, chosen[0])
+    for first, second in zip(everyones[::2], everyones[1::2], strict=True):
+        assert torch.equal(first, second)
+    assert len(everyones) == 2 or not torch.equal(everyones[0], everyones[2])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for check in (uneven, all_on_one, fixed_sizes, too_small, recomputed, beside_fsdp, whole_model):
+    for check in (uneven, all_on_one, fixed_sizes, too_small, recomputed, beside_fsdp, whole_model, dropped_alike):
         check()
         print(f"passed {check.__name__}", flush=True)
     dist.destroy_process_group()

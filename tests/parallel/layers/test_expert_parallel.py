@@ -14,7 +14,16 @@ from arclight.parallel.model.parallelize import check
 from arclight.text import build_model
 from arclight.text.model.moe import MoE, MoEConfig
 
-CHECKS = ("uneven", "all_on_one", "fixed_sizes", "too_small", "recomputed", "beside_fsdp", "whole_model")
+CHECKS = (
+    "uneven",
+    "all_on_one",
+    "fixed_sizes",
+    "too_small",
+    "recomputed",
+    "beside_fsdp",
+    "whole_model",
+    "dropped_alike",
+)
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])

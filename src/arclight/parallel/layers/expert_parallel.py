@@ -15,13 +15,14 @@ own averaging on those meshes is therefore right as it is, and needs no divide f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single, broadcast, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
@@ -31,6 +32,33 @@ from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import Plan, PlanError
 
 Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Processes that run a layer of experts beside this one; None for none.
+
+    A module that has one in an attribute ``groups`` gets that of the mesh: see `place_experts`.
+    """
+
+    others: dist.ProcessGroup | None = None
+    """Those that read other tokens (data and context parallel)."""
+    same: dist.ProcessGroup | None = None
+    """Those that compute the same for the same tokens (tensor parallel)."""
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Average ``x`` over the processes that read other tokens; it has no gradient."""
+        if self.others is None:
+            return x
+        summed: Tensor = wait_tensor(all_reduce(x, "sum", self.others))
+        return summed / dist.get_world_size(self.others)
+
+    def first(self, x: Tensor) -> Tensor:
+        """Return the ``x`` of the first of the processes that compute the same."""
+        if self.same is None:
+            return x
+        sent: Tensor = wait_tensor(broadcast(x, 0, self.same))
+        return sent
 
 
 class AllToAllDispatcher:
@@ -182,8 +210,19 @@ def _dimensions(experts: nn.Module, weight: str) -> tuple[int, int]:
     return cuts[weight], other
 
 
+def token_readers(model: nn.Module) -> list[Any]:
+    """List the modules below ``model`` that are told their `TokenGroups`."""
+    return [module for module in model.modules() if isinstance(getattr(module, "groups", None), TokenGroups)]
+
+
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1."""
+    """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1.
+
+    Routers learn which processes read other tokens and which the same.
+    """
+    groups = TokenGroups(mesh.loss_group, mesh.tp.get_group() if mesh.plan.tp > 1 else None)
+    for module in token_readers(model):
+        module.groups = groups
     if not any(True for _ in expert_layers(model)):
         return  # a stage of a pipeline may have none
     if mesh.sparse is not None:

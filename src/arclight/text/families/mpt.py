@@ -1,13 +1,14 @@
 """MPT (MosaicML 2023): ALiBi or rotary embeddings, clipped or normalised queries and keys, LayerNorm without bias, GELU.
 
-What Photon adds for rates that transfer and activations that stay bounded (peri-LN, a norm of embeddings, capped logits) is an option each.
+What Photon adds for rates that transfer and activations that stay bounded (peri-LN, a norm of embeddings, capped logits) is an option each,
+and so are experts: with those of sigma-MoE (Csordas et al. 2023) it is the family ``sigma-moe-``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
 from arclight.text.model.layers import RotaryEmbedding, kept_on_device, rope_frequencies, scaled
+from arclight.text.model.moe import MoE, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,14 @@ class MPTConfig(DecoderConfig):
     peri_norm: bool = False
     """Whether what a block adds to the residual stream is normalised too (Kim et al. 2025)."""
     embedding_norm: bool = False
+    moe: MoEConfig | None = None
+    """Experts in the place of each feed-forward part."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("alibi_max", self.alibi_max, PositiveInt)
+        if self.mup is not None and self.moe is not None:
+            raise ValueError("there are no factors of muP for routers: leave mup or moe out")
         for name in ("softmax_scale", "clip_qkv"):
             if (value := getattr(self, name)) is not None:
                 check(name, value, PositiveFloat)
@@ -174,7 +180,7 @@ class Block(nn.Module):
         "feed_forward_out_norm": "sequence",
     }  # fmt: skip
 
-    def __init__(self, config: MPTConfig, number: int) -> None:
+    def __init__(self, config: MPTConfig, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
 
         def norm() -> LowPrecisionLayerNorm:
@@ -183,8 +189,7 @@ class Block(nn.Module):
         self.attention_norm, self.feed_forward_norm = norm(), norm()
         self.attention_out_norm = norm() if config.peri_norm else None
         self.feed_forward_out_norm = norm() if config.peri_norm else None
-        self.attention = Attention(config, str(number))
-        self.feed_forward = FeedForward(config)
+        self.attention, self.feed_forward = attention, feed_forward
         self.branch_scale = config.branch_scale
 
     def forward(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
@@ -207,8 +212,15 @@ class MPT(Decoder):
     config: MPTConfig
 
     def __init__(self, config: MPTConfig) -> None:
-        super().__init__(config, lambda number: Block(config, number))
+        super().__init__(config, lambda number: self.block(config, number))
         self.embedding_norm = LowPrecisionLayerNorm(config.dim, config.norm_eps) if config.embedding_norm else None
+
+    @staticmethod
+    def block(config: Any, number: int) -> nn.Module:
+        feed_forward = (
+            FeedForward(config) if config.moe is None else MoE(config.moe, config.dim, config.std, config.std_out)
+        )
+        return Block(config, Attention(config, str(number)), feed_forward)
 
     def final_norm(self, config: DecoderConfig) -> nn.Module:
         return LowPrecisionLayerNorm(config.dim, config.norm_eps)

@@ -85,6 +85,11 @@ _MPT_MUP: dict[str, Any] = {
     for size, config in _MPT.items()
 }  # fmt: skip
 
+_SIGMA = MoEConfig(experts=16, top_k=4, hidden=128, score="sigmoid", activation="relu", entropy_loss=0.01)
+_SIGMA_MOE: dict[str, Any] = {
+    "debug": MPTConfig(vocab_size=2048, dim=256, layers=4, heads=8, position="rotary", moe=_SIGMA)
+}
+
 _SO400M = VisionConfig(dim=1152, layers=27, heads=16, hidden=4304)
 _VISION: dict[str, Any] = {
     "debug": VisionLlamaConfig(
@@ -167,6 +172,7 @@ FAMILIES: tuple[Family, ...] = (
     ("gpt2", GPT2, _GPT2),
     ("mpt", MPT, _MPT),
     ("mpt-mup", MPT, _MPT_MUP),
+    ("sigma-moe", MPT, _SIGMA_MOE),
     ("deepseek-v3", DeepSeek, _DEEPSEEK_V3),
     ("llama4", Llama4, _LLAMA4),
     ("llama3-vision", VisionLlama, _VISION),

@@ -10,12 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from arclight.text.model.moe import Router
+from arclight.text.model.moe import BaseRouter, Router
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
     """Yield the routers of ``model`` by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+def loss_routers(model: nn.Module) -> list[BaseRouter]:
+    """List what adds losses of its own to the loss of ``model``."""
+    return [module for module in model.modules() if isinstance(module, BaseRouter) and module.adds_loss]
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
@@ -24,7 +29,7 @@ def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
     So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). Stages of a pipeline run backward
     without seeing it: there `scale_balance_loss` says how they count.
     """
-    balanced = [router for _, router in routers(model) if router.config.balance_loss]
+    balanced = loss_routers(model)
     if not balanced or any(router.scale_per_token for router in balanced):
         return loss
     weighed: Tensor = _Weigh.apply(loss, model)
@@ -36,7 +41,7 @@ def scale_balance_loss(model: nn.Module, scale: float | Tensor, per_token: bool 
 
     per_token: times the tokens of a pass, as beside a loss that is a sum over tokens.
     """
-    for _, router in routers(model):
+    for router in loss_routers(model):
         router.loss_scale.data.copy_(torch.as_tensor(scale))  # by .data: backward passes to come have it already
         router.scale_per_token = per_token
 

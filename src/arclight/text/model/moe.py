@@ -1,5 +1,8 @@
 """Mixtures of experts: a router chooses few experts for each token (Shazeer et al. 2017).
 
+With ``score = "sigmoid"``, an activation without a gate, ``expert_dropout`` and ``entropy_loss`` this is sigma-MoE (Csordas et al. 2023):
+the sum over a token's experts of sigmoid(router)_e W2_e act(W1_e x), in which no expert's weight depends on those of others.
+
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
 Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
 ``dispatcher`` is what `arclight.parallel.layers.expert_parallel` replaces by one that exchanges tokens with other ranks.
@@ -16,9 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from arclight.parallel.deterministic_init import Constant, Normal
+from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
+from arclight.parallel.layers.expert_parallel import TokenGroups
 from arclight.parallel.layers.permute_rows import inverse_permutation, take_rows
 from arclight.text.model.layers import FeedForward
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,8 @@ class MoEConfig:
     top_k: int
     hidden: int
     """Width F between the two maps of each expert."""
+    activation: Literal["swiglu", "gelu", "relu"] = "swiglu"
+    """What an expert does between its maps: SwiGLU has a gate beside the first one, the others have none."""
     shared: int = 0
     """Experts that every token passes through: one feed-forward part of ``shared * hidden``."""
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -49,10 +58,21 @@ class MoEConfig:
     """Step of the bias that balances the choice without a loss (Wang et al. 2024); 0: a bias that stays, None: no bias."""
     balance_loss: float = field(default=0.0, compare=False)
     """Weight of the loss, sequence by sequence, that balances the choice (DeepSeek-V3, equations 17 to 20)."""
+    entropy_loss: float = field(default=0.0, compare=False)
+    """Weight of minus the entropy of the choice, softmax of the router's logits averaged over the batch, in the loss (Csordas et al. 2023)."""
+    expert_dropout: float = field(default=0.0, compare=False)
+    """Probability that a token cannot choose an expert, in training; where fewer than ``top_k`` are left, others fill up."""
     force_balance: bool = field(default=False, compare=False)
     """For measurements: experts are taken in turn, whatever their scores."""
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("experts", PositiveInt), ("hidden", PositiveInt), ("groups", PositiveInt), ("entropy_loss", NonNegativeFloat),
+            ("balance_loss", NonNegativeFloat), ("expert_dropout", ProperFraction),
+        ):  # fmt: skip
+            check(f"moe.{name}", getattr(self, name), kind)
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"moe.activation = {self.activation!r} is not known; choose {', '.join(ACTIVATIONS)}")
         if self.experts % self.groups:
             raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
         reachable = self.experts // self.groups * self.top_groups
@@ -60,8 +80,74 @@ class MoEConfig:
             raise ValueError(f"top_k = {self.top_k} must lie between 1 and the {reachable} experts of the best groups")
 
 
-class Router(nn.Module):
-    """Scores and choice of experts, in float32 whatever the precision around it.
+class BaseRouter(nn.Module):
+    """Logits of experts in float32, whatever the precision around it, and the losses that they add to a model's own.
+
+    A loss is added in the backward pass: see `balance.weigh_balance_loss`.
+    """
+
+    adds_loss: bool
+    """Whether there is such a loss."""
+
+    def __init__(self, rows: int, width: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        nn.init.trunc_normal_(self.weight, std=std)
+        self.loss_scale = torch.ones((), dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
+        """The gradient of the added losses: see `balance.weigh_balance_loss`. Set in place, as compiled code has it as an input."""
+        self.scale_per_token = False
+        """Whether that is multiplied by the number of tokens."""
+        self.groups = TokenGroups()
+        """Set from outside where others read other tokens, or the same ones."""
+        self.initial: dict[str, Initial] = {"weight": Normal(std)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseRouter:
+        super()._apply(fn, recurse)
+        if not self.weight.is_meta:
+            self._place(self.weight.device, torch.promote_types(self.weight.dtype, torch.float32))
+        return self
+
+    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move what is no buffer to ``device``, and the scale of the loss to ``dtype``."""
+        self.loss_scale = self.loss_scale.to(device, dtype)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Return the products (N, rows) of tokens and this process's rows of the weight."""
+        if self.loss_scale.device != x_BTD.device and not x_BTD.is_meta:
+            self._place(x_BTD.device, self.loss_scale.dtype)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            wide = torch.promote_types(x_BTD.dtype, torch.float32)
+            logits: Tensor = F.linear(x_BTD.flatten(0, 1).to(wide), self.weight.to(x_BTD.dtype).to(wide))
+            return logits
+
+    def attach(self, scores: Tensor, loss: Tensor, tokens: int, repeated: int = 1) -> Tensor:
+        """Return ``scores``, in whose backward pass ``loss`` is added to the model's own.
+
+        tokens: of this pass. repeated: processes that compute the same loss, and whose gradients are summed.
+        """
+        attached: Tensor = _Attach.apply(scores, loss, self.loss_scale, tokens if self.scale_per_token else 1, repeated)
+        return attached
+
+    def entropy_loss(self, logits_NHE: Tensor) -> Tensor:
+        """Sum minus the entropy of the batch's mean choice over heads, as far as its gradient goes.
+
+        The batch is that of all processes of ``groups.others``, in one micro-batch. The derivative of p log p by this process's part
+        of the mean is log p + 1, and the 1 adds up to nothing, as all p have the sum 1.
+        """
+        own_HE = logits_NHE.softmax(-1).sum(0) / max(1, len(logits_NHE))
+        loss: Tensor = (own_HE * self.groups.mean(own_HE.detach()).clamp(min=1e-30).log()).sum()
+        return loss
+
+    def without_dropped(self, scores: Tensor, part: float) -> Tensor:
+        """Return ``scores`` for choosing, in training without a ``part`` of them at random, the same where tokens are the same."""
+        if not (self.training and part):
+            return scores
+        dropped = self.groups.first((torch.rand_like(scores) < part).to(torch.uint8))
+        return scores.masked_fill(dropped.bool(), float("-inf"))
+
+
+class Router(BaseRouter):
+    """Scores and choice of experts.
 
     Where a bias balances the choice, the layer counts what its tokens chose while they are trained on: the count is made in the
     backward pass, so that activation checkpointing counts nothing twice and validation counts nothing.
@@ -70,19 +156,14 @@ class Router(nn.Module):
     expert_bias: Tensor | None
 
     def __init__(self, config: MoEConfig, width: int, std: float) -> None:
-        super().__init__()
+        super().__init__(config.experts, width, std)
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.experts, width))
-        nn.init.trunc_normal_(self.weight, std=std)
-        self.loss_scale = torch.ones((), dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
-        """The gradient of the balance loss: see `balance.weigh_balance_loss`. Set in place, as compiled code has it as an input."""
-        self.scale_per_token = False
-        """Whether that is multiplied by the number of tokens."""
+        self.adds_loss = bool(config.balance_loss or config.entropy_loss)
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
         self.counts = torch.zeros(config.experts, dtype=torch.int64, device="cpu")
         """Choices of each expert since the last step, (E,). No buffer, as it is each process's own; added to in place as well."""
-        self.initial = {"weight": Normal(std), "expert_bias": Constant(0.0)}
+        self.initial["expert_bias"] = Constant(0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.expert_bias
@@ -90,33 +171,30 @@ class Router(nn.Module):
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             # steps of 1e-3 are lost in bfloat16
             self.expert_bias = (self.expert_bias if bias.is_meta else bias).to(self.expert_bias.device, torch.float32)
-        if not self.weight.is_meta:
-            self._place(self.weight.device, torch.promote_types(self.weight.dtype, torch.float32))
         return self
 
     def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move what is no buffer to ``device``, and the scale of the loss to ``dtype``."""
-        self.counts, self.loss_scale = self.counts.to(device), self.loss_scale.to(device, dtype)
+        super()._place(device, dtype)
+        self.counts = self.counts.to(device)
 
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
 
         repeated: processes that compute this for the same tokens, and whose gradients are summed.
         """
-        config, (batch, _, width) = self.config, x_BTD.shape
-        if self.counts.device != x_BTD.device and not x_BTD.is_meta:
-            self._place(x_BTD.device, self.loss_scale.dtype)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            wide = torch.promote_types(x_BTD.dtype, torch.float32)
-            logits_NE = F.linear(x_BTD.reshape(-1, width).to(wide), self.weight.to(x_BTD.dtype).to(wide))
-            scores_NE = logits_NE.sigmoid() if config.score == "sigmoid" else logits_NE.softmax(-1)
+        config, batch = self.config, x_BTD.shape[0]
+        logits_NE = self.logits(x_BTD)
+        scores_NE = logits_NE.sigmoid() if config.score == "sigmoid" else logits_NE.softmax(-1)
         chosen_NK = self.choose(scores_NE.detach())
         chosen_R = chosen_NK.flatten()
         counts_E = chosen_R.new_zeros(config.experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
         if scores_NE.requires_grad:
             if config.balance_loss:
                 loss = self._balance_loss(scores_NE, chosen_NK, batch)
-                scores_NE = _Attach.apply(scores_NE, loss, self.loss_scale, self.scale_per_token, repeated)
+                scores_NE = self.attach(scores_NE, loss, len(scores_NE), repeated)
+            if config.entropy_loss:
+                loss = config.entropy_loss * self.entropy_loss(logits_NE[:, None])
+                scores_NE = self.attach(scores_NE, loss, len(scores_NE), repeated)
             scores_NE = _Count.apply(scores_NE, counts_E, self.counts)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
@@ -131,6 +209,7 @@ class Router(nn.Module):
             return turn.view(-1, config.top_k)
         if self.expert_bias is not None:
             scores_NE = scores_NE + self.expert_bias
+        scores_NE = self.without_dropped(scores_NE, config.expert_dropout)
         if config.groups > 1:
             grouped_NGE = scores_NE.unflatten(1, (config.groups, -1))
             best = min(config.group_best, grouped_NGE.shape[-1])
@@ -157,16 +236,15 @@ class _Attach(torch.autograd.Function):
     """Its first argument; the gradient of the second, a loss added to the model's own, is what ``scale`` is by then."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: Tensor, per_token: bool, repeated: int) -> Tensor:
-        ctx.scale, ctx.per_token, ctx.repeated, ctx.dtype = scale, per_token, repeated, loss.dtype
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: Tensor, times: int, repeated: int) -> Tensor:
+        ctx.scale, ctx.times, ctx.repeated, ctx.dtype = scale, times, repeated, loss.dtype
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        tokens = len(grad) if ctx.per_token else 1
         scale = _with_nothing_of(grad, ctx.scale.to(ctx.dtype))[0]
-        return grad, scale * (tokens / ctx.repeated), None, None, None
+        return grad, scale * (ctx.times / ctx.repeated), None, None, None
 
 
 class _Count(torch.autograd.Function):
@@ -191,7 +269,7 @@ def _with_nothing_of(grad: Tensor, value: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """SwiGLU experts, stacked: w1, w3 (E, F, D) and w2 (E, D, F)."""
+    """Experts of two maps, stacked: w1 (E, F, D) and w2 (E, D, F), and with SwiGLU the gate's w3 (E, F, D)."""
 
     cuts: ClassVar[dict[str, int]] = {"w1": 1, "w3": 1, "w2": 2}
     """The dimension that tensor parallelism cuts: F of each map."""
@@ -200,10 +278,11 @@ class Experts(nn.Module):
         super().__init__()
         self.active_share = config.top_k / config.experts
         """Of the parameters here, those that one token meets."""
+        self.activation = ACTIVATIONS[config.activation]
         self.w1 = nn.Parameter(torch.empty(config.experts, config.hidden, width))
         self.w2 = nn.Parameter(torch.empty(config.experts, width, config.hidden))
-        self.w3 = nn.Parameter(torch.empty(config.experts, config.hidden, width))
-        self.initial = {"w1": Normal(std), "w2": Normal(std_out), "w3": Normal(std)}
+        self.w3 = nn.Parameter(torch.empty_like(self.w1)) if config.activation == "swiglu" else None
+        self.initial = {"w1": Normal(std), "w2": Normal(std_out)} | ({"w3": Normal(std)} if self.w3 is not None else {})
         for name, distribution in self.initial.items():
             nn.init.normal_(getattr(self, name), std=distribution.std)
         self.alignment = 1
@@ -217,24 +296,31 @@ class Experts(nn.Module):
         """Rows (R, D) in the order of their experts, ``counts_E`` of each; as many rows (R, D)."""
         kind = x_RD.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_RD.dtype
-        w1, w2, w3 = ((w if self.share is None else self.share(w)).to(dtype) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (
+            None if w is None else (w if self.share is None else self.share(w)).to(dtype)
+            for w in (self.w1, self.w2, self.w3)
+        )
         x_RD = x_RD.to(dtype)
+
+        def compute(x_RD: Tensor, counts_E: Tensor) -> Tensor:
+            assert w1 is not None
+            assert w2 is not None
+            ends = counts_E.cumsum(0).to(torch.int32)
+            hidden_RF = self.activation(grouped_product(x_RD, w1, ends))
+            hidden_RF = hidden_RF if w3 is None else hidden_RF * grouped_product(x_RD, w3, ends)
+            return grouped_product(hidden_RF, w2, ends)
+
         if not len(x_RD):  # kernels refuse no rows at all: one of zeros, whose gradients are zeros
             filled_E = torch.zeros_like(counts_E)
             filled_E[:1].fill_(1)  # an index would be copied from the host
-            return _swiglu(F.pad(x_RD, (0, 0, 0, 1)), filled_E, w1, w2, w3)[:0]
+            return compute(F.pad(x_RD, (0, 0, 0, 1)), filled_E)[:0]
         if self.alignment > 1:
-            return _aligned(x_RD, counts_E, self.alignment, lambda x, counts: _swiglu(x, counts, w1, w2, w3))
-        return _swiglu(x_RD, counts_E, w1, w2, w3)
+            return _aligned(x_RD, counts_E, self.alignment, compute)
+        return compute(x_RD, counts_E)
 
 
-def _swiglu(x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
-    ends = counts_E.cumsum(0).to(torch.int32)
-    gate_RF, up_RF = (_grouped(x_RD, w, ends) for w in (w1_EFD, w3_EFD))
-    return _grouped(F.silu(gate_RF) * up_RF, w2_EDF, ends)
-
-
-def _grouped(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows (R, I) in the order of their experts by each one's matrix (O, I); ``ends`` (E,) int32 are the rows' ends."""
     if x_RI.dtype == torch.float64:  # which no grouped kernel knows
         parts = x_RI.tensor_split(ends[:-1].long().cpu())
         return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
@@ -359,18 +445,20 @@ class MoE(nn.Module):
         and runtimes do not know.
         """
         weights_NK, chosen_NK, _ = self.router(x_BTD, self.experts.parts)
-        w1_EFD, w2_EDF, w3_EFD = self.experts.w1, self.experts.w2, self.experts.w3
+        experts = self.experts
         weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.experts).scatter(1, chosen_NK, weights_NK)
         x_ND = x_BTD.flatten(0, 1)
-        gate_NEF, up_NEF = (
-            F.linear(x_ND, w_EFD.flatten(0, 1)).unflatten(-1, (self.config.experts, -1)) for w_EFD in (w1_EFD, w3_EFD)
-        )
         weights_NE1 = weights_NE.to(x_ND.dtype)[..., None]
-        if self.config.score_before:  # linear maps of weighted inputs
-            hidden_NEF = F.silu(gate_NEF * weights_NE1) * (up_NEF * weights_NE1)
-        else:
-            hidden_NEF = F.silu(gate_NEF) * up_NEF * weights_NE1
-        y_ND: Tensor = F.linear(hidden_NEF.flatten(1), w2_EDF.transpose(0, 1).flatten(1))
+        before, after = (weights_NE1, None) if self.config.score_before else (None, weights_NE1)
+
+        def mapped(w_EFD: Tensor) -> Tensor:
+            out_NEF: Tensor = F.linear(x_ND, w_EFD.flatten(0, 1)).unflatten(-1, (self.config.experts, -1))
+            return out_NEF if before is None else out_NEF * before  # linear maps of weighted inputs
+
+        hidden_NEF = experts.activation(mapped(experts.w1))
+        hidden_NEF = hidden_NEF if experts.w3 is None else hidden_NEF * mapped(experts.w3)
+        hidden_NEF = hidden_NEF if after is None else hidden_NEF * after
+        y_ND: Tensor = F.linear(hidden_NEF.flatten(1), experts.w2.transpose(0, 1).flatten(1))
         return y_ND.view_as(x_BTD)
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.root_module import reshard
-from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
+from arclight.parallel.layers.expert_parallel import AllToAllDispatcher, TokenGroups, token_readers
 from arclight.parallel.pipeline.runtime.boundary import Boundary, TensorSpec
 from arclight.parallel.pipeline.runtime.consistency_check import (
     DisagreementError,
@@ -350,11 +350,14 @@ def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
     modules = [module for stage in stages for module in stage.modules()]
     groups = [group for module in modules if isinstance(module, FSDPModule) for group in _groups(module)]
     dispatchers = [d for module in modules if isinstance(d := getattr(module, "dispatcher", None), AllToAllDispatcher)]
+    readers = [(reader, reader.groups) for stage in stages for reader in token_readers(stage)]
     before = [(group, group._all_gather_comm) for group in groups]
     for group in groups:
         group._all_gather_comm = _NothingGathered()
     for dispatcher in dispatchers:
         dispatcher.alone = True
+    for reader, known in readers:
+        reader.groups = TokenGroups(same=known.same)
     try:
         yield
     finally:
@@ -362,6 +365,8 @@ def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
             group._all_gather_comm = gather
         for dispatcher in dispatchers:
             dispatcher.alone = False
+        for reader, known in readers:
+            reader.groups = known
 
 
 def _groups(module: Any) -> list[Any]:
