@@ -83,6 +83,9 @@ MUP = MPT | {"mup": {"base_dim": 16, "base_layers": 1}}
 SIGMA = MPT | {"layers": 2}
 UNEVEN = SIGMA | {"moe": dataclasses.replace(model_config("sigma-moe-debug").moe, entropy_loss=0.0)}
 """Without the loss of a batch's mean choice: micro-batches have others."""
+SWITCH_EVEN = SIGMA | {"switch_head": {"entropy_loss": 0.0}}
+REPEATED = SIGMA | {"layers": 4, "group": 2, "head_dim": 8}
+ONCE = REPEATED | SWITCH_EVEN | {"layers": 2, "moe": {"entropy_loss": 0.0}}
 CHUNKS: dict[str, Any] = {"chunk": 16, "temperature_floor": 8}
 
 HALF = [
@@ -125,6 +128,29 @@ CASES = [
     Case(Plan(pp=2, micro_batches=4), "sigma-moe-debug", fields=UNEVEN),
     Case(Plan(dp_shard=2, tp=2, ep=2), "sigma-moe-debug", fields=SIGMA, dtype=torch.float64),
     Case(Plan(dp_shard=2, pp=2, ep=2, micro_batches=4), "sigma-moe-debug", fields=UNEVEN),
+    Case(Plan(dp_shard=2), "switch-head-debug", fields=SIGMA, quick=True),
+    Case(Plan(tp=2), "switch-head-debug", fields=SIGMA, quick=True),
+    Case(Plan(tp=2, activation_checkpointing="selective"), "switch-head-debug", fields=SIGMA, dtype=torch.float64),
+    Case(Plan(cp=2, context="ulysses"), "switch-head-debug", fields=SIGMA, dtype=torch.float64),
+    Case(Plan(dp_replicate=2, compile="aot_eager", activation_checkpointing="full"), "switch-head-debug", fields=SIGMA),
+    Case(Plan(pp=2, micro_batches=4), "switch-head-debug", fields=SWITCH_EVEN),
+    Case(Plan(dp_shard=2, ep=2), "deptoe-debug", fields=REPEATED, dtype=torch.float64, quick=True),
+    Case(Plan(tp=2), "deptoe-debug", fields=REPEATED, dtype=torch.float64, quick=True),
+    Case(Plan(dp_replicate=2), "deptoe-debug", fields=REPEATED | {"tied": True}),
+    Case(
+        Plan(dp_shard=2, activation_checkpointing="selective"),
+        "deptoe-debug",
+        fields=REPEATED | {"xpos": True},
+        dtype=torch.float64,
+    ),
+    Case(
+        Plan(dp_shard=2, compile="aot_eager", activation_checkpointing="full"),
+        "deptoe-debug",
+        fields=REPEATED | {"peri_norm": False},
+    ),
+    Case(Plan(cp=2), "deptoe-debug", fields=REPEATED | {"xpos": True, "interleaved": True}, dtype=torch.float64),
+    Case(Plan(dp_shard=2, tp=2, ep=2), "deptoe-debug", fields=REPEATED, dtype=torch.float64),
+    Case(Plan(pp=2, micro_batches=4), "deptoe-debug", fields=ONCE, dtype=torch.float64),
     Case(Plan(tp=2), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(tp=2, sequence_parallel=False), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(dp_shard=2, activation_checkpointing="full")),

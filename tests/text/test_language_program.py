@@ -193,7 +193,17 @@ def test_the_guide(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpt2-debug", "qwen3-debug", "deepseek-v3-debug", "llama4-debug", "qwen3-moe-debug", "sigma-moe-debug"]
+    "name",
+    [
+        "gpt2-debug",
+        "qwen3-debug",
+        "deepseek-v3-debug",
+        "llama4-debug",
+        "qwen3-moe-debug",
+        "sigma-moe-debug",
+        "switch-head-debug",
+        "deptoe-debug",
+    ],
 )
 def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
     layers = {"layers": 2} if "gpt2" not in name else {}
@@ -203,13 +213,30 @@ def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mpt-debug", "switch-head-debug"])
+def test_programs_with_low_precision_norms_are_quantized(name: str, tmp_path: Path) -> None:
+    program = export_language_model(model(name, tied=False), tmp_path / "lm.onnx", [TEXT], Int8(min_sqnr_db=10))
+    assert sum(program.metadata["quantization"]["integer_kernels"].values()) == 7
+    assert program.metadata["parity"]["sqnr_db"] > 30
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [WeightOnly(), Int8(min_sqnr_db=10)], ids=["weightonly", "int8"])
-@pytest.mark.parametrize(("name", "maps"), [("qwen3-moe-debug", 3), ("sigma-moe-debug", 2)])
-def test_programs_of_experts_are_quantized(name: str, maps: int, recipe: WeightOnly | Int8, tmp_path: Path) -> None:
-    decoder = model(name, moe={"experts": 4, "top_k": 2, "hidden": 32}, tied=False)
+@pytest.mark.parametrize(
+    ("name", "fields", "maps"),
+    [
+        ("qwen3-moe-debug", {}, 4 + 3),  # attention, all experts
+        ("sigma-moe-debug", {}, 4 + 2),
+        ("deptoe-debug", {"layers": 2, "group": 1, "head_dim": 16}, 2 * (4 + 2)),  # in each run
+    ],
+)
+def test_programs_of_experts_are_quantized(
+    name: str, fields: dict[str, Any], maps: int, recipe: WeightOnly | Int8, tmp_path: Path
+) -> None:
+    decoder = model(name, moe={"experts": 4, "top_k": 2, "hidden": 32}, tied=False, **fields)
     program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
     held = program.metadata["quantization"]
     assert "decoder.layers.0.feed_forward.router" in held["float_layers"]  # a changed choice is no rounding
     kernels = held["kernels" if isinstance(recipe, WeightOnly) else "integer_kernels"]
-    assert sum(kernels.values()) == 4 + maps + 1  # attention, all experts, the output
+    assert sum(kernels.values()) == maps + 1  # the output
     assert program.metadata["parity"]["sqnr_db"] > 30

@@ -25,6 +25,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "mpt-debug": {"layers": 2, "clip_qkv": 0.5},
     "mpt-mup-debug": {"layers": 2, "logit_cap": 2.0},
     "sigma-moe-debug": {"layers": 2},
+    "switch-head-debug": {"layers": 2},
+    "deptoe-debug": {"interleaved": True, "xpos": True},
     "qwen3-moe-debug": {"layers": 2},
     "deepseek-v3-debug": {"layers": 2},
     "llama4-debug": {"layers": 4, "chunk": 8, "temperature_floor": 4},
@@ -117,6 +119,13 @@ def test_published_sizes_have_their_parameters(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.06)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("44m", 44), ("126m", 126), ("244m", 244), ("318m", 318), ("1b", 1040)])
+def test_deptoe_has_the_parameters_of_its_names(size: str, millions: int) -> None:
+    with torch.device("meta"):
+        model = build_model(f"deptoe-{size}")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -222,7 +231,7 @@ def test_the_residual_stream_has_one_type_with_weights_in_float32_and_gathered_i
     with torch.no_grad(), torch.autocast("cpu", half, cache_enabled=False):
         model(tokens)
     assert set(seen) == {residual}
-    assert len(seen) == len(model.layers) + 1
+    assert len(seen) == model.config.layers + 1
     seen.clear()
     if half == torch.bfloat16:  # as FSDP gathers them
         whole = copy.deepcopy(model).bfloat16()

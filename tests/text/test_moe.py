@@ -105,6 +105,20 @@ def test_captured_graphs_hold_the_dense_reference(settings: dict[str, Any]) -> N
         torch.testing.assert_close(graph(x), moe(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "hidden"), [(13, 24), (16, 9), (7, 5)])
+def test_widths_that_no_kernel_takes_are_computed(width: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(experts=4, top_k=2, hidden=hidden, activation="gelu"), width, 0.3, 0.3).to(dtype)
+    x = torch.randn(2, 7, width, dtype=dtype, requires_grad=True)
+    inputs = [x, moe.experts.w1, moe.experts.w2]
+    found, expected = moe(x), moe.dense(x)
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(found, expected, **bounds)
+    grads, wanted = (torch.autograd.grad(y.square().mean(), inputs) for y in (found, expected))
+    torch.testing.assert_close(grads, wanted, **bounds)
+
+
 def test_experts_without_tokens_and_layers_without_tokens() -> None:
     experts = Experts(MoEConfig(experts=4, top_k=1, hidden=8), WIDTH, 0.3, 0.3)
     x = torch.randn(5, WIDTH, requires_grad=True)
@@ -293,9 +307,9 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="top_k = 9 must lie between 1 and the 8 experts"):
         MoEConfig(experts=8, top_k=9, hidden=4)
     with pytest.raises(ValueError, match=r"moe.activation = 'silu' is not known; choose swiglu, gelu, relu"):
-        MoEConfig(experts=8, top_k=1, hidden=4, activation="silu")
+        mixture(activation="silu")
     for name, value, needed in (
         ("experts", 0, ">= 1"), ("expert_dropout", 1.0, r"in \[0, 1\)"), ("entropy_loss", float("nan"), ">= 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"moe.{name}: need .*{needed}"):
-            MoEConfig(**({"experts": 8, "top_k": 1, "hidden": 4} | {name: value}))
+            mixture(**{name: value})

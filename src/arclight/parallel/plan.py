@@ -143,7 +143,7 @@ class Plan:
     def check(
         self, *, world_size: int | None = None, sequence_length: int | None = None, heads: int | None = None,
         kv_heads: int | None = None, hidden: int | None = None, vocab_size: int | None = None, experts: int | None = None,
-        layers: int | None = None,
+        layers: int | None = None, repeats: int | None = None,
     ) -> None:  # fmt: skip
         """Raise PlanError, naming the fix, where the plan does not fit numbers of a model or run; those not given are not checked."""
         if world_size is not None and world_size != self.world_size:
@@ -167,6 +167,10 @@ class Plan:
             )
         if sequence_length is not None:
             self._check_sequence(sequence_length)
+        if repeats is not None and repeats > 1 and self.pp > 1:
+            raise PlanError(
+                f"blocks that run {repeats} times with the same weights would be cut by the stages of pp = {self.pp}: use pp = 1"
+            )
         if layers is not None and layers < self.pp:
             raise PlanError(f"{layers} layers are too few for pp = {self.pp} stages: use pp = {layers} or less")
 

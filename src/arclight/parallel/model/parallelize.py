@@ -78,7 +78,7 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
     """Raise PlanError, in one sentence with the fix, where ``plan`` does not fit ``model``; nothing is built or changed.
 
     Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, where they are
-    there: heads, kv_heads, hidden, vocab_size, experts, layers.
+    there: heads, kv_heads, hidden, vocab_size, experts, layers, repeats.
     """
     check_sizes(model, plan, sequence_length, world_size)
     check_sharding_tables(model, plan)
@@ -102,4 +102,4 @@ def check_sizes(
                 kv_repeats(known["heads"] // plan.tp, known.get("kv_heads", known["heads"]) // plan.tp, plan.cp)
 
 
-FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")
+FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers", "repeats")

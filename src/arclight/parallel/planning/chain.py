@@ -114,6 +114,10 @@ class Chain:
         self.workload = workload
         with torch.device("meta"):
             self.model = workload.model().to(workload.compute)
+        if (repeats := getattr(getattr(self.model, "config", None), "repeats", 1)) > 1:
+            raise PlanError(
+                f"costs are not known of blocks that run {repeats} times with the same weights: set the plan's dimensions yourself"
+            )
         found = repeated_blocks(self.model)
         self.container = found[0][0].rpartition(".")[0] if found else ""
         """The name of the module that has the blocks."""

@@ -18,7 +18,7 @@ from arclight._intervals import PositiveFloat, PositiveInt, check
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
-from arclight.text.model.layers import RotaryEmbedding, kept_on_device, rope_frequencies, scaled
+from arclight.text.model.layers import RotaryEmbedding, kept_on_device, rope_frequencies, scaled, without_autocast
 from arclight.text.model.moe import MoE, MoEConfig
 
 
@@ -32,6 +32,8 @@ class MPTConfig(DecoderConfig):
     rope_theta: float = 10_000.0
     softmax_scale: float | None = None
     """Factor of the products of queries and keys; None: 1 / sqrt(head width), with muP 1 / head width."""
+    head_dim: int | None = None
+    """Width of a head; None: dim / heads."""
     clip_qkv: float | None = None
     """Largest size of an element of queries, keys and values."""
     qk_norm: bool = False
@@ -50,13 +52,19 @@ class MPTConfig(DecoderConfig):
         for name in ("softmax_scale", "clip_qkv"):
             if (value := getattr(self, name)) is not None:
                 check(name, value, PositiveFloat)
-        if self.dim % self.heads or (self.position == "rotary" and self.width % 2):
+        if (self.head_dim is None and self.dim % self.heads) or (self.position == "rotary" and self.width % 2):
             even = ", of even width each, as rotary embeddings need" if self.position == "rotary" else ""
-            raise ValueError(f"dim = {self.dim} does not divide among {self.heads} heads{even}: change one of them")
+            raise ValueError(
+                f"dim = {self.dim} does not divide among {self.heads} heads{even}: change one of them, or head_dim"
+            )
 
     @property
     def width(self) -> int:
-        return self.dim // self.heads
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def attention_width(self) -> float:
+        return self.width
 
     @property
     def hidden(self) -> int:
@@ -81,7 +89,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
         super().__init__(width, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
@@ -125,33 +133,48 @@ class Attention(nn.Module):
         "alibi": "heads",
     }  # fmt: skip
 
-    def __init__(self, config: MPTConfig, layer: str) -> None:
+    def __init__(
+        self, config: MPTConfig, layer: str, values: nn.Module | None = None, output: nn.Module | None = None
+    ) -> None:
+        """values, output: what is in the place of the linear maps ``wv`` and ``wo``, with first weights of its own."""
         super().__init__()
         self.layer, self.width, self.clip, self.scale = layer, config.width, config.clip_qkv, config.query_scale
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
+        inner = config.heads * config.width
+        self.wq, self.wk = (nn.Linear(config.dim, inner, bias=False) for _ in range(2))
+        self.wv = values if values is not None else nn.Linear(config.dim, inner, bias=False)
+        self.wo = output if output is not None else nn.Linear(inner, config.dim, bias=False)
         self.q_norm = LowPrecisionLayerNorm(config.width, config.norm_eps) if config.qk_norm else None
         self.k_norm = LowPrecisionLayerNorm(config.width, config.norm_eps) if config.qk_norm else None
         self.alibi = Alibi(config.heads, config.alibi_max) if config.position == "alibi" else None
         self.inner = InnerAttention(scale=self.scale)
-        self.initial = {f"{name}.weight": Normal(config.hidden_std) for name in ("wq", "wk", "wv")}
-        self.initial["wo.weight"] = Normal(config.std_out)
+        self.initial = {f"{name}.weight": Normal(config.hidden_std) for name in ("wq", "wk")}
+        self.initial |= {"wv.weight": Normal(config.hidden_std)} if values is None else {}
+        self.initial |= {"wo.weight": Normal(config.std_out)} if output is None else {}
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        rows_ND = x_BTD.flatten(
+            0, 1
+        )  # runtimes multiply integers by a matrix that several layers share where inputs are rows
         q_BTHC, k_BTHC, v_BTHC = (
-            self._clipped(w(x_BTD)).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv)
+            self._clipped(out).view(*x_BTD.shape[:2], -1, self.width)
+            for out in (self.wq(rows_ND), self.wk(rows_ND), self.wv(x_BTD))
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTHC = self.q_norm(q_BTHC), self.k_norm(k_BTHC)
         if self.alibi is not None:
             q_BTHC, k_BTHC = self.alibi(q_BTHC, k_BTHC, context.positions, self.scale)
         elif context.rotation is not None:
-            q_BTHC, k_BTHC = context.rotation.apply(q_BTHC), context.rotation.apply(k_BTHC)
+            q_BTHC, k_BTHC = context.rotation.apply(q_BTHC), context.rotation.of_keys.apply(k_BTHC)
         k_BHTC, v_BHTC = k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2)
         if context.cache is not None:
-            k_BHTC, v_BHTC = context.cache.extend(self.layer, k_BHTC, v_BHTC)
+            k_BHTC, v_BHTC = context.cache.extend(f"{context.repeat}.{self.layer}", k_BHTC, v_BHTC)
         v_BHTC = F.pad(v_BHTC, (0, k_BHTC.shape[-1] - self.width))  # fast kernels want one width
         out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BHTC, v_BHTC, context.masks["full"])[..., : self.width]
-        out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
+        return self.combined(out_BHTC.transpose(1, 2).flatten(2), x_BTD)
+
+    def combined(self, heads_BTF: Tensor, x_BTD: Tensor) -> Tensor:
+        """Map what the heads attended to (B, T, H * C) to the output; ``x_BTD`` is what attention was given."""
+        out: Tensor = self.wo(heads_BTF)
         return out
 
     def _clipped(self, x: Tensor) -> Tensor:
@@ -170,6 +193,11 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         out: Tensor = self.w2(F.gelu(self.w1(x_BTD)))
         return out
+
+
+def feed_forward(config: MPTConfig) -> nn.Module:
+    """Return the feed-forward part of a block, or its experts."""
+    return FeedForward(config) if config.moe is None else MoE(config.moe, config.dim, config.std, config.std_out)
 
 
 class Block(nn.Module):
@@ -217,10 +245,7 @@ class MPT(Decoder):
 
     @staticmethod
     def block(config: Any, number: int) -> nn.Module:
-        feed_forward = (
-            FeedForward(config) if config.moe is None else MoE(config.moe, config.dim, config.std, config.std_out)
-        )
-        return Block(config, Attention(config, str(number)), feed_forward)
+        return Block(config, Attention(config, str(number)), feed_forward(config))
 
     def final_norm(self, config: DecoderConfig) -> nn.Module:
         return LowPrecisionLayerNorm(config.dim, config.norm_eps)

@@ -13,6 +13,7 @@ from torch import nn
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.families.deepseek import DeepSeek, DeepSeekConfig, Yarn
+from arclight.text.families.deptoe import DEPTOE, SWITCH_HEAD, DEPToE
 from arclight.text.families.gpt2 import GPT2, GPT2Config
 from arclight.text.families.llama import Llama, LlamaConfig
 from arclight.text.families.llama4 import Llama4, Llama4Config
@@ -89,7 +90,6 @@ _SIGMA = MoEConfig(experts=16, top_k=4, hidden=128, score="sigmoid", activation=
 _SIGMA_MOE: dict[str, Any] = {
     "debug": MPTConfig(vocab_size=2048, dim=256, layers=4, heads=8, position="rotary", moe=_SIGMA)
 }
-
 _SO400M = VisionConfig(dim=1152, layers=27, heads=16, hidden=4304)
 _VISION: dict[str, Any] = {
     "debug": VisionLlamaConfig(
@@ -173,6 +173,8 @@ FAMILIES: tuple[Family, ...] = (
     ("mpt", MPT, _MPT),
     ("mpt-mup", MPT, _MPT_MUP),
     ("sigma-moe", MPT, _SIGMA_MOE),
+    ("switch-head", DEPToE, SWITCH_HEAD),
+    ("deptoe", DEPToE, DEPTOE),
     ("deepseek-v3", DeepSeek, _DEEPSEEK_V3),
     ("llama4", Llama4, _LLAMA4),
     ("llama3-vision", VisionLlama, _VISION),

@@ -279,7 +279,7 @@ def _read_mpt(theirs: Fields) -> Fields:
 
 
 def _write_mpt(config: MPTConfig) -> Fields:
-    unknown = [name for name in ("qk_norm", "peri_norm", "embedding_norm") if getattr(config, name)]
+    unknown = [name for name in ("head_dim", "qk_norm", "peri_norm", "embedding_norm") if getattr(config, name)]
     unknown += ["experts"] if config.moe is not None else []
     unknown += ["rotary embeddings"] if config.position != "alibi" else ["alibi_max"] if config.alibi_max != 8 else []
     if unknown:  # it reads alibi_bias_max, and computes with 8

@@ -44,6 +44,11 @@ class DecoderConfig:
             self.mup.check(self.dim, self.layers)
 
     @property
+    def repeats(self) -> int:
+        """Return how often the blocks run one after the other with the same weights; ``layers`` counts every run."""
+        return 1
+
+    @property
     def attention_width(self) -> float:
         """Width of a head, the mean of keys' and values', as operations are counted."""
         return self.dim / self.heads
@@ -90,6 +95,8 @@ class BlockContext:
     """Place of each token in its document, (T,) or (B, T)."""
     rotation: RotaryEmbedding | None
     cache: KVCache | None = None
+    repeat: int = 0
+    """Number of the run through all blocks, where they run several times."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,7 +116,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(number): block(number) for number in range(config.layers)})
+        self.layers = nn.ModuleDict({str(number): block(number) for number in range(config.layers // config.repeats)})
         self.norm: nn.Module | None = self.final_norm(config)
         self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.initial = {"tok_embeddings.weight": Normal(config.std), "output.weight": Normal(config.output_std)}
@@ -152,11 +159,15 @@ class Decoder(nn.Module):
             raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(extra.keys() - self.inputs))}")
         context.extra |= extra
         h_BTD = self.embed(tokens_BT, context) if self.tok_embeddings is not None else tokens_BT
-        for layer in self.layers.values():
-            h_BTD = layer(h_BTD, context)
+        h_BTD = self.run_layers(h_BTD, context)
         if cache is not None:
             cache.used += new
         return scaled(self.norm(h_BTD), self.config.output_scale) if self.norm is not None else h_BTD
+
+    def run_layers(self, h_BTD: Tensor, context: BlockContext) -> Tensor:
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, context)
+        return h_BTD
 
     def embed(self, tokens_BT: Tensor, context: BlockContext) -> Tensor:
         assert self.tok_embeddings is not None
@@ -207,8 +218,8 @@ def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
 def flops_per_token(model: nn.Module, sequence: int) -> float:
     """Count forward and backward operations for a token: 6 N + 12 H C (sum over layers of keys).
 
-    N: parameters of the trunk that it is multiplied with (of experts, the chosen ones); what is beside the trunk sees other things
-    than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of
+    N: parameters of the trunk that it is multiplied with (of experts, the chosen ones), as often as it is; what is beside the trunk sees
+    other things than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of
     them are masked, as publications of MFU do.
     """
     config: Any = model.config
@@ -216,5 +227,6 @@ def flops_per_token(model: nn.Module, sequence: int) -> float:
     non_trunk = sum(
         active_parameters(model.get_submodule(name), embeddings=False) for name in getattr(model, "non_trunk", ())
     )
+    again: float = (config.repeats - 1) * active_parameters(model.get_submodule("layers"))
     attention: float = 12 * config.heads * config.attention_width * keys
-    return 6 * (active_parameters(model, embeddings=False) - non_trunk) + attention
+    return 6 * (active_parameters(model, embeddings=False) - non_trunk + again) + attention

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +29,12 @@ def in_compute_type(x: Tensor) -> Tensor:
     if kind == "meta" or x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):  # which meta does not know
         return x
     return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Return a context in which nothing is cast; captured graphs, which know no such context, have none where nothing would be."""
+    active = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -111,6 +118,11 @@ class RotaryEmbedding:
         """positions: (T,) or (B, T) int. factor: multiplies both (YaRN's temperature)."""
         angles = (positions if positions.ndim == 2 else positions[None])[..., None].float() * frequencies
         return cls(angles.cos() * factor, angles.sin() * factor)
+
+    @property
+    def of_keys(self) -> RotaryEmbedding:
+        """Return the rotation of keys, where it differs from that of queries."""
+        return self
 
     def apply(self, x_BTHC: Tensor) -> Tensor:
         """Rotate pairs (i, i + C / 2), as Hugging Face's weights have them."""

@@ -23,7 +23,7 @@ from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, c
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.parallel.layers.expert_parallel import TokenGroups
 from arclight.parallel.layers.permute_rows import inverse_permutation, take_rows
-from arclight.text.model.layers import FeedForward
+from arclight.text.model.layers import FeedForward, without_autocast
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
@@ -115,7 +115,7 @@ class BaseRouter(nn.Module):
         """Return the products (N, rows) of tokens and this process's rows of the weight."""
         if self.loss_scale.device != x_BTD.device and not x_BTD.is_meta:
             self._place(x_BTD.device, self.loss_scale.dtype)
-        with torch.autocast(x_BTD.device.type, enabled=False):
+        with without_autocast(x_BTD.device.type):
             wide = torch.promote_types(x_BTD.dtype, torch.float32)
             logits: Tensor = F.linear(x_BTD.flatten(0, 1).to(wide), self.weight.to(x_BTD.dtype).to(wide))
             return logits
@@ -324,6 +324,12 @@ def grouped_product(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
     if x_RI.dtype == torch.float64:  # which no grouped kernel knows
         parts = x_RI.tensor_split(ends[:-1].long().cpu())
         return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
+    rows, columns = w_EOI.shape[1:]
+    unit = 16 // x_RI.element_size()
+    if rows % unit or columns % unit:  # kernels want rows of a multiple of 16 bytes
+        more = -columns % unit
+        padded = grouped_product(F.pad(x_RI, (0, more)), F.pad(w_EOI, (0, more, 0, -rows % unit)), ends)
+        return padded[:, :rows]
     if x_RI.dtype == torch.bfloat16 or not torch.compiler.is_compiling():
         return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=ends)
     product: Tensor = _opaque_grouped_mm(x_RI, w_EOI.transpose(1, 2), ends)
@@ -430,12 +436,12 @@ class MoE(nn.Module):
         order_R = chosen_NK.flatten().argsort(stable=True)
         places_NK = inverse_permutation(order_R).view_as(chosen_NK)
         x_ND = x_BTD.flatten(0, 1)
-        x_RD = _Scatter.apply(x_ND, order_R, places_NK)
+        x_RD = ScatterRows.apply(x_ND, order_R, places_NK)
         if self.config.score_before:
             x_RD = (x_RD * weights_NK.flatten()[order_R][:, None]).to(x_BTD.dtype)
             weights_NK = torch.ones_like(weights_NK)
         y_RD = self.dispatcher(x_RD, counts_E, self.experts)
-        y_ND: Tensor = _Combine.apply(y_RD, weights_NK, order_R, places_NK)
+        y_ND: Tensor = CombineRows.apply(y_RD, weights_NK, order_R, places_NK)
         return y_ND.view_as(x_BTD)
 
     def dense(self, x_BTD: Tensor) -> Tensor:
@@ -462,7 +468,7 @@ class MoE(nn.Module):
         return y_ND.view_as(x_BTD)
 
 
-class _Scatter(torch.autograd.Function):
+class ScatterRows(torch.autograd.Function):
     """Repeat each token's row K times, in the order of experts.
 
     Gradients are gathered and summed in float32, never scattered.
@@ -481,7 +487,7 @@ class _Scatter(torch.autograd.Function):
         return grad_RD[places_NK].sum(1, dtype=wide).to(grad_RD.dtype), None, None
 
 
-class _Combine(torch.autograd.Function):
+class CombineRows(torch.autograd.Function):
     """Sum each token's K weighted rows, in float32."""
 
     @staticmethod

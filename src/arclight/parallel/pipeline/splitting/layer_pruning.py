@@ -43,6 +43,10 @@ def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
         raise PlanError(
             f"{type(model).__name__}.{loose[0]} is a parameter of the model itself, which belongs to no stage: put it into a submodule"
         )
+    if (repeats := getattr(getattr(model, "config", None), "repeats", 1)) > 1:
+        raise PlanError(
+            f"the blocks of {type(model).__name__} run {repeats} times with the same weights, and {stages} stages would cut that: use pp = 1"
+        )
     refuse_tied(model)
     others = [name for name, child in model.named_children() if name != LAYERS and child is not None]
     before = tuple(name for name in others if name not in LAST)
@@ -61,14 +65,12 @@ def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
 
 
 def _cost(module: nn.Module) -> float:
-    """Products per token: of the parameters of a mixture those of the experts that one token sees."""
-    total = float(sum(parameter.numel() for parameter in module.parameters()))
-    for part in module.modules():
-        experts, chosen = getattr(part, "experts", None), getattr(getattr(part, "config", None), "top_k", None)
-        if isinstance(experts, nn.Module) and isinstance(chosen, int):
-            stacks = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
-            total -= sum(stack.numel() * (1 - chosen / stack.shape[0]) for stack in stacks)
-    return total
+    """Products per token: of the parameters of a mixture those of the experts that one token sees, its ``active_share``."""
+    return sum(
+        parameter.numel() * float(getattr(part, "active_share", 1.0))
+        for part in module.modules()
+        for parameter in part.parameters(recurse=False)
+    )
 
 
 def is_prunable(model: nn.Module) -> bool:
