@@ -127,10 +127,10 @@ class Federation(Checked):
 
     def _check_robust(self) -> None:
         """Check that every round that may close can be aggregated."""
-        if isinstance(self.robust, Krum) and self.masks.experts is not None:
+        if isinstance(self.robust, Krum) and self.masks.splits_experts:
             raise ValueError(
-                "krum compares whole updates, and clients with masks.experts send their own experts: use another robust mean, or "
-                "leave masks.experts out"
+                "krum compares whole updates, and clients with masks.experts or masks.head_experts send their own experts: use another "
+                "robust mean, or leave these masks out"
             )
         if isinstance(self.robust, Krum) and self.buffered is not None and self._has_periods_of_weights():
             raise ValueError(
@@ -155,10 +155,10 @@ class Federation(Checked):
             raise ValueError('with noise set send = "delta" and weigh_by = "equal", and leave moments empty')
         if self.robust is not None or self.buffered is not None or self.streaming is not None:
             raise ValueError("noise goes with whole rounds of plain means: leave robust, buffered and streaming out")
-        if noise.by == "clients" and self.masks.experts is not None:
+        if noise.by == "clients" and self.masks.splits_experts:
             raise ValueError(
                 "noise by clients is divided among all of a round's, and a tensor of experts has only some of them: it would get "
-                'less than promised; set noise.by = "server", or leave masks.experts out'
+                'less than promised; set noise.by = "server", or leave masks.experts and masks.head_experts out'
             )
         if noise.by == "clients" and not isinstance(self.up, Raw):
             raise ValueError('noise by clients needs up = "raw": what a codec leaves for later was not clipped')

@@ -1,6 +1,7 @@
 import itertools
+import tomllib
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,10 +13,17 @@ from arclight.checkpoint.stored_tensor import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold
+from arclight.federated.aggregation.strategy_step import SteppedTensor
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.experts import ExpertParts, assign_experts, expert_key, expert_of, select_experts
-from arclight.federated.masks.settings import Experts, Masks
-from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.masks.settings import Experts, HeadExperts, Masks
+from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask
+from arclight.federated.protocol import Entry, Manifest
+from arclight.federated.server.server_step import ExpertStacks
+from arclight.federated.settings import Federation
+from arclight.parallel import initialize
+from arclight.recipe import read
+from arclight.text import build_model
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,7 +50,7 @@ def test_a_smaller_models_experts_keep_their_numbers() -> None:
     numbers = (1, 4, 5)
     local = select_experts(whole, numbers)
     assert all(torch.equal(local[i], whole[n]) for i, n in enumerate(numbers))
-    parts = ExpertParts({"model/e.w": local}, numbers)
+    parts = ExpertParts({"model/e.w": local}, lambda key: numbers if key == "model/e.w" else None)
     assert all(torch.equal(parts[f"model/e.w[{n}]"], whole[n]) for n in numbers)
     with pytest.raises(KeyError):
         parts["model/e.w[0]"]
@@ -140,3 +148,68 @@ def test_one_entry_of_a_stored_tensor_is_read_alone(tmp_path: Path) -> None:
     assert all(torch.equal(split_up.row(number), whole[number]) for number in range(4))
     with pytest.raises(IndexError):
         stored.row(4)
+
+
+def test_experts_of_deptoe_are_split_and_merged_bit_for_bit() -> None:
+    """Two clients hold half of the experts each, weights and moments alike; what they send is put together again."""
+    model: Any = build_model("deptoe-debug", layers=2, dim=32, heads=2, head_dim=8, vocab_size=64)
+    initialize(model, 0)
+    names = [name for name, _ in model.named_parameters()]
+    tensors = {
+        f"{state}/{name}": torch.randn_like(p) for state in ("model", "exp_avg") for name, p in model.named_parameters()
+    }
+    manifest = Manifest(
+        kind="weights", blobs={"0" * 64: 0},
+        tensors={key: Entry(blob="0" * 64, dtype="F32", shape=tuple(t.shape)) for key, t in tensors.items()},
+    )  # fmt: skip
+    masks = Masks(experts=Experts(per_client=8), head_experts=HeadExperts(heads=2, per_client=2))
+    federation = Federation(clients=2, masks=masks, moments=("exp_avg",))
+    server = ServerMasks(federation, 0, {"a": 0, "b": 1}.get)
+    stacks = ExpertStacks.among(
+        {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}, server.whole(manifest).is_stack
+    )
+    assert len(stacks.counts) == 2 * 2 * (2 + 2)  # weights and moments of two blocks: two stacks of each kind
+    parts, sizes = ExpertParts(tensors), []
+    sent: dict[str, torch.Tensor] = {}
+    for client in ("a", "b"):
+        travel = server.of(client, 1, manifest)
+        own = {key: parts[key] for key in travel.up([f"{s}/{n}" for s in ("model", "exp_avg") for n in names], 1)}
+        assert not {key for key in own if expert_of(key)} & sent.keys()
+        sizes.append(sum(value.nbytes for value in own.values()))
+        sent |= own
+    stepped = (SteppedTensor(key, sent[key], {}, 0) for key in sorted(sent, key=lambda key: (stacks.whole(key), key)))
+    merged = {key: value for key, value, _ in stacks.together(stepped)}
+    assert merged.keys() == tensors.keys()
+    assert all(torch.equal(merged[key], tensors[key]) for key in tensors)
+    whole = sum(t.nbytes for t in tensors.values())
+    experts = sum(t.nbytes for key, t in tensors.items() if key in stacks.counts)
+    assert sizes == [whole - experts // 2] * 2
+
+
+def test_a_site_of_the_recipe_sends_three_fifths_of_the_bytes() -> None:
+    recipe = tomllib.loads((Path(__file__).parents[3] / "recipes/fed-moe.toml").read_text(encoding="utf-8"))
+    federation = read(Federation, recipe["federation"])
+    task = recipe["task"]
+    with torch.device("meta"):
+        model = build_model(
+            task["model"], **task["overrides"], vocab_size=4096
+        )  # as many tokens as its tokenizer learns
+    shapes = {
+        f"{state}/{n}": tuple(p.shape) for state in ("model", *federation.moments) for n, p in model.named_parameters()
+    }
+    manifest = Manifest(
+        kind="weights", tensors={key: Entry(blob="0" * 64, dtype="F32", shape=s) for key, s in shapes.items()}, blobs={"0" * 64: 0}
+    )  # fmt: skip
+    server = ServerMasks(federation, 0, {"a": 0, "b": 1, "c": 2, "d": 3}.get)
+    sizes = {key: torch.Size(shape).numel() for key, shape in shapes.items()}
+    share = sum(size for key, size in sizes.items() if server.whole(manifest).is_stack(key)) / sum(sizes.values())
+    assert 0.78 < share < 0.82
+    held: dict[str, int] = {}
+    for client in "abcd":
+        sent = server.of(client, 1, manifest).up(shapes, 1)
+        found = [expert_of(key) or (key, -1) for key in sent]
+        up = sum(sizes[key] // (shapes[key][0] if number >= 0 else 1) for key, number in found)
+        assert up / sum(sizes.values()) <= 0.62
+        for key in sent:
+            held[key] = held.get(key, 0) + 1
+    assert {held[key] for key in held if expert_of(key)} == {2}

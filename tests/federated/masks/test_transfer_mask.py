@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from arclight.federated.coordination.settings import Streaming
 from arclight.federated.errors import FederatedError, ProtocolError
-from arclight.federated.masks.settings import Experts, Masks, half_life, period_of
+from arclight.federated.masks.settings import Experts, HeadExperts, Masks, half_life, period_of
 from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask, expected_entry, expert_count
 from arclight.federated.protocol import Entry, Manifest
 from arclight.federated.settings import Federation
@@ -240,6 +240,42 @@ def test_a_server_gives_each_client_its_experts() -> None:
     assert plain.of("a", 1, STACKED) is plain.of("nobody", 1, STACKED) is plain.whole(STACKED)
 
 
+PAIRS = weights(l__0__wv__experts=(6, 2, 3), l__0__wo__experts=(6, 3, 2), l__0__feed__experts__w1=(4, 5), norm=(2,))
+
+
+def test_a_server_gives_each_client_the_same_experts_of_every_head() -> None:
+    masks = Masks(experts=Experts(per_client=2), head_experts=HeadExperts(heads=2, per_client=2, overlap=1))
+    server = ServerMasks(Federation(clients=2, masks=masks, moments=("exp_avg",)), 0, {"a": 0, "b": 1}.get)
+    first, second = server.of("a", 1, PAIRS), server.of("b", 1, PAIRS)
+    assert (first.experts, second.experts) == ((0, 1), (2, 3))
+    assert (first.head_experts, second.head_experts) == ((0, 1, 3, 4), (1, 2, 4, 5))  # of three experts each
+    sent = first.up(["model/l.0.wv.experts", "exp_avg/l.0.wo.experts", "model/l.0.feed.experts.w1", "model/norm"], 1)
+    assert sent == [
+        *(f"model/l.0.wv.experts[{n}]" for n in (0, 1, 3, 4)),
+        *(f"exp_avg/l.0.wo.experts[{n}]" for n in (0, 1, 3, 4)),
+        "model/l.0.feed.experts.w1[0]", "model/l.0.feed.experts.w1[1]", "model/norm",
+    ]  # fmt: skip
+    assert TransferMask.from_table(first.to_table(), first.names) == first
+
+
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        (Masks(head_experts=HeadExperts(heads=4)), "masks.head_experts.heads = 4 does not divide the 6 pairs of"),
+        (Masks(head_experts=HeadExperts(heads=2, per_client=4)), "per_client is 4, the model has 3 experts"),
+        (Masks(head_experts=HeadExperts(tensors=("*.wq.experts",))), "masks.head_experts.tensors has .*wq.experts', which matches no"),
+        (
+            Masks(experts=Experts(tensors=("*experts*",)), head_experts=HeadExperts()),
+            "l.0.wv.experts is named by masks.experts.tensors and by masks.head_experts.tensors",
+        ),
+    ],
+)  # fmt: skip
+def test_head_experts_that_do_not_fit_are_refused(masks: Masks, said: str) -> None:
+    server = ServerMasks(Federation(clients=1, masks=masks), 0, {"a": 0}.get)
+    with pytest.raises(FederatedError, match=said):
+        server.of("a", 1, PAIRS)
+
+
 def test_a_servers_masks_follow_the_names_of_the_weights() -> None:
     server = ServerMasks(Federation(clients=2), 0, {}.get)
     first = server.whole(STACKED)
@@ -252,13 +288,13 @@ def test_a_servers_masks_follow_the_names_of_the_weights() -> None:
 
 
 def test_stacks_of_unlike_sizes_have_no_count() -> None:
-    assert expert_count(mixture(), STACKED) == 4
+    assert expert_count("experts", Experts(), STACKED) == 4
     for unlike in ((3, 5), (0, 5), ()):
         with pytest.raises(FederatedError, match="must hold as many experts each"):
-            expert_count(mixture(), weights(blocks__0__experts__w=(4, 2), blocks__1__experts__w=unlike))
+            expert_count("experts", Experts(), weights(blocks__0__experts__w=(4, 2), blocks__1__experts__w=unlike))
     for empty in ((0, 5), ()):
         with pytest.raises(FederatedError, match="w has 0"):
-            expert_count(mixture(), weights(blocks__0__experts__w=empty))
+            expert_count("experts", Experts(), weights(blocks__0__experts__w=empty))
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,10 @@ def select_for_module(
     own, found = named_tensors(module), {}
     for key in keys:
         here, value = own.get(key.partition("/")[2]), weights[key]
-        if travel.experts is not None and travel.is_stack(key) and here is not None and here.dim():
-            fewer = here.shape[0] == len(travel.experts) < len(value)
-            value = select_experts(value, travel.experts) if fewer else value
+        numbers = travel.numbers(key)
+        if numbers is not None and here is not None and here.dim():
+            fewer = here.shape[0] == len(numbers) < len(value)
+            value = select_experts(value, numbers) if fewer else value
         found[key] = value
     return found
 

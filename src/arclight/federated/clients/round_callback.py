@@ -230,9 +230,11 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
     All processes ask alike.
     """
 
-    def __init__(self, trainer: Trainer, keys: list[str], experts: Sequence[int] | None = None) -> None:
-        """``experts``: those that a client has, of which a smaller model may hold only these."""
-        self._keys, self._parts = keys, ExpertParts(_Whole(trainer), experts)
+    def __init__(
+        self, trainer: Trainer, keys: list[str], numbers: Callable[[str], Sequence[int] | None] | None = None
+    ) -> None:
+        """``numbers``: the experts of a stack that a client has, of which a smaller model may hold only these."""
+        self._keys, self._parts = keys, ExpertParts(_Whole(trainer), numbers)
         for key in keys:
             if key not in self._parts:
                 raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")

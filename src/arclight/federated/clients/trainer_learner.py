@@ -178,7 +178,7 @@ class TrainerLearner:
         if trainer.last_loss is not None:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
         try:
-            tensors = ModuleTensors(trainer, self._callback.keys(trainer, order), LocalPolicy.of(order).travel.experts)
+            tensors = ModuleTensors(trainer, self._callback.keys(trainer, order), LocalPolicy.of(order).travel.numbers)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from arclight.federated.errors import FederatedError
-from arclight.federated.masks.settings import Experts
+from arclight.federated.masks.settings import Experts, HeadExperts
 
 if TYPE_CHECKING:
     import torch
@@ -46,14 +46,22 @@ def assign_experts(experts: Experts, count: int, seed: int, client: int, round: 
     return tuple(sorted(sorted(range(count), key=place)[: experts.per_client]))
 
 
+def assign_head_experts(experts: HeadExperts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
+    """Return the rising numbers of the (head, expert) pairs that a client has: `assign_experts` of ``count``, of every head."""
+    own = assign_experts(experts, count, seed, client, round)
+    return tuple(head * count + number for head in range(experts.heads) for number in own)
+
+
 class ExpertParts(Mapping[str, "torch.Tensor"]):
     """Look experts up in stacked tensors as keys of their own, ``model/w1[3]``.
 
     Iterate over whole ones.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], numbers: Sequence[int] | None = None) -> None:
-        """``numbers``: which experts the stacks hold, if they are those of a smaller model."""
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], numbers: Callable[[str], Sequence[int] | None] | None = None
+    ) -> None:
+        """``numbers``: which experts a stack holds, by its key, if they are those of a smaller model."""
         self._tensors, self._numbers = tensors, numbers
         self._newest: tuple[str, torch.Tensor] | None = None
 
@@ -64,8 +72,9 @@ class ExpertParts(Mapping[str, "torch.Tensor"]):
         if self._newest is None or self._newest[0] != found[0]:
             self._newest = (found[0], self._tensors[found[0]])
         stack, number = self._newest[1], found[1]
-        if self._numbers is not None and len(stack) == len(self._numbers):
-            number = self._numbers.index(number) if number in self._numbers else len(stack)
+        held = self._numbers(found[0]) if self._numbers is not None else None
+        if held is not None and len(stack) == len(held):
+            number = held.index(number) if number in held else len(stack)
         if number >= len(stack):
             raise KeyError(key)
         return stack[number]

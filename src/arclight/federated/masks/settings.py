@@ -38,6 +38,16 @@ class Experts(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadExperts(Experts):
+    """The same of experts that each head of attention has of its own (SwitchHead): a client has those of its numbers of every head."""
+
+    tensors: tuple[str, ...] = ("*.wv.experts", "*.wo.experts")
+    """Patterns on names of tensors that hold all of them, first dimension the (head, expert) pair, head by head."""
+    heads: PositiveInt = 1
+    """Heads in that dimension."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Masks(Checked):
     """The tensors that travel between the server and a client, and the rounds in which they do.
 
@@ -66,6 +76,8 @@ class Masks(Checked):
     that is averaged is divided by the root of one that is still zero."""
     experts: Experts | None = None
     """Experts that a client trains and sends; none for all."""
+    head_experts: HeadExperts | None = None
+    """Experts of attention that a client trains and sends; none for all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +88,11 @@ class Masks(Checked):
             for other, others in groups.items():
                 if name < other and (both := sorted(set(patterns) & set(others))):
                     raise ValueError(f"{both[0]} cannot be both {name} and {other}")
+
+    @property
+    def splits_experts(self) -> bool:
+        """Return True where clients send some experts of a tensor."""
+        return self.experts is not None or self.head_experts is not None
 
 
 def half_life(beta: float) -> float:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.federated.coordination.settings import Streaming
 from arclight.federated.errors import FederatedError, ProtocolError
-from arclight.federated.masks.experts import assign_experts, expert_key, expert_of
-from arclight.federated.masks.settings import Masks, check_patterns, matches
+from arclight.federated.masks.experts import assign_experts, assign_head_experts, expert_key, expert_of
+from arclight.federated.masks.settings import Experts, Masks, check_patterns, matches
 from arclight.federated.protocol import Entry, Manifest
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class TransferMask:
     streaming: Streaming | None = None
     experts: tuple[int, ...] | None = None
     """This client's experts in this round; None: all."""
+    head_experts: tuple[int, ...] | None = None
+    """This client's (head, expert) pairs in this round; None: all."""
 
     names: tuple[str, ...] = ()
     """All weights of the server's model, by which fragments are dealt."""
@@ -132,14 +134,18 @@ class TransferMask:
         return {name: number for number, dealt in enumerate(self._dealt) for name in dealt}
 
     def _parts(self, key: str) -> list[str]:
-        if self.experts is None or not self.is_stack(key):
-            return [key]
-        return [expert_key(key, number) for number in self.experts]
+        numbers = self.numbers(key)
+        return [key] if numbers is None else [expert_key(key, number) for number in numbers]
 
     def is_stack(self, key: str) -> bool:
         """Return True if the tensor stacks a model's experts."""
-        experts = self.masks.experts
-        return experts is not None and matches(key.partition("/")[2], experts.tensors)
+        return _stacked(key, self.masks.experts) or _stacked(key, self.masks.head_experts)
+
+    def numbers(self, key: str) -> tuple[int, ...] | None:
+        """Return this client's experts, or (head, expert) pairs, in a tensor that stacks them; None: all, or it stacks none."""
+        if _stacked(key, self.masks.head_experts):
+            return self.head_experts
+        return self.experts if _stacked(key, self.masks.experts) else None
 
     # -- down --------------------------------------------------------------------------------------------------------
 
@@ -179,8 +185,14 @@ class TransferMask:
         for pattern in masks.periods:
             if pattern not in ("model", *self.moments):
                 check_patterns("masks.periods", [pattern], keys if "/" in pattern else [*names, *self.moments])
-        if masks.experts is not None:
-            check_patterns("masks.experts.tensors", masks.experts.tensors, names)
+        for what, experts in (("experts", masks.experts), ("head_experts", masks.head_experts)):
+            if experts is not None:
+                check_patterns(f"masks.{what}.tensors", experts.tensors, names)
+        both = [n for n in names if _stacked(MODEL + n, masks.experts) and _stacked(MODEL + n, masks.head_experts)]
+        if both:
+            raise FederatedError(
+                f"{both[0]} is named by masks.experts.tensors and by masks.head_experts.tensors: name it in one"
+            )
         sent = [key for key in keys if self._sends(key)]
         if not sent:
             raise FederatedError(
@@ -198,6 +210,10 @@ class TransferMask:
                 raise FederatedError(
                     f"nothing would travel in round {number}: some part of masks.periods must be due in each"
                 )
+
+
+def _stacked(key: str, experts: Experts | None) -> bool:
+    return experts is not None and matches(key.partition("/")[2], experts.tensors)
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -247,23 +263,32 @@ class ServerMasks:
 
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
         """Return a client's in a round."""
-        travel, experts = self.whole(weights), self._federation.masks.experts
-        if experts is None:
+        travel, masks = self.whole(weights), self._federation.masks
+        if masks.experts is None and masks.head_experts is None:
             return travel
         place = self._place(client)
         if place is None:
             raise FederatedError(f"{client!r} is no client of this run")
-        return replace(travel, experts=assign_experts(experts, expert_count(travel, weights), self._seed, place, round))
+        if (experts := masks.experts) is not None:
+            count = expert_count("experts", experts, weights)
+            travel = replace(travel, experts=assign_experts(experts, count, self._seed, place, round))
+        if (heads := masks.head_experts) is not None:
+            count, left = divmod(expert_count("head_experts", heads, weights), heads.heads)
+            if left:
+                raise FederatedError(
+                    f"masks.head_experts.heads = {heads.heads} does not divide the {count * heads.heads + left} pairs of "
+                    f"{heads.tensors[0]}: set it to the heads of the model"
+                )
+            travel = replace(travel, head_experts=assign_head_experts(heads, count, self._seed, place, round))
+        return travel
 
 
-def expert_count(travel: TransferMask, weights: Manifest) -> int:
-    """Count a model's experts. Raises FederatedError where its stacks do not agree."""
-    counts = {
-        entry.shape[0] if entry.shape else 0: key for key, entry in weights.tensors.items() if travel.is_stack(key)
-    }
+def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
+    """Count the first dimension of a model's stacks of ``masks.<what>``. Raises FederatedError where they do not agree."""
+    counts = {entry.shape[0] if entry.shape else 0: k for k, entry in weights.tensors.items() if _stacked(k, experts)}
     if len(counts) > 1 or 0 in counts:
         said = ", ".join(f"{key} has {count}" for count, key in counts.items())
-        raise FederatedError(f"masks.experts.tensors must hold as many experts each: {said}")
+        raise FederatedError(f"masks.{what}.tensors must hold as many experts each: {said}")
     return next(iter(counts))
 
 
