@@ -5,7 +5,8 @@ a quarter of the widths, float32 and one thread on a CPU. Loads are forced to be
 state; one row has a fresh router. Forward and backward; the contenders take turns in random order, figures are medians of ratios
 within a turn. On a CPU a turn is a single step; on a GPU it is ten, since its queue must not run empty.
 
-Then what `benchmarks.rate_transfer` measures of muP, CompleteP and ADOPT, on the CPU with one thread.
+Then what `benchmarks.rate_transfer` measures of muP, CompleteP and ADOPT, and `benchmarks.expert_models` of models with experts, on the CPU
+with one thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from arclight.text.model.decoder import active_parameters
 from arclight.text.model.layers import FeedForward
 from arclight.text.model.moe import MoE, MoEConfig
 from arclight.trainer.throughput import get_available_flops
-from benchmarks import rate_transfer
+from benchmarks import expert_models, rate_transfer
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 
 
@@ -168,6 +169,7 @@ def report(
     figures: dict[str, float | Ratio] = {
         "loop_over_grouped": paired(times["one expert after the other"], times["grouped"]),
         "experts_alone_over_grouped": paired(times["experts alone, rows in order"], times["grouped"]),
+        "grouped_over_dense_tokens": paired(times["dense, as many multiplications"], times["grouped"]),
         "dense_over_grouped": paired(times["dense, as many multiplications"], times["grouped"]),
         "fresh_router_over_grouped": paired(times["grouped, a fresh router's loads"], times["grouped"]),
         "layer_over_large_product": share(best, reached),
@@ -176,12 +178,13 @@ def report(
         figures["layer_mfu"] = share(best, [nominal] * len(reached))
     torch.set_num_threads(1)
     transfer, losses = rate_transfer.measure(options.quick)
+    models, of_models = expert_models.measure(options.quick)
     publish(
         "moe", "What a layer of experts reaches, and which rates transfer",
         ("", "ms forward and backward", "GFLOP/s", "of a large product", "of the data sheet", f"time over grouped: {SPREAD}", "difference"),
-        rows, figures | transfer, options=options, packages=versions("torch", "arclight-torch"),
+        rows, figures | transfer | models, options=options, packages=versions("torch", "arclight-torch"),
         notes=f"{tokens} tokens, {str(dtype).removeprefix('torch.')}, {device.type}. Operations are 6 per parameter that a token meets. "
-        f"The large product is the fastest of several in each turn.\n\n{losses}",
+        f"The large product is the fastest of several in each turn.\n\n{losses}\n\n{of_models}",
     )  # fmt: skip
 
 
