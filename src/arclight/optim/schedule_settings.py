@@ -52,7 +52,9 @@ class _Schedule(Checked):
         total = self.tokens or (max(1, round(self.seconds * scale)) if self.seconds else total_steps)
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("rewarm", "tokens", "seconds")}
         given |= {k: given[k] * scale for k in ("warmup", "decay", "timescale") if isinstance(given.get(k), int)}
-        phases = {name: schedules.phase(given[name], total) for name in ("warmup", "decay") if name in given}
+        phases: dict[str, int] = {
+            name: schedules.phase(given[name], total) for name in ("warmup", "decay") if name in given
+        }
         if sum(phases.values()) > total:
             both = " and ".join(f"{k} = {getattr(self, k)} ({v / scale:g} {unit})" for k, v in phases.items())
             raise ValueError(f"{both} do not fit into a run of {total / scale:g} {unit}: shorten one of them")

@@ -146,7 +146,7 @@ def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, An
     if not {type(value) for value in data} <= _ELEMENTS[dtype.kind]:
         raise wrong
     try:
-        array = np.array(data, _WIDEST[dtype.kind])
+        array: np.ndarray[Any, Any] = np.array(data, _WIDEST[dtype.kind])
     except OverflowError:
         raise wrong from None
     if dtype.kind in "iu" and array.size:
