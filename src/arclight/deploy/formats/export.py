@@ -407,9 +407,10 @@ def _quantization_report(
     against_float = _parity(program, quantized.reference, {"the example": inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
     scored = {} if quantized.scores is None else {"metric": _metric(quantized, program)}
+    settings = asdict(quantized.recipe) if quantized.quantizer is None else {"quantizer": quantized.quantizer}
     return {
         **kind,
-        **asdict(quantized.recipe),
+        **settings,
         "target": quantized.target,
         "calibration_batches": quantized.batches,
         "quantized_layers": len(quantized.quantized_layers),

@@ -20,9 +20,15 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.bfloat16 import round_layers
-from arclight.deploy.quantizing.graphs import NamedGraphs, fold_linear_weights, fold_weights, shared_copy
+from arclight.deploy.quantizing.graphs import (
+    NamedGraphs,
+    fold_linear_weights,
+    fold_weights,
+    shared_copy,
+    stored_tensor,
+)
 from arclight.deploy.quantizing.linear import quantize_linears
-from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name
+from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name, weighted
 from arclight.deploy.quantizing.sensitivity import Search, noise_by_layer, search
 from arclight.deploy.settings import (
     PLACEMENTS,
@@ -98,6 +104,7 @@ class QuantizedModel(NamedGraphs):
         float_layers: Sequence[str],
         batches: int,
         target: Target,
+        quantizer: str | None = None,
     ) -> None:
         tensors = fold_weights(graph)
         super().__init__({"inference": graph})
@@ -111,6 +118,7 @@ class QuantizedModel(NamedGraphs):
             "float_layers": tuple(float_layers),
             "batches": batches,
             "target": target,
+            "quantizer": quantizer,
             "sqnr_db": math.nan,
             "scores": None,
             "seconds": math.nan,
@@ -132,6 +140,8 @@ class QuantizedModel(NamedGraphs):
     """Calibration batches that were run."""
     target: Target
     """The runtime whose integer kernels it is made for."""
+    quantizer: str | None
+    """Class of the quantizer that was given; None for the placement of ``target``."""
     sqnr_db: float
     """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch (or the example), decibels."""
     scores: Scores | None
@@ -167,30 +177,34 @@ def quantize(
     metric: Metric | None = None,
     max_drop: float | None = None,
     target: Target | None = None,
+    quantizer: Any = None,
 ) -> QuantizedModel:
     """Quantize ``model`` by ``recipe``, by default `Int8`: 8-bit activations and weights, ranges from ``calibration``.
 
-    ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
-    first dimension is the batch; None for the recipes that need none (`DynamicInt8`, `WeightOnly`, `BFloat16`, `LowBit` with 8-bit
-    activations), which need ``example``. ``example`` (default: the first of them) is what the graph is captured on; the batch
-    size stays free, or the dimensions that ``dynamic`` names by input, as in `export`. ``parts`` takes the outputs and names
-    tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model on data of its own, more
-    being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less: where it would
-    score lower, the fewest layers that mend it stay in float, found in at most 16 scores; ``scores.search`` names them, and the returned
-    ``recipe`` has them in ``skip``. ``target`` is the runtime to place integers for (default: onnxruntime). ``model`` itself is not
-    changed, whatever mode and device it is in.
+    ``calibration``: batches of the model's positional inputs, each a tensor or a sequence of tensors whose first dimension is the
+    batch (floating-point ones are taken in float32, as the model is); None for the recipes that need none (`DynamicInt8`,
+    `WeightOnly`, `BFloat16`, `LowBit` with 8-bit activations), which need ``example``. ``example`` (default: the first of them) is
+    what the graph is captured on; the batch size stays free, or the dimensions that ``dynamic`` names by input, as in `export`.
+    ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a
+    model on data of its own, more being better; with ``max_drop`` the quantized model, and its program in `export`, may score that
+    much less: where it would score lower, the fewest layers that mend it stay in float, found in at most 16 scores;
+    ``scores.search`` names them, and the returned ``recipe`` has them in ``skip``. ``target`` is the runtime to place integers for
+    (default: onnxruntime). ``quantizer``: one of torchao's, such as X86InductorQuantizer, that places integers in our stead;
+    ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the program (default: what
+    the quantizer is for). ``model`` itself is not changed, whatever mode and device it is in.
 
-    Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names
-    nothing, a target without kernels for the recipe, a model without a layer to quantize, groups that do not divide a layer's inputs, an
-    output or part noisier than ``min_sqnr_db``, and a metric that drops too far with all layers but one in float; ExportError for a model that
-    cannot be captured.
+    Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names nothing,
+    a target without kernels for the recipe, a model that is quantized already or has no layer to quantize, a quantizer that rounds
+    nothing, groups that do not divide a layer's inputs, an output or part noisier than ``min_sqnr_db``, and a metric that drops too
+    far with all layers but one in float; ExportError for a model that cannot be captured.
     """
     recipe = recipe or Int8()
     if max_drop is not None and metric is None:
         raise ValueError(f"max_drop={max_drop} bounds a metric: give metric, a function that scores a model")
     if max_drop is not None and not 0 <= max_drop < math.inf:
         raise ValueError(f"max_drop must be a number from 0, in the unit of the metric, got {max_drop}")
-    target = chosen_target(recipe, target)
+    _check_float(model)
+    target = chosen_target(recipe, target) if quantizer is None else foreign_target(quantizer, recipe, target)
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
@@ -198,7 +212,8 @@ def quantize(
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
     source = _Source(
-        reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts, shared=max_drop is not None
+        reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts,
+        shared=max_drop is not None, quantizer=quantizer,
     )  # fmt: skip
     quantized = source.quantized(recipe)
     if metric is not None:
@@ -222,6 +237,7 @@ class _Source:
     target: Target
     parts: Parts | None
     shared: bool
+    quantizer: Any
 
     @property
     def judged(self) -> Inputs:
@@ -232,7 +248,8 @@ class _Source:
         """Round the graph; return it, and the layers that are rounded and that are not."""
         graph = shared_copy(self.graph) if self.shared else self.graph
         if is_calibrated(recipe):
-            return _calibrated(graph, self.batches, recipe, self.target, type(self.reference).__name__)
+            quantizer = placement(recipe, self.target) if self.quantizer is None else self.quantizer
+            return _calibrated(graph, self.batches, quantizer, type(self.reference).__name__)
         assert not isinstance(recipe, Int8)
         return graph, *(round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe))
 
@@ -241,6 +258,7 @@ class _Source:
         return QuantizedModel(
             graph, reference=self.reference, recipe=recipe, example=self.inputs, quantized_layers=quantized_layers,
             float_layers=float_layers, batches=len(self.batches), target=self.target,
+            quantizer=None if self.quantizer is None else type(self.quantizer).__name__,
         )  # fmt: skip
 
 
@@ -260,6 +278,9 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
         quantized.scores = scores
         return quantized
     assert max_drop is not None
+    if source.quantizer is not None:
+        way = f"let {type(source.quantizer).__name__} leave sensitive modules in float, or leave it out: placements of a target are searched"
+        raise scores.refusal(after, "quantized model", way)
     if isinstance(recipe, BFloat16):
         raise scores.refusal(after, "quantized model", "take the float32 model, or WeightOnly() for its linear layers")
     found = _search(source, recipe, metric, before - max_drop, after)
@@ -311,7 +332,7 @@ def chosen_target(recipe: Quantization, target: Target | None) -> Target:
     alone: Target = "openvino" if isinstance(recipe, BFloat16) else "onnxruntime"
     if target is None:
         return alone
-    if target not in PLACEMENTS:
+    if target not in tuple(PLACEMENTS):
         near = get_close_matches(str(target), PLACEMENTS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(PLACEMENTS)}"
         raise QuantizeError(f"target {target!r} is not known{hint}")
@@ -320,6 +341,43 @@ def chosen_target(recipe: Quantization, target: Target | None) -> Target:
             f"{type(recipe).__name__} has kernels in target {alone!r} alone, got {target!r}: leave target out, or take Int8()"
         )
     return target
+
+
+_MADE_FOR: Mapping[str, Target] = {
+    "X86InductorQuantizer": "inductor", "ArmInductorQuantizer": "inductor", "XNNPACKQuantizer": "executorch",
+}  # fmt: skip
+"""torchao's quantizers by class: what runs what they place."""
+
+
+def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) -> Target:
+    """Return what runs what ``quantizer`` places; QuantizeError where nobody knows, and for settings that it would ignore."""
+    name = type(quantizer).__name__
+    if not isinstance(quantizer, pt2e.Quantizer):
+        raise QuantizeError(f"quantizer must be a Quantizer of torchao.quantization.pt2e, got {quantizer!r}")
+    plain = (
+        Int8(calibration_batches=recipe.calibration_batches, min_sqnr_db=recipe.min_sqnr_db)
+        if isinstance(recipe, Int8)
+        else None
+    )
+    if recipe != plain:
+        raise QuantizeError(
+            f"{name} decides itself what is rounded and how, and would ignore {recipe}: take Int8(), of which calibration_batches and "
+            "min_sqnr_db hold, and configure the quantizer"
+        )
+    if target is not None:
+        return chosen_target(recipe, target)
+    for one in (quantizer, *getattr(quantizer, "quantizers", ())):
+        if type(one).__name__ in _MADE_FOR:
+            return _MADE_FOR[type(one).__name__]
+    raise QuantizeError(f"{name} is not known to be for a runtime: give target=, one of {', '.join(PLACEMENTS)}")
+
+
+def _check_float(model: nn.Module) -> None:
+    if isinstance(model, NamedGraphs):
+        raise QuantizeError(
+            f"the model is a {type(model).__name__}, which is rounded already: quantize the float model, which a QuantizedModel has as "
+            "its reference; a model that was trained with rounding is converted by convert(model)"
+        )
 
 
 def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> PlacementQuantizer:
@@ -348,7 +406,7 @@ def _inputs(
                 f"{type(recipe).__name__} takes ranges of activations from calibration batches, and none were given"
             )
         batches = _batches(calibration, recipe.calibration_batches)
-        return (as_inputs(example) if example is not None else batches[0]), batches
+        return (_in_float32(as_inputs(example)) if example is not None else batches[0]), batches
     if calibration is not None:
         raise QuantizeError(
             f"{type(recipe).__name__} takes no calibration data, and would ignore what was given: leave it out, and give example="
@@ -357,21 +415,24 @@ def _inputs(
         raise QuantizeError(
             f"{type(recipe).__name__} needs example=, inputs on which the model is captured and compared"
         )
-    inputs = as_inputs(example)
+    inputs = _in_float32(as_inputs(example))
     if any(value.is_floating_point() and not value.isfinite().all() for value in inputs):
         raise QuantizeError("the example holds NaN or infinite values: the models cannot be compared on it")
     return inputs, []
 
 
 def _calibrated(
-    graph: GraphModule, batches: Sequence[Inputs], recipe: Int8 | LowBit, target: Target, name: str
+    graph: GraphModule, batches: Sequence[Inputs], quantizer: Any, name: str
 ) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
     """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
-    quantizer = placement(recipe, target)
     with torch.no_grad():
         with quiet():
             prepared = pt2e.prepare(graph, quantizer)
-        if not quantizer.quantized_layers:
+        if not isinstance(quantizer, PlacementQuantizer):
+            quantized_layers, float_layers = _foreign_layers(prepared, type(quantizer).__name__)
+        else:
+            quantized_layers, float_layers = quantizer.quantized_layers, quantizer.float_layers
+        if not quantized_layers:
             raise QuantizeError(
                 f"no layer of {name} can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
@@ -382,7 +443,29 @@ def _calibrated(
         calibration_run.check_ranges()
         with quiet():
             converted = pt2e.convert(prepared)
-    return converted, quantizer.quantized_layers, quantizer.float_layers
+    if any("choose_qparams" in str(node.target) for node in converted.graph.nodes):
+        raise QuantizeError(
+            f"{type(quantizer).__name__} takes ranges of each call, for which torchao's operators have no kernels in any program: take "
+            "DynamicInt8()"
+        )
+    return converted, quantized_layers, float_layers
+
+
+def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], list[str]]:
+    """Return the layers of a graph with observers whose weights a quantizer rounds, and the others; QuantizeError if it rounds none."""
+
+    def observes_weight(node: Node) -> bool:
+        source = node.args[0] if node.op == "call_module" and node.args else None
+        return isinstance(source, Node) and source.op == "get_attr" and stored_tensor(prepared, source).dim() >= 2
+
+    layers = weighted(prepared)
+    rounded = {node for node, _ in layers if any(map(observes_weight, node.all_input_nodes))}
+    if not rounded:
+        raise QuantizeError(
+            f"{quantizer} rounds no layer: configure it for those that the model has, {', '.join(name for _, name in layers)}"
+        )
+    left = [name for node, name in layers if node not in rounded]
+    return [name for node, name in layers if node in rounded], list(dict.fromkeys(left))
 
 
 class Calibration(torch.fx.Interpreter):
@@ -457,6 +540,11 @@ def _place(node: Node) -> str:
     return f"layer {module_name(node)!r} ({node.target})" if module_name(node) else f"the model's own {node.target}"
 
 
+def _in_float32(inputs: Inputs) -> Inputs:
+    """Return ``inputs`` as the float32 copy of a model takes them."""
+    return tuple(value.float() if value.is_floating_point() else value for value in inputs)
+
+
 def accept(found: Mapping[str, Parity], least_db: float) -> float:
     """Return the ratio of the noisiest output; raise QuantizeError if it is below ``least_db``."""
     noisiest = min(found, key=lambda name: found[name].sqnr_db)
@@ -476,7 +564,7 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
     batches: list[Inputs] = []
     for i, batch in enumerate(itertools.islice(calibration, most)):
         try:
-            inputs = as_inputs(batch)
+            inputs = _in_float32(as_inputs(batch))
         except TypeError as error:
             raise QuantizeError(f"calibration batch {i}: {error}") from error
         if any(value.numel() == 0 for value in inputs):

@@ -1,0 +1,91 @@
+"""Quantizers of torchao through `quantize`, and what it refuses of them and of models that are rounded already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
+from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+    X86InductorQuantizer,
+    get_default_x86_inductor_quantization_config,
+)
+from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
+
+from arclight.deploy import Int8, QuantizeError, WeightOnly, quantize
+
+
+def x86(**options: Any) -> Any:
+    return X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config(**options))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(4, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2), nn.Flatten(), nn.Linear(196, 5))
+    return nn.Sequential(*layers).eval()
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.out(self.table(tokens))
+
+
+X = torch.rand(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.arange(20).reshape(4, 5)
+
+
+def test_a_quantizer_is_for_its_runtime_and_layers_are_named(model: nn.Module) -> None:
+    xnnpack = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    for quantizer, target in ((x86(), "inductor"), (xnnpack, "executorch")):
+        found = quantize(model, [X], quantizer=quantizer)
+        assert (found.target, found.quantizer) == (target, type(quantizer).__name__)
+        assert (found.quantized_layers, found.float_layers) == (("0", "4"), ("2",))
+        assert found.sqnr_db > 25
+
+
+def test_embeddings_alone_and_composed() -> None:
+    words = Words().eval()
+    alone = quantize(words, [TOKENS], quantizer=EmbeddingQuantizer(), target="onnxruntime")
+    assert (alone.quantized_layers, alone.float_layers) == (("table",), ("out",))
+    both = quantize(words, [TOKENS], quantizer=ComposableQuantizer([EmbeddingQuantizer(), x86()]))
+    assert (both.target, both.quantized_layers) == ("inductor", ("table", "out"))
+    with pytest.raises(QuantizeError, match="EmbeddingQuantizer is not known to be for a runtime: give target="):
+        quantize(words, [TOKENS], quantizer=EmbeddingQuantizer())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantizer": X86InductorQuantizer()}, "X86InductorQuantizer rounds no layer: .* 0, 2, 4"),
+        ({"quantizer": x86(is_dynamic=True)}, r"takes ranges of each call, .* take DynamicInt8\(\)"),
+        ({"quantizer": "x86"}, "quantizer must be a Quantizer of torchao"),
+        ({"quantizer": x86(), "recipe": Int8(skip=("0",))}, "would ignore Int8"),
+        ({"quantizer": x86(), "recipe": WeightOnly()}, "would ignore WeightOnly"),
+        ({"quantizer": x86(), "metric": lambda m: -float(m(X).std()) - hasattr(m, "recipe"), "max_drop": 0.1}, "let X86InductorQuantizer leave"),
+        ({"target": ["openvino"]}, "is not known"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_or_run_nowhere_is_refused(model: nn.Module, options: Any, message: str) -> None:
+    with pytest.raises(QuantizeError, match=message):
+        quantize(model, [X], **options)
+
+
+def test_a_quantized_model_is_not_quantized_again(model: nn.Module) -> None:
+    quantized = quantize(nn.Sequential(nn.Linear(8, 8)), [torch.rand(4, 8)])
+    with pytest.raises(QuantizeError, match="the model is a QuantizedModel, which is rounded already"):
+        quantize(quantized, [torch.rand(4, 8)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_models_and_data_of_other_types_are_quantized_in_float32(dtype: torch.dtype) -> None:
+    layer, inputs = nn.Sequential(nn.Linear(8, 8)).to(dtype), torch.rand(4, 8).to(dtype)
+    quantized = quantize(layer, [inputs])
+    assert torch.equal(quantized(inputs), quantize(layer.float(), [inputs.float()])(inputs.float()))
