@@ -68,7 +68,7 @@ def quantize(arguments: list[str]) -> None:
         "--max-drop",
         type=float,
         metavar="X",
-        help="refuse a program whose metric on the validation data is lower than the float model's by more",
+        help="keep the fewest layers in float with which the metric on the validation data falls by at most this",
     )
     options, rest, recipe = parse_quantization(parser, arguments)
     _ship(parser, options, rest, recipe)
