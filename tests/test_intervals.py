@@ -26,6 +26,7 @@ from arclight.optim.outer import Outer
 from arclight.optim.settings import ADOPT, QHADOPT, AdamW
 from arclight.recipe import RecipeError, explain, read
 from arclight.text.data.data_settings import Pretrained
+from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
 from arclight.text.settings import LanguageTask
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision.data.mix import MixedData
@@ -52,6 +53,7 @@ REQUIRED: dict[type, dict[str, Any]] = {
         task: {"data": Path("data.yaml")}
         for task in (DetectionTask, SegmentationTask, PoseTask, OrientedDetectionTask, ClassificationTask)
     },
+    **{task: {"train": Path("a.jsonl"), "val": Path("b.jsonl")} for task in (SequenceTask, TokenTask, AnswerTask)},
     MixedData: {"data": Path("more.yaml")}, Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},
 }  # fmt: skip
 Member = tuple[type, tuple[Interval, ...]]

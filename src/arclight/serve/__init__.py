@@ -1,4 +1,4 @@
-"""A detector behind HTTP: photos in, answers, a page to look at them, and an operator's counters out.
+"""Programs behind HTTP: photos, tensors and texts in, answers, a page to look at them, and an operator's counters out.
 
 A program and an address come in through `server`; a request passes `middleware` and `admission` (bounds, queue) and is
 answered in `app`, within the limits of `settings`, and counted in `metrics`. `draining` ends the

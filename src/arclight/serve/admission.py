@@ -32,8 +32,15 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
         return JSONResponse({"error": self.sentence}, status_code=self.status, headers=self.headers)
 
 
-def one_sentence(error: Exception) -> str:
-    """Format an error's message for a client: one line, a capital first and a full stop last."""
+def failure(refusal: Refusal) -> dict[str, Any]:
+    """Return a refusal as clients of OpenAI's API read it."""
+    status = refusal.status
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": refusal.sentence, "type": kind, "param": None, "code": status}}
+
+
+def one_sentence(error: Exception | str) -> str:
+    """Format a message for a client: one line, a capital first and a full stop last."""
     text = " ".join(str(error).split())
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from arclight import __version__
-from arclight.serve.admission import Buffered, Refusal, Turn, Workers, image_bytes, read_body
+from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.settings import Limits, check_key
@@ -23,10 +24,13 @@ from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer, wa
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
+    from arclight.serve.tasks.scheduler import Scheduler
+    from arclight.serve.tasks.text import ChatRequest, CompletionRequest
 
 T = TypeVar("T")
 OBJECT_DETECTION = "/v1/object-detection/{model}"
 INFER = "/v2/models/{model}/infer"
+TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +84,15 @@ TENSORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model by name: a detector answers photos, a program plain tensors; it may be both."""
+    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text."""
 
     name: str
     precision: str = "unknown"
     detector: Detect | None = None
     program: Program | None = None
+    text: Scheduler | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When it was loaded, seconds since 1970."""
 
 
 def create_app(
@@ -121,10 +128,15 @@ def build_app(models: Sequence[ServedModel], limits: Limits, access: Access) -> 
                 model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
             elif model.program is not None:
                 warm_up(model.program)
+            if model.text is not None:
+                model.text.start()
         service.start()
         yield
         service.drain()
         service.workers.close()
+        for model in models:
+            if model.text is not None:
+                model.text.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
     app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -146,6 +158,8 @@ def build_app(models: Sequence[ServedModel], limits: Limits, access: Access) -> 
 
     add_photo_routes(app, service)
     add_tensor_routes(app, service)
+    if any(model.text is not None for model in models):
+        add_text_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     app.add_middleware(Admittance, access=access)
     app.add_middleware(Lingering, linger_s=limits.linger_s)
@@ -160,7 +174,9 @@ def addresses(service: Service) -> dict[str, Address]:
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}
-    return found
+    generating = [name for name, model in service.models.items() if model.text is not None]
+    name = generating[0] if len(generating) == 1 else "text"  # which of several the request asks is in its body
+    return found | ({path: Address(path, name) for path in TEXT} if generating else {})
 
 
 class Service:
@@ -192,8 +208,15 @@ class Service:
     def program(self, name: str) -> Program:
         """Return the program of a model; raises Refusal 404."""
         if (program := self._model(name).program) is None:
-            raise Refusal(404, f"{name} takes no tensors; photos go to POST /detect.")
+            where = "texts go to POST /v1/completions" if self._model(name).text else "photos go to POST /detect"
+            raise Refusal(404, f"{name} takes no tensors; {where}.")
         return program
+
+    def text(self, name: str) -> Scheduler:
+        """Return what generates the texts of a model; raises Refusal 404."""
+        if (scheduler := self._model(name).text) is None:
+            raise Refusal(404, f"{name} generates no text; GET /v1/models lists the models that do.")
+        return scheduler
 
     def _model(self, name: str) -> ServedModel:
         if name not in self.models:
@@ -282,10 +305,52 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})
 
 
-async def refuse(_: Request, refusal: Exception) -> Response:
-    """Answer a request that was turned down."""
+def add_text_routes(app: FastAPI, service: Service) -> None:
+    """Add OpenAI's protocol."""
+    from arclight.serve.tasks import text  # which imports torch
+
+    async def answered(request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
+        asked = await service.run(
+            request, "text", lambda body, _: text.decode(body, kind, service.text, service.limits)
+        )  # fmt: skip
+        return await text.answer(asked, Turn(service.limits.deadline_s), disconnected(request))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the models that generate text."""
+        return text.listed({name: model.created for name, model in service.models.items() if model.text is not None})
+
+    @app.get("/v1/models/{model}", responses={404: {}})
+    async def model_of_text(model: str) -> dict[str, Any]:
+        """Describe a model that generates text."""
+        service.text(model)
+        return text.described(model, service.models[model].created)
+
+    @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue texts, whole or streamed by server-sent events."""
+        return await answered(request, text.CompletionRequest)
+
+    @app.post(TEXT[1], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat by the model's template, whole or streamed by server-sent events."""
+        return await answered(request, text.ChatRequest)
+
+    @app.post(TEXT[2], responses={400: {}})
+    async def embeddings() -> None:
+        """Refuse: no program that this version exports gives embeddings."""
+        raise Refusal(400, "No program that is served here gives embeddings; language programs give text only.")
+
+
+TEXT_REFUSALS: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 429, 500, 503)}
+
+
+async def refuse(request: Request, refusal: Exception) -> Response:
+    """Answer a request that was turned down, in the form of its protocol."""
     assert isinstance(refusal, Refusal)
-    return refusal.response()
+    if request.url.path not in TEXT and not request.url.path.startswith("/v1/models"):
+        return refusal.response()
+    return JSONResponse(failure(refusal), status_code=refusal.status, headers=refusal.headers)
 
 
 async def refuse_address(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from arclight.deploy.programs.folder import Trusted
+    from arclight.serve.app import ServedModel
 
 STARTUP_FAILED = 3
 """Exit status if the application does not start, as uvicorn's own command has it."""
@@ -36,14 +37,14 @@ def serve(
     insecure: bool = False,
     trusted: Trusted | None = None,
 ) -> None:
-    """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
+    """Serve deployed programs until SIGINT or SIGTERM; requests in progress are finished first.
 
     After SIGTERM the server reports that it is not ready and takes requests for ``limits.drain_s`` more.
 
-    A mapping of names to paths serves several programs, of any task: detectors answer photos, every program answers
-    tensors at ``/v2/models/NAME/infer``. Raises ProgramError where a lone ``program_path`` is not a detector's program or
-    one of several cannot be loaded, ValueError for a name that no address can have, and AddressError where ``host`` and
-    ``port`` cannot be listened on.
+    A mapping of names to paths serves several programs, of any task: detectors answer photos, language programs texts by
+    OpenAI's protocol, every other program tensors at ``/v2/models/NAME/infer``, detectors as well. Raises ProgramError where a
+    lone ``program_path`` neither detects nor generates text or one of several cannot be loaded, ValueError for a name that no
+    address can have, and AddressError where ``host`` and ``port`` cannot be listened on.
 
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY``; an address that other machines
     reach needs a key, or ``insecure``, else ValueError. On loopback the Host header must name loopback, so that no web page
@@ -53,10 +54,8 @@ def serve(
     check_access(host, api_key, insecure=insecure)
     require("fastapi", extra="serve")
     require("prometheus_client", extra="serve")
-    from arclight.deploy import Program
-    from arclight.serve.app import ServedModel, build_app
+    from arclight.serve.app import build_app
     from arclight.serve.middleware import Access
-    from arclight.vision.tasks.processing import load_detector_program
 
     limits = limits or Limits()
     several = isinstance(program_path, Mapping)
@@ -71,15 +70,32 @@ def serve(
                 f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
             )
     with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
-        models = []
-        for name, path in paths.items():
-            program = Program.load(path, trusted=trusted) if several else load_detector_program(path, trusted=trusted)
-            detects = program.metadata.get("task") == "detect"
-            detector = program.predict_one if detects else None
-            models.append(ServedModel(name=name, precision=program.precision, detector=detector, program=program))
+        models = [load(name, Path(path), limits, lone=not several, trusted=trusted) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), api_key=api_key)
         app = build_app(models, limits, access)
         run(app, host=host, port=port, limits=limits, listening=listening, has_key=api_key is not None)
+
+
+def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
+    """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
+    from arclight.deploy import Program
+    from arclight.serve.app import ServedModel
+
+    program = Program.load(path, trusted=trusted)
+    task = program.metadata.get("task")
+    if lone and task not in ("detect", "language"):
+        from arclight.deploy import ProgramError
+
+        raise ProgramError(
+            f"{path} is not a detector (its task is {task!r}) and generates no text: serve it by a name, as {path.stem}={path}"
+        )
+    if task == "language":
+        from arclight.serve.tasks.scheduler import Scheduler
+
+        text = Scheduler(program, streams=limits.streams, queue=limits.queue)
+        return ServedModel(name=name, precision=program.precision, text=text)
+    detector = program.predict_one if task == "detect" else None
+    return ServedModel(name=name, precision=program.precision, detector=detector, program=program)
 
 
 def check_access(host: str, api_key: str | None, *, insecure: bool) -> None:
@@ -156,6 +172,8 @@ def run(
     )
     with listening or listen(host, port) as reserved:
         number = reserved.getsockname()[1]
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux; connections inherit it
+            reserved.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.reader_stall_s * 1000))
         try:
             reserved.listen()  # who connects before the application has started waits for it
         except OSError as error:  # two that start at once may both reserve an address; one of them listens first

@@ -26,15 +26,19 @@ class Limits:
     """Requests worked on at the same time, each in a thread."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
+    streams: int = 8
+    """Texts that a language model generates at the same time; ``queue`` more wait for it."""
     deadline_s: float = 10.0
     """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
-    a worker in time is answered 429 or 503."""
+    a worker in time is answered 429 or 503. Of texts, the time until they are begun."""
     body_idle_s: float = 10.0
     """Longest pause within an upload, seconds."""
     body_total_s: float = 60.0
     """Longest upload, seconds."""
     linger_s: float = 20.0
     """How long the rest of a refused upload is read and dropped, seconds, so that its sender gets to see the answer."""
+    reader_stall_s: float = 60.0
+    """How long a client may take nothing of an answer before its connection is closed, seconds (on Linux)."""
     connections: int = 512
     """Open connections; beyond them a client is answered 503."""
     drain_s: float = 1.0

@@ -62,12 +62,15 @@ def generate(
     positions; FloatingPointError where logits are not numbers. Modules are in evaluation mode while the model runs, and as they were
     in between.
     """
-    settings = _Settings.of(dict(options))
+    settings = GenerationSettings.of(dict(options))
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    ids = [_prompt(prompt, tokenizer, settings.bos) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+    ids = [
+        encode_prompt(prompt, tokenizer, settings.bos)
+        for prompt in ([prompts] if isinstance(prompts, str) else prompts)
+    ]
     run: _Run = ProgramRun(model) if isinstance(model, Program) else _DecoderRun(model)
-    _check(ids, run, max_new_tokens)
+    check_lengths(ids, run, max_new_tokens)
     pieces = _pieces(run, tokenizer, ids, max_new_tokens, settings)
     if stream:
         return (row[0] for row in pieces) if isinstance(prompts, str) else pieces
@@ -76,7 +79,9 @@ def generate(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
+class GenerationSettings:
+    """Options of `generate`, validated."""
+
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
@@ -86,7 +91,7 @@ class _Settings:
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> _Settings:
+    def of(cls, options: dict[str, Any]) -> GenerationSettings:
         known = [option.name for option in fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
             raise TypeError(f"generate has no option {unknown[0]!r}; it knows {', '.join(known)}")
@@ -109,7 +114,7 @@ class _Settings:
         return settings
 
 
-def _prompt(prompt: str | list[int] | Tensor, tokenizer: Tokenizer, bos: bool) -> list[int]:
+def encode_prompt(prompt: str | list[int] | Tensor, tokenizer: Tokenizer, bos: bool) -> list[int]:
     """Encode one prompt; a row of a tensor of ids counts as a list."""
     if isinstance(prompt, Tensor) and prompt.ndim == 1:
         prompt = prompt.tolist()
@@ -169,7 +174,8 @@ class _DecoderRun:
         self._cache.keep(rows)
 
 
-def _check(ids: list[list[int]], run: _Run, new: int) -> None:
+def check_lengths(ids: list[list[int]], run: _Run, new: int) -> None:
+    """Raise ValueError for tokens that the model does not know, and for more tokens than it has positions."""
     for number, prompt in enumerate(ids):
         unknown = next((token for token in prompt if not 0 <= token < run.vocab_size), None)
         if unknown is not None:
@@ -210,7 +216,7 @@ def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: floa
     return tokens.gather(-1, place)[:, 0]
 
 
-class _Answer:
+class AnswerText:
     """Text of one answer, which withholds what may still become part of a text of ``stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: list[int]) -> None:
@@ -242,7 +248,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _pieces(
-    run: _Run, tokenizer: Tokenizer, ids: list[list[int]], new: int, settings: _Settings
+    run: _Run, tokenizer: Tokenizer, ids: list[list[int]], new: int, settings: GenerationSettings
 ) -> Generator[list[str]]:  # fmt: skip
     if not ids:
         return
@@ -253,7 +259,7 @@ def _pieces(
     run.start(padding, longest + new)
     random = torch.Generator()  # on the CPU: the same draws for any device
     random.seed() if settings.seed is None else random.manual_seed(settings.seed)
-    answers = [_Answer(tokenizer, settings.stop, prompt) for prompt in ids]
+    answers = [AnswerText(tokenizer, settings.stop, prompt) for prompt in ids]
     rows = list(range(len(ids)))
     never = [token for token in run.placeholders if token < tokenizer.vocab_size]
     for step in range(new):

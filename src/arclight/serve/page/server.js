@@ -22,12 +22,7 @@ function askForKey(wasWrong) {
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    const send = () => dialog.close("send");
-    const cancel = () => dialog.close("");
-    const enter = (event) => { if (event.key === "Enter") send(); };
-    document.getElementById("key-send").onclick = send;
-    document.getElementById("key-cancel").onclick = cancel;
-    field.onkeydown = enter;
+    document.getElementById("key-cancel").onclick = () => dialog.close("");
     // a header takes printable ASCII only
     dialog.onclose = () => resolve(dialog.returnValue === "send" ? field.value.replace(/[^!-~]/g, "") : null);
   });

@@ -1,1 +1,5 @@
-"""Answer requests by task: `detection` takes photos, `tensors` plain tensors of any program (Open Inference Protocol)."""
+"""Answer requests by task.
+
+`detection` takes photos, `tensors` plain tensors of any program (Open Inference Protocol), `text` prompts and chats (OpenAI's API),
+whose texts `scheduler` generates together.
+"""
