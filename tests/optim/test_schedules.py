@@ -104,6 +104,8 @@ def test_phases_that_do_not_fit_are_refused() -> None:
     ):
         WSD(warmup=0.6, decay=0.6).build(optimizer, 10)
     WSD(warmup=0.5, decay=0.5).build(optimizer, 10)
+    with pytest.raises(ValueError, match=r"needs an end: set trainer\.max_steps"):
+        WSD().build(optimizer, float("inf"))
     for wrong in (lambda: WSD(final=-1.0), lambda: InverseSqrt(timescale=-3), lambda: Cosine(rewarm=-1)):
         with pytest.raises(ValueError, match="need"):
             wrong()

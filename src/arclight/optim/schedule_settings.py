@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -35,21 +36,25 @@ class _Schedule(Checked):
                 f"tokens = {self.tokens} and seconds = {self.seconds}: a schedule runs over one; leave one out"
             )
 
-    def build(self, optimizer: torch.optim.Optimizer, total_steps: int, counts_tokens: bool = False) -> FactorSchedule:
+    def build(
+        self, optimizer: torch.optim.Optimizer, total_steps: float, counts_tokens: bool = False
+    ) -> FactorSchedule:  # fmt: skip
         """Return a scheduler to be stepped after each of ``total_steps`` optimizer steps.
 
-        counts_tokens: whether the caller reports tokens to `FactorSchedule.advance`. Raises ValueError for phases that do not fit,
-        and for a schedule over tokens that nobody counts.
+        counts_tokens: whether the caller reports tokens to `FactorSchedule.advance`. Raises ValueError for a run without an end
+        (infinitely many steps), for phases that do not fit, and for a schedule over tokens that nobody counts.
         """
         from arclight.optim import schedules
 
+        if total_steps == math.inf:
+            raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
         if self.tokens is not None and not counts_tokens:
             raise ValueError(
                 f"tokens = {self.tokens}: this task counts no tokens; give seconds, or leave it out for steps"
             )
         unit: schedules.Unit = "tokens" if self.tokens else "seconds" if self.seconds else "steps"
         scale = schedules.TICKS_PER_SECOND if self.seconds else 1
-        total = self.tokens or (max(1, round(self.seconds * scale)) if self.seconds else total_steps)
+        total = self.tokens or (max(1, round(self.seconds * scale)) if self.seconds else int(total_steps))
         given: dict[str, Any] = {k: v for k, v in asdict(self).items() if k not in ("rewarm", "tokens", "seconds")}
         given |= {k: given[k] * scale for k in ("warmup", "decay", "timescale") if isinstance(given.get(k), int)}
         phases: dict[str, int] = {

@@ -156,9 +156,7 @@ class LanguageModel(Module):
         names = (name for names in everyones for name in names)
         optimizer = self.settings.optimizer.build(parameters.items(), names, scale_of(self.config))
         steps = self.trainer.estimated_stepping_batches
-        if steps == math.inf:
-            raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-        schedule = self.settings.schedule.build(optimizer, int(steps), counts_tokens=True)
+        schedule = self.settings.schedule.build(optimizer, steps, counts_tokens=True)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:

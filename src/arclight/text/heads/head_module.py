@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +81,8 @@ class HeadModule(Module):
     def configure_optimizers(self) -> dict[str, Any]:
         parameters = dict(self.named_parameters())
         optimizer = self.optimizer_settings.build(parameters.items(), iter(parameters), scale_of(self.model.config))
-        steps = self.trainer.estimated_stepping_batches
-        if steps == math.inf:
-            raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-        return {
-            "optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule_settings.build(optimizer, int(steps)), "interval": "step"},
-        }  # fmt: skip
+        schedule = self.schedule_settings.build(optimizer, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(self(batch["tokens"]), batch)
@@ -95,17 +90,15 @@ class HeadModule(Module):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        logits = self(batch["tokens"])
-        self._log_loss("val", logits, batch)
-        self.outcomes |= self.judge(logits.float(), batch)
+        self._judge("val", batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        logits = self(batch["tokens"])
-        self._log_loss("test", logits, batch)
-        self.outcomes |= self.judge(logits.float(), batch)
+        self._judge("test", batch)
 
-    def _log_loss(self, stage: str, logits: Tensor, batch: dict[str, Tensor]) -> None:
+    def _judge(self, stage: str, batch: dict[str, Tensor]) -> None:
+        logits = self(batch["tokens"])
         self.log(f"{stage}/loss", self.loss(logits, batch), batch_size=len(logits), sync_dist=True)
+        self.outcomes |= self.judge(logits.float(), batch)
 
     def on_validation_epoch_end(self) -> None:
         self._score("val")

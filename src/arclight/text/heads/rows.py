@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -174,8 +174,12 @@ class HeadData(DataModule):
         return tuple(sorted({label for row in self.train_rows for label in row.labels}))
 
     def _read(self, path: Path) -> list[Any]:
-        read: Any = read_squad if self.task.kind == "answer" else read_words
-        found: list[Any] = (read_texts if self.task.kind == "sequence" else read)(path)
+        readers: dict[str, Callable[[Path], list[Any]]] = {
+            "sequence": read_texts,
+            "token": read_words,
+            "answer": read_squad,
+        }
+        found = readers[self.task.kind](path)
         if not found:
             raise SourceError(f"{path} has no rows")
         return found
