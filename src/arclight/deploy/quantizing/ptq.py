@@ -287,30 +287,37 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
     if found is None:
         way = f"to keep all layers but one in float does not mend it. {_way_out(recipe, source.target)}"
         raise scores.refusal(after, "quantized model", way)
-    log.info("%d layers stay in float for max_drop=%g: %s", len(found.kept), max_drop, ", ".join(found.kept))
-    quantized = source.quantized(_keeping(recipe, found.kept))
-    last = next(one.score for one in reversed(found.evaluations) if one.float_layers == len(found.kept))
-    quantized.scores = replace(scores, quantized_model=last, search=found)
+    fewest, quantized, score = found
+    log.info("%d layers stay in float for max_drop=%g: %s", len(fewest.kept), max_drop, ", ".join(fewest.kept))
+    quantized.scores = replace(scores, quantized_model=score, search=fewest)
     return quantized
 
 
 def _search(
     source: _Source, recipe: _Skippable, metric: Metric, least: float, first: float
-) -> Search | None:  # fmt: skip
-    """Rank the layers that ``skip`` can name, and find the fewest that must stay in float."""
+) -> tuple[Search, QuantizedModel, float] | None:  # fmt: skip
+    """Rank the layers that ``skip`` can name, and find the fewest that must stay in float; return that model and its score, too."""
     graph, quantized_layers, _ = source.rounded(recipe)
     names = {module_name(node) for node in graph.graph.nodes}
     sensitivity = noise_by_layer(
         graph, [name for name in quantized_layers if name in names], source.judged, source.parts
     )
 
+    newest: list[
+        tuple[QuantizedModel, float]
+    ] = []  # that is good enough: each has fewer layers in float than the one before
+
     def score(kept: tuple[str, ...]) -> float:
-        found = float(metric(source.quantized(_keeping(recipe, kept))))
+        model = source.quantized(_keeping(recipe, kept))
+        found = float(metric(model))
         _check_finite(found, f"model with {len(kept)} layers in float")
         log.info("%d of %d layers in float: the metric is %.6g", len(kept), len(sensitivity), found)
+        if found >= least:
+            newest[:] = [(model, found)]
         return found
 
-    return search(sensitivity, score, least, first)
+    fewest = search(sensitivity, score, least, first)
+    return None if fewest is None else (fewest, *newest[0])
 
 
 def _keeping(recipe: _Skippable, kept: Sequence[str]) -> _Skippable:
