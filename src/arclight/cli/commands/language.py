@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
 from arclight.cli.runs import load_language_model
+from arclight.text.evaluation.suite_settings import MODES
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -33,7 +34,9 @@ def names_program(words: list[str]) -> bool:
 
 def _load(path: Path, trusted: list[str] | None) -> tuple[Decoder | Program, Tokenizer]:
     """Load what generates text, a run or a program, and its tokenizer."""
-    if names_program([str(path)]):
+    from arclight.deploy.programs.folder import description
+
+    if path.suffix == ".onnx" or description(path) is not None:
         from arclight.deploy import Program
         from arclight.text.language_program import tokenizer_of
 
@@ -108,7 +111,7 @@ def answer(arguments: list[str]) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--suite", type=Path, metavar="FILE", help="a suite of question sets (.toml or .yaml)")
     asked.add_argument("--questions", type=Path, metavar="FILE", help="one set: a .jsonl, .csv or .parquet file")
-    formats = ("hellaswag", "arc", "mmlu", "mmlu-pro", "commonsenseqa", "piqa")
+    formats = [kind for kind, modes in MODES.items() if modes != ("generate",)]
     parser.add_argument("--format", choices=formats, help="of --questions: their format")
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="choices per batch (default: 16, or what the suite says)"
