@@ -264,7 +264,7 @@ class ServerMasks:
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
         """Return a client's in a round."""
         travel, masks = self.whole(weights), self._federation.masks
-        if masks.experts is None and masks.head_experts is None:
+        if not masks.splits_experts:
             return travel
         place = self._place(client)
         if place is None:
