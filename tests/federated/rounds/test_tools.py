@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -203,9 +204,12 @@ def test_a_run_begins_with_a_centralised_checkpoint_and_ends_as_one(tmp_path: Pa
 def test_a_fork_begins_where_the_round_was(finished: Path, tmp_path: Path) -> None:
     for name in ("looked at", "run"):
         tools.fork(finished, tmp_path / name, 2)
+    committed: list[RoundCommitted] = []
     with Server(settings(), folder=tmp_path / "looked at").opened():
-        records = list(read_journal(tmp_path / "looked at"))
-    assert [(one.round, one.clock) for one in records if isinstance(one, RoundCommitted)] == [(2, 6)]
+        until = time.monotonic() + 30
+        while not committed and time.monotonic() < until:  # the run writes in a thread of its own
+            committed = [one for one in read_journal(tmp_path / "looked at") if isinstance(one, RoundCommitted)]
+    assert [(one.round, one.clock) for one in committed] == [(2, 6)]
     rounds = Server(settings(), folder=tmp_path / "run").run(clients())
     assert [(here.round, here.clock) for here in rounds[-2:]] == [(2, 6), (3, 9)]
 
