@@ -61,11 +61,12 @@ class Server:
 
 @contextmanager
 def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any) -> Iterator[Server]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with started([program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments], port) as server:
-        yield server
+    with socket.socket() as reserved:  # held, so that no other process gets the port before the server listens
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        with started([program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments], port) as server:
+            yield server
 
 
 @contextmanager
@@ -78,7 +79,7 @@ def started(words: list[str], port: int, cwd: Path | None = None) -> Iterator[Se
             try:
                 assert server.get("/health").json()["ready"]
                 break
-            except httpx.NetworkError:  # none listens yet, or one of another test did and ends
+            except httpx.ConnectError:
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.05)
         yield server

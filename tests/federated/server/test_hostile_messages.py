@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -182,7 +183,7 @@ def test_several_hostile_fields_together(data: st.DataObject, tmp_path_factory: 
                 within: Any = table
                 for key in at[:-1]:
                     within = within[key]
-                within[at[-1]] = data.draw(st.sampled_from(HOSTILE))
+                within[at[-1]] = copy.deepcopy(data.draw(st.sampled_from(HOSTILE)))  # the next draw may change it
             aim.say(table)
 
 
