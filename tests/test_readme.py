@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests import warm
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -170,8 +170,7 @@ def test_federated_across_processes(by: str, tmp_path: Path) -> None:
     small_recipes(tmp_path)
     recipe = tmp_path / "recipes/fed-lm.toml"
     recipe.write_text(smaller(recipe.read_text(), {"rounds = 8": "rounds = 2", "local_steps = 25": "local_steps = 2"}))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     script = block("sh", "docs/federated.md").replace("8470", str(port))
     said = run(["bash", "-ec", script], tmp_path) if by == "shell" else carried_out(script, tmp_path)
     assert "node site-b is done: all 2 rounds are done" in said

@@ -14,7 +14,6 @@ import multiprocessing as mp
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
+
+from tests.ports import free_port
 
 PRELOADED = [
     "pytest", "numpy", "pydantic", "pydantic.main", "rich.console", "rich.live", "rich.progress",
@@ -141,8 +142,7 @@ def start_ranks(
     stack: ExitStack, count: int, *words: str | Path, env: Mapping[str, str] | None = None
 ) -> list[Program]:
     """A program in ``count`` processes that meet as under torchrun, until ``stack`` is closed; by rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     given = dict(os.environ if env is None else env)
     given |= {
         "MASTER_ADDR": "127.0.0.1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.ports import free_port
 from tests.waiting import patiently
 
 from arclight.fabric.distributed import rendezvous
@@ -54,8 +54,7 @@ def test_every_attempt_gets_a_name_of_its_own(lost: list[int]) -> None:
 @pytest.mark.parametrize(("came", "missing"), [([0], "rank 1, 2"), ([0, 2], "rank 1"), ([1], "rank 0")])
 def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
     def check(seconds: float) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         said: dict[int, str] = {}
 
         def join(rank: int) -> None:

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the helpers beside the tests
@@ -61,12 +62,9 @@ class Server:
 
 @contextmanager
 def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any) -> Iterator[Server]:
-    with socket.socket() as reserved:  # held, so that no other process gets the port before the server listens
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        with started([program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments], port) as server:
-            yield server
+    port = free_port()
+    with started([program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments], port) as server:
+        yield server
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests import warm
+from tests.ports import free_port
 from tests.serve.conftest import started
 from tests.serve.test_program import exported
 from tests.test_readme import block
@@ -25,8 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
     (path / "export.py").write_text(block("python", GUIDE))
     warm.run("export.py", cwd=path, timeout=600, check=True)
     (path / "cli.py").write_text(CLI)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = shlex.split(block("sh", GUIDE).replace("8000", str(port)))
     assert words[0] == "arclight"
     with started(["cli.py", *words[1:]], port, cwd=path):

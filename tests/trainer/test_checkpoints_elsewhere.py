@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from tests import warm
+from tests.ports import free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -181,12 +181,6 @@ def store() -> Iterator[str]:
             fsspec.get_filesystem_class("s3").clear_instance_cache()
             server.terminate()
             server.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def await_server(server: subprocess.Popen[bytes], endpoint: str) -> None:

@@ -6,7 +6,6 @@ import logging
 import multiprocessing as mp
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from tests import warm
 from tests.federated.fakes import Quadratic
+from tests.ports import free_port
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -52,11 +52,6 @@ def serve(settings: Federation, folder: Path, port: int, used: list[tuple[int, s
     server = Server(settings, weights, folder=folder, inject=inject if used is not None else None)
     server.serve(Listening(port=port), ready=lambda http: told.send(("ready", time.monotonic() - began)))
     told.send(("done", None))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @dataclass
