@@ -16,7 +16,8 @@ from arclight.fabric.errors import SIGTERMException
 from arclight.trainer import Callback
 
 if TYPE_CHECKING:
-    from arclight.trainer import Module, Trainer
+    from arclight.trainer import Module, RunFolder, Trainer
+    from arclight.trainer.run.paths import RunPaths
 
 
 class Interruption(Callback):
@@ -57,14 +58,14 @@ class Interruption(Callback):
             self._before = None
 
     @contextmanager
-    def explained(self, trainer: Trainer, command: str) -> Iterator[None]:
+    def explained(self, run: RunPaths, command: str) -> Iterator[None]:
         """Turn an end by ctrl-C into a KeyboardInterrupt that names what is kept, and how to resume."""
         try:
             yield
         except (KeyboardInterrupt, SIGTERMException) as end:
             if isinstance(end, SIGTERMException) and not self.asked:
                 raise  # asked for by somebody else, who gets the status of SIGTERM
-            raise KeyboardInterrupt(kept(trainer, command)) from None
+            raise KeyboardInterrupt(kept(run.opened, command)) from None
 
 
 @contextmanager
@@ -88,11 +89,10 @@ def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def kept(trainer: Trainer, command: str) -> str:
+def kept(run: RunFolder | None, command: str) -> str:
     """Say which checkpoint of an interrupted run is the newest, and how to go on from it."""
     from arclight.checkpoint import find_last, inspect
 
-    run = trainer.paths.opened
     found = find_last(run.path / "checkpoints") if run is not None and (run.path / "checkpoints").is_dir() else None
     if run is None or found is None:
         return "there is no checkpoint yet to resume from"

@@ -85,7 +85,7 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
     record, interruption = ConfigRecord(text, run.model.target), Interruption()
     trainer = make_trainer(run, callbacks=[*callbacks(run), record, RunReport(), interruption], run_folder=folder)
     again = f"arclight train {run.model.target} --config {{run}}/config.toml --ckpt_path {{run}}"
-    with interruption.explained(trainer, again):
+    with interruption.explained(trainer.paths, again):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     report_places(trainer)
 

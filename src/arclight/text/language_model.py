@@ -39,6 +39,7 @@ from arclight.trainer.throughput import compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
     from arclight.deploy.deployment import Deployment
+    from arclight.fabric.strategies.base import Strategy
     from arclight.trainer import Trainer
 
 
@@ -327,15 +328,15 @@ class TokenThroughput(Callback):
         self.tokens += batch["tokens"].numel()
         every = trainer.log_every_n_steps
         if every and trainer.window.count == 0 and trainer.global_step % every == 0 and self.tokens:
-            self._log(trainer, pl_module)
+            self._log(trainer.strategy, pl_module)
             self._reset()
         self.free_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._reset()  # what was measured so far has a validation in it
 
-    def _log(self, trainer: Trainer, module: LanguageModel) -> None:
-        strategy, seconds = trainer.strategy, time.perf_counter() - self.since
+    def _log(self, strategy: Strategy, module: LanguageModel) -> None:
+        seconds = time.perf_counter() - self.since
         readers = strategy.distributed_sampler_kwargs["num_replicas"]
         rate = self.tokens * readers / seconds
         of_device = rate / strategy.world_size * module.flops_per_token

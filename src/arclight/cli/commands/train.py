@@ -46,7 +46,7 @@ def train(arguments: list[str]) -> None:
     interruption = Interruption()
     parts = [*callbacks(recipe), RunRecord(recipe), RunReport(), interruption]
     trainer = make_trainer(recipe, callbacks=parts, run_folder=folder)
-    with interruption.explained(trainer, "arclight train --resume {run}"), Preparation():
+    with interruption.explained(trainer.paths, "arclight train --resume {run}"), Preparation():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return report_places(trainer)
 

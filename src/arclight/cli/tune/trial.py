@@ -103,7 +103,7 @@ def _train(search: Search, trial: Any, values: dict[str, Any], folder: Path) -> 
         callbacks=[*callbacks(run), record, RunReport(f"{search.folder.name}, trial {trial.number}"), report, *own],
         run_folder=place,
     )
-    with interruption.explained(trainer, "{run}"):
+    with interruption.explained(trainer.paths, "{run}"):
         trainer.fit(module, datamodule=data)
     if report.stopped:
         raise optuna.TrialPruned

@@ -35,10 +35,14 @@ from arclight.trainer.checkpoint.named_state import (
     named_tensors,
     optimizer_state_names,
 )
+from arclight.trainer.loop.progress import Progress as LoopProgress
 from arclight.trainer.loop.progress import StopRun
 from arclight.trainer.loop.schedulers import StepSync
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from arclight.fabric.strategies.base import Strategy
     from arclight.federated.clients.learner import Progress, Tensors
     from arclight.federated.protocol import Fit
     from arclight.trainer.module import Module
@@ -126,7 +130,9 @@ class RoundCallback(Pause):
                 "this trainer belongs to a federation's client: its fits are begun by RoundCallback.begin"
             )
         if self._at is None:
-            self._load_round_weights(trainer, pl_module, order)
+            counts = {"samples": trainer.progress.samples, "tokens": trainer.progress.tokens}
+            self._at = Position(**{**asdict(Position.of(order)), "counts": counts})
+            self._load_round_weights(pl_module, trainer.optimizers, order)
         self._freeze(pl_module)
         if self._done >= order.steps:
             self.state = None  # random states are not taken up yet: the file has what this would be
@@ -135,11 +141,7 @@ class RoundCallback(Pause):
         self._start = trainer.global_step - self._done
         super().on_train_start(trainer, pl_module)
 
-    def _load_round_weights(self, trainer: Trainer, module: Module, order: Fit) -> None:
-        progress = trainer.progress
-        self._at = Position(
-            **{**asdict(Position.of(order)), "counts": {"samples": progress.samples, "tokens": progress.tokens}}
-        )
+    def _load_round_weights(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> None:
         last, travel = self._last, self._policy.travel
         before = None if last is None else last.round if last.run == order.run else order.round
         taken = keys_to_load(self._weights, self._policy, order.round, before)
@@ -148,14 +150,14 @@ class RoundCallback(Pause):
         if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
             load_parameters(module, reset_randomised(module, self._policy, order.seed))
         if self._policy.reset_optimizer:
-            for optimizer in trainer.optimizers:
+            for optimizer in optimizers:
                 optimizer.state.clear()
         moment_keys = [key for key in taken if not key.startswith(MODEL)]
         came = moments_by_state(select_for_module(module, self._weights, moment_keys, travel))
         for state, moments in came.items():
-            load_optimizer_state(module, trainer.optimizers, state, moments, order.clock)
+            load_optimizer_state(module, optimizers, state, moments, order.clock)
         if came:
-            clamp_adam_moments(trainer.optimizers)
+            clamp_adam_moments(optimizers)
         self._clock.set(order.clock)
 
     def _freeze(self, module: Module) -> None:
@@ -202,26 +204,23 @@ class RoundCallback(Pause):
 
     # -- what comes out ----------------------------------------------------------------------------------------------
 
-    def keys(self, trainer: Trainer, order: Fit) -> list[str]:
+    def keys(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> list[str]:
         """List the keys to send, in an order that all processes have alike."""
-        module, travel = trainer.lightning_module, self._policy.travel
+        travel = self._policy.travel
         names = trained_names(module)
         moments = [
-            f"{s}/{n}"
-            for s in travel.moments
-            for n in optimizer_state_names(module, trainer.optimizers, s)
-            if n in set(names)
+            f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(module, optimizers, s) if n in set(names)
         ]
         return travel.up([*(MODEL + name for name in names), *moments], order.round)
 
-    def counts(self, trainer: Trainer) -> dict[str, int]:
+    def counts(self, progress: LoopProgress, strategy: Strategy) -> dict[str, int]:
         """Count samples and tokens of the round, of all processes. A collective."""
         assert self._at is not None
-        done = {"samples": trainer.progress.samples, "tokens": trainer.progress.tokens}
+        done = {"samples": progress.samples, "tokens": progress.tokens}
         mine = {name: done[name] - self._at.counts.get(name, 0) for name in done}
-        if not trainer.strategy.counts:
+        if not strategy.counts:
             return mine
-        return {name: sum(each[name] for each in trainer.strategy.all_gather_object(mine)) for name in mine}
+        return {name: sum(each[name] for each in strategy.all_gather_object(mine)) for name in mine}
 
 
 class ModuleTensors(Mapping[str, torch.Tensor]):

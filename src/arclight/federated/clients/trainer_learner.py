@@ -173,12 +173,13 @@ class TrainerLearner:
                 f"the client's Trainer came to its end after {done} of {order.steps} steps of round {order.round} ({limits}): raise its "
                 "limits, or leave them to the federation"
             )
-        counts = self._callback.counts(trainer)
+        counts = self._callback.counts(trainer.progress, trainer.strategy)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if trainer.last_loss is not None:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
+        keys = self._callback.keys(trainer.lightning_module, trainer.optimizers, order)
         try:
-            tensors = ModuleTensors(trainer, self._callback.keys(trainer, order), LocalPolicy.of(order).travel.numbers)
+            tensors = ModuleTensors(trainer, keys, LocalPolicy.of(order).travel.numbers)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)

@@ -15,6 +15,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import Run, trials
 
 if TYPE_CHECKING:
+    from arclight.trainer.data.stage_data import DataConnector
     from arclight.trainer.trainer import Trainer
 
 
@@ -50,7 +51,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
     finally:
         free_memory()
     set_setting(module, search.batch_arg_name, size)
-    _reload(trainer, stages)
+    _reload(trainer.data, stages)
     trainer.say(f"Finished batch size finder, will continue with full run using batch size {size}")
     return size
 
@@ -161,8 +162,8 @@ class _Finder:
         return fits
 
 
-def _reload(trainer: Trainer, stages: list[str]) -> None:
+def _reload(data: DataConnector, stages: list[str]) -> None:
     for stage in stages:
-        trainer.data.stages[stage].loaded = False
-        if trainer.data.stages[stage].defined:
-            trainer.data.load(stage)
+        data.stages[stage].loaded = False
+        if data.stages[stage].defined:
+            data.load(stage)

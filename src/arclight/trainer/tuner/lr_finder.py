@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,9 @@ from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import TrialCallback, trials
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from arclight.fabric.strategies.base import Strategy
     from arclight.trainer.trainer import Trainer
 
 
@@ -121,7 +125,7 @@ def lr_find(
     finder.results = trainer.strategy.broadcast({"lr": ramp.rates, "loss": ramp.losses})
     if update_attr and (rate := finder.suggestion()) is not None:
         set_setting(module, name, rate)
-        _apply(trainer, rate)
+        _apply(rate, trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
         trainer.say(f"Learning rate set to {rate}")
     return finder
 
@@ -144,17 +148,16 @@ def _attribute(module: Module, name: str) -> str:
     )
 
 
-def _apply(trainer: Trainer, rate: float) -> None:
+def _apply(rate: float, optimizer: Optimizer, schedulers: list[Any]) -> None:
     """Let the optimizer, and the schedules that reckon from its first rate, go on as if begun with ``rate``."""
-    for group in trainer.optimizers[0].param_groups:
+    for group in optimizer.param_groups:
         first = group.get("initial_lr")
         group["lr"] = rate * group["lr"] / first if first else rate  # a warm-up under way keeps its share
         if first is not None:
             group["initial_lr"] = rate
-    for config in trainer.lr_scheduler_configs:
-        for scheduler in _with_inner(config.scheduler):
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+    for scheduler in chain.from_iterable(map(_with_inner, schedulers)):
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
@@ -189,7 +192,7 @@ class _Ramp(TrialCallback):
         if trainer.window.count:
             return  # the step that this rate is for is still to come
         self.rates.append(self.finder.rate(len(self.losses)))
-        smoothed = self._smoothed(trainer, outputs)
+        smoothed = self._smoothed(trainer.strategy, outputs)
         self.losses.append(smoothed)
         diverged = False
         if self.threshold is not None and self._counted > 1:
@@ -200,12 +203,12 @@ class _Ramp(TrialCallback):
         if diverged or len(self.losses) >= self.finder.num_training:
             self._over = trainer.should_stop = True
 
-    def _smoothed(self, trainer: Trainer, outputs: Any) -> float:
+    def _smoothed(self, strategy: Strategy, outputs: Any) -> float:
         """Return the running mean of the losses so far, of all processes alike; NaN for a step without a loss."""
         loss = loss_of(outputs) if not isinstance(outputs, Mapping) or "loss" in outputs else None
         value = torch.tensor(math.nan) if loss is None else loss.detach().float()
-        if trainer.world_size > 1:
-            value = trainer.strategy.all_reduce(value.to(trainer.strategy.root_device)) / trainer.world_size
+        if strategy.world_size > 1:
+            value = strategy.all_reduce(value.to(strategy.root_device)) / strategy.world_size
         newest = value.item()
         if math.isnan(newest):
             return newest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from arclight.fabric.precision.base import Precision
     from arclight.trainer.trainer import Trainer
 
 Run = Callable[..., None]
@@ -42,7 +45,8 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
             f"{type(trainer.strategy).__name__} runs in processes of its own, from which the outcome of a search would not come "
             "back; tune with a strategy that runs in this one, such as 'ddp'"
         )
-    put_back = _keep(trainer, module)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    put_back = _keep(module, trainer.optimizers, schedulers, trainer.precision_plugin)
 
     def run(callback: Callback | None = None, **settings: Any) -> None:
         unlimited = {"max_epochs": -1, "min_epochs": None, "min_steps": None, "val_check_interval": None}
@@ -100,14 +104,16 @@ def _gradients_aside(module: Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
+def _keep(
+    module: Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], precision: Precision
+) -> Callable[[], None]:
     """Return the state of module, optimizers, schedules and precision, and a function that puts it back."""
     tensors = _kept_tensors(module)
     modes = [(part, part.training) for part in module.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    optimizers = [map_tensors(optimizer.state_dict(), _copied) for optimizer in trainer.optimizers]
-    schedules = [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
-    precision = copy.deepcopy(trainer.precision_plugin.state_dict())
+    of_optimizers = [map_tensors(optimizer.state_dict(), _copied) for optimizer in optimizers]
+    of_schedulers = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    of_precision = copy.deepcopy(precision.state_dict())
 
     def put_back() -> None:
         with torch.no_grad():
@@ -118,11 +124,11 @@ def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
             part.training = training
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
-        for optimizer, state in zip(trainer.optimizers, optimizers, strict=True):
+        for optimizer, state in zip(optimizers, of_optimizers, strict=True):
             restore_optimizer(optimizer, state)
-        for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
-            config.scheduler.load_state_dict(state)
-        trainer.precision_plugin.load_state_dict(precision)
+        for scheduler, state in zip(schedulers, of_schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        precision.load_state_dict(of_precision)
 
     return put_back
 
