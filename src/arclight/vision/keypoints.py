@@ -27,24 +27,35 @@ SEEN = 0.5
 """Confidence from which a keypoint counts as there."""
 
 
-def sigmas_of(count: int, given: Sequence[float] = ()) -> tuple[float, ...]:
-    """Return the deviation of each of ``count`` keypoints: those given, COCO's for 17, else 1 / count each.
+def sigmas_of(count: int, given: Sequence[float] = (), cyclic: bool = False) -> tuple[float, ...]:
+    """Return the deviation of each of ``count`` keypoints: those given, COCO's for 17 that are not ``cyclic``, else 1 / count each.
 
     Raises ValueError where those given are not as many.
     """
     if not given:
-        return COCO_SIGMAS if count == len(COCO_SIGMAS) else (1 / count,) * count
+        return COCO_SIGMAS if count == len(COCO_SIGMAS) and not cyclic else (1 / count,) * count
     if len(given) != count:
         raise ValueError(f"keypoint_sigmas has {len(given)} numbers, there are {count} keypoints: give one for each")
     return tuple(given)
 
 
-def keypoint_similarity(found: Floats, true: Floats, boxes: Floats, areas: Floats, sigmas: Sequence[float]) -> Floats:
+def numberings(count: int, cyclic: bool) -> NDArray[np.int64]:
+    """Return the ways (S, count) to number an object's keypoints: as they are, or ``cyclic`` from each of them on in turn."""
+    return (np.arange(count)[: count if cyclic else 1, None] + np.arange(count)) % count
+
+
+def keypoint_similarity(
+    found: Floats, true: Floats, boxes: Floats, areas: Floats, sigmas: Sequence[float], cyclic: bool = False
+) -> Floats:
     """Compute (k, m) OKS of keypoints found (k, K, 2) with true ones (m, K, 2), those NaN left out, in [0, 1].
 
     boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an object without any labelled keypoint, the distance of those found
-    from a box three times as large on each side is taken (COCO).
+    from a box three times as large on each side is taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the
+    others follow in turn; the highest similarity is taken.
     """
+    if cyclic:
+        ways = numberings(found.shape[1], cyclic)
+        return np.stack([keypoint_similarity(found[:, way], true, boxes, areas, sigmas) for way in ways]).max(0)
     result = np.zeros((len(found), len(true)))
     spread = 2 * np.square(2 * np.asarray(sigmas, np.float64))
     for j, (points, box, area) in enumerate(zip(true, boxes, areas, strict=True)):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arclight.vision.boxes import complete_iou
-from arclight.vision.keypoints import AREA_SHARE
+from arclight.vision.keypoints import AREA_SHARE, numberings
 from arclight.vision.models.anchors import ANCHOR_T
 from arclight.vision.prob_iou import angle_of, prob_iou
 
@@ -317,6 +317,7 @@ def keypoint_loss(
     num_classes: int,
     keypoints: tuple[int, int],
     sigmas: Sequence[float],
+    cyclic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of the places of keypoints and that of their presence, unweighted, of predictions that answer for objects.
 
@@ -325,12 +326,14 @@ def keypoint_loss(
 
     Place: 1 - object keypoint similarity, and `FAR_WEIGHT` times the distance over the root of the object's area, which still has a
     gradient where the similarity is 0; a mean over an object's labelled keypoints and over matches that have one. Presence, of 3
-    numbers: binary cross-entropy with whether a keypoint is labelled, a mean over matches. Levels are summed. Nothing waits for
-    the device.
+    numbers: binary cross-entropy with whether a keypoint is labelled, a mean over matches. Levels are summed. ``cyclic``: each
+    answer is judged by the true keypoints as they are numbered from the one on that suits its places best. Nothing waits for the
+    device.
     """
     count, dims = keypoints
     device = raw[0].device
     place = presence = torch.zeros((), device=device)
+    ways = torch.from_numpy(numberings(count, cyclic)).to(device)
     with torch.autocast(device.type, enabled=False):
         for logits, match in zip(raw, matches, strict=True):
             logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -341,18 +344,19 @@ def keypoint_loss(
             wanted = targets[match.target, 6:].to(logits.dtype).view(-1, count, 2) * size
             wanted = wanted - torch.stack((match.column, match.row), dim=-1)[:, None]
             labelled = wanted.isfinite().all(-1) & match.mask[:, None]
-            apart = torch.where(labelled[..., None], answers[..., :2] * match.anchor_size[:, None] + 0.5 - wanted, 0.0)
-            area = AREA_SHARE * match.box[:, 2:].prod(-1, keepdim=True)
+            wanted, labelled = wanted[:, ways], labelled[:, ways]  # (matches, S, K, ...): each way to number them
+            found = answers[..., :2] * match.anchor_size[:, None] + 0.5
+            apart = torch.where(labelled[..., None], found[:, None] - wanted, 0.0)
+            area = AREA_SHARE * match.box[:, 2:].prod(-1)[:, None, None]
             spread = 2 * (2 * torch.tensor(sigmas, device=device, dtype=logits.dtype)).square()
             error = 1 - torch.exp(-apart.square().sum(-1) / (spread * area))
             error = error + FAR_WEIGHT * apart.abs().sum(-1) / area.sqrt()
             each = labelled.sum(-1)
-            per_match = torch.where(labelled, error, 0.0).sum(-1) / each.clamp(min=1)
-            place = place + per_match.sum() / (each > 0).sum().clamp(min=1)
+            per_match, best = (torch.where(labelled, error, 0.0).sum(-1) / each.clamp(min=1)).min(-1)
+            place = place + per_match.sum() / (each[:, 0] > 0).sum().clamp(min=1)
             if dims == 3:
-                entropy = F.binary_cross_entropy_with_logits(
-                    answers[..., 2], labelled.to(logits.dtype), reduction="none"
-                ).mean(-1)
+                there = labelled[torch.arange(len(best), device=device), best].to(logits.dtype)
+                entropy = F.binary_cross_entropy_with_logits(answers[..., 2], there, reduction="none").mean(-1)
                 presence = presence + torch.where(match.mask, entropy, 0.0).sum() / match.mask.sum().clamp(min=1)
     return place, presence
 

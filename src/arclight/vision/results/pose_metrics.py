@@ -41,8 +41,11 @@ class PoseMetrics:
     without any labelled keypoint count neither as found nor as missed. An object's area is 0.53 of its box's where none is given.
     """
 
-    def __init__(self, num_classes: int, keypoints: tuple[int, int], sigmas: Sequence[float]) -> None:
-        """``keypoints``: how many, and numbers of each. ``sigmas``: their deviations, see `sigmas_of`."""
+    def __init__(
+        self, num_classes: int, keypoints: tuple[int, int], sigmas: Sequence[float], cyclic: bool = False
+    ) -> None:
+        """``keypoints``: how many, and numbers of each. ``sigmas``: their deviations, see `sigmas_of`. ``cyclic``: see `keypoint_similarity`."""
+        self.cyclic = cyclic
         self.num_classes, self.shape, self.sigmas = num_classes, (keypoints[0], keypoints[1]), tuple(sigmas)
         self.boxes = DetectionMetrics(num_classes)
         self.keypoints = DetectionMetrics(num_classes, max_detections=MAX_POSES)
@@ -91,7 +94,7 @@ class PoseMetrics:
         self.keypoints.update(
             [rows],
             [np.concatenate((truth[:, None], boxes), axis=1)],
-            overlaps=[keypoint_similarity(found, true, boxes, sizes, self.sigmas)],
+            overlaps=[keypoint_similarity(found, true, boxes, sizes, self.sigmas, self.cyclic)],
             ignored=[~np.isfinite(true).all(axis=-1).any(axis=-1).reshape(-1)],
         )
 

@@ -35,7 +35,7 @@ def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
 
 def _pose_metrics(program: Program) -> PoseMetrics:
     processing: Any = program.processing
-    return PoseMetrics(len(processing.names), processing.keypoints, processing.sigmas)
+    return PoseMetrics(len(processing.names), processing.keypoints, processing.sigmas, processing.cyclic)
 
 
 def _by_classes(metrics: Callable[[int], TaskMetrics]) -> Callable[[Program], TaskMetrics]:

@@ -442,7 +442,7 @@ class PoseEstimator(Detector):
     @property
     def sigmas(self) -> tuple[float, ...]:
         """The deviation of each keypoint that loss and score go by."""
-        return sigmas_of(self.keypoints[0], self.settings.keypoint_sigmas)
+        return sigmas_of(self.keypoints[0], self.settings.keypoint_sigmas, self.settings.cyclic)
 
     @classmethod
     def settings_class(cls) -> type[PoseTask]:
@@ -450,7 +450,9 @@ class PoseEstimator(Detector):
 
     @property
     def processing(self) -> PoseProcessing:
-        return self._processing_of(PoseProcessing, keypoints=self.keypoints, sigmas=self.sigmas)
+        return self._processing_of(
+            PoseProcessing, keypoints=self.keypoints, sigmas=self.sigmas, cyclic=self.settings.cyclic
+        )
 
     def setup(self, stage: str) -> None:
         """Check that the data set has the keypoints that the network has. Raises DatasetError."""
@@ -468,7 +470,7 @@ class PoseEstimator(Detector):
         """Add the loss of keypoints to the detector's."""
         s, classes, matches = self.settings, len(self.names), self._matches(raw, batch)
         loss, parts = self._anchored_loss([level[..., : 5 + classes] for level in raw], batch, matches)
-        points, visible = keypoint_loss(raw, batch["targets"], matches, classes, self.keypoints, self.sigmas)
+        points, visible = keypoint_loss(raw, batch["targets"], matches, classes, self.keypoints, self.sigmas, s.cyclic)
         per_level = 3 / len(raw)
         added = {"keypoint": s.keypoint_gain * per_level * points}
         if self.keypoints[1] == 3:
@@ -477,7 +479,7 @@ class PoseEstimator(Detector):
         return total, {**parts, **{name: part.detach() for name, part in added.items()}}
 
     def _build_metrics(self) -> TaskMetrics:
-        return PoseMetrics(len(self.names), self.keypoints, self.sigmas)
+        return PoseMetrics(len(self.names), self.keypoints, self.sigmas, self.settings.cyclic)
 
     def scores(self, results: Any) -> dict[str, float]:
         names = ("keypoint_map50", "keypoint_map50_95", "map50", "map50_95", "precision", "recall")

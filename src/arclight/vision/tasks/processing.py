@@ -122,6 +122,8 @@ class PoseProcessing(DetectionProcessing):
     """How many keypoints, and numbers of each."""
     sigmas: tuple[float, ...]
     """Deviation of each keypoint, which similarity is measured by; nothing here reads it but evaluation."""
+    cyclic: bool = False
+    """Whether any keypoint may be the first; nothing here reads it but evaluation."""
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
         """Rows (N, A, 5 + classes + K * dims) as one :class:`Detections` with keypoints per photo, in its own pixels."""

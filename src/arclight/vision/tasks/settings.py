@@ -238,6 +238,15 @@ class PoseTask(DetectionTask):
     """Weight of the loss of which keypoints are there, where labels say it (kpt_shape [K, 3])."""
     keypoint_sigmas: tuple[PositiveFloat, ...] = ()
     """How exact each keypoint is, as a share of the object's size, for loss and score; where not given, COCO's for 17, else 1 / K."""
+    cyclic: bool = False
+    """Whether any keypoint may be the first, the others following in turn: for outlines that look alike from several sides."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cyclic and len(set(self.keypoint_sigmas)) > 1:
+            raise ValueError(
+                f"keypoint_sigmas = {self.keypoint_sigmas}: cyclic keypoints have no numbers of their own, give them all the same"
+            )
 
     @classmethod
     def module_class(cls) -> type[VisionModule]:
