@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import is_checkpoint, read_manifest
 from arclight.checkpoint.remote import to_path
-from arclight.checkpoint.store import is_complete, verify
+from arclight.checkpoint.store import is_complete, load, verify
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
@@ -36,6 +36,21 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
             return to_path(path)
         warnings.warn(f"skipping a damaged checkpoint: {problems[0]}", stacklevel=2)
     return None
+
+
+def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
+    """Return the best checkpoint that `checkpoint` has a record of, and the value it was ranked by; None and nothing without one.
+
+    Each checkpoint of a run has the record of itself and those before it, so the newest has the whole record.
+    """
+    checkpoint = to_path(checkpoint)
+    if "callbacks" not in read_manifest(checkpoint).entries:
+        return None, ""
+    states: dict[str, dict[str, Any]] = load(checkpoint, only=["callbacks"])["callbacks"]
+    for state in states.values():
+        if best := state.get("best_model_path"):
+            return Path(best), str(state.get("monitor") or "")
+    return None, ""
 
 
 def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import RECIPE, UsageError
 
@@ -39,8 +39,10 @@ def best_checkpoint(run: Path) -> Path:
 
     Raises UsageError if the run has no checkpoint, or its best one was removed.
     """
+    from arclight.checkpoint.retention import recorded_best
+
     newest = newest_checkpoint(run)
-    recorded, _ = _recorded(newest)
+    recorded, _ = recorded_best(newest)
     if recorded is None:
         return newest
     for place in (run / "checkpoints" / recorded.name, recorded):
@@ -53,30 +55,16 @@ def best_checkpoint(run: Path) -> Path:
 
 def described(checkpoint: Path) -> str:
     """Name a checkpoint, and say if it is the best or the newest of its run."""
+    from arclight.checkpoint.retention import recorded_best
+
     run = run_folder(checkpoint)
     if run is None:
         return f"checkpoint {checkpoint}"
     newest = newest_checkpoint(run)
-    best, monitor = _recorded(newest)
+    best, monitor = recorded_best(newest)
     if monitor and best is not None and best.name == checkpoint.name:
         return f"checkpoint {checkpoint}, the best by {monitor}"
     return f"checkpoint {checkpoint}" + (", the newest" if checkpoint.name == newest.name else "")
-
-
-def _recorded(newest: Path) -> tuple[Path | None, str]:
-    """Return the best checkpoint in the record that the newest one holds, and the value it was ranked by; empty for none.
-
-    Each checkpoint holds the record of itself and those before it, so the newest has the whole record.
-    """
-    from arclight.checkpoint import inspect, load
-
-    if "callbacks" not in inspect(newest).entries:
-        return None, ""
-    states: dict[str, dict[str, Any]] = load(newest, only=["callbacks"])["callbacks"]
-    for state in states.values():
-        if best := state.get("best_model_path"):
-            return Path(best), str(state.get("monitor") or "")
-    return None, ""
 
 
 def load_vision_module(path: Path) -> VisionModule:

@@ -19,6 +19,7 @@ from arclight.vision.models.architectures import HeadBlock
 from arclight.vision.models.heads import ClassifyHead
 from arclight.vision.results.image_class import Classification
 from arclight.vision.results.metrics import ClassificationMetrics, ClassificationResults
+from arclight.vision.tasks.distillation import class_distillation
 from arclight.vision.tasks.module import TaskMetrics, VisionData, VisionModule
 from arclight.vision.tasks.processing import as_batch, check_photos
 
@@ -51,6 +52,9 @@ class Classifier(VisionModule):
             logits = raw if raw.dtype == torch.float64 else raw.float()
             loss = F.cross_entropy(logits, batch["targets"], label_smoothing=self.settings.label_smoothing)
         return loss, {"cls": loss.detach()}
+
+    def distillation_loss(self, raw: Tensor, taught: Tensor) -> tuple[Tensor, Tensor]:
+        return class_distillation(raw, taught, self.settings.teacher_temperature)
 
     def _build_metrics(self) -> TaskMetrics:
         return ClassificationMetrics(len(self.names))

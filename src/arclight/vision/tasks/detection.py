@@ -43,6 +43,7 @@ from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.rotated import smallest_rectangles
+from arclight.vision.tasks.distillation import anchored_distillation, one_to_one_distillation
 from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
 from arclight.vision.tasks.processing import (
     DetectionProcessing,
@@ -209,6 +210,13 @@ class Detector(VisionModule):
         if len(self.names) == 1:
             del parts["cls"]  # a single class has nothing to tell apart
         return loss, parts
+
+    def distillation_loss(self, raw: list[Tensor], taught: list[Tensor]) -> tuple[Tensor, Tensor]:
+        head, s = self.model.head, self.settings
+        if isinstance(head, OneToOneHead):
+            box_gain, cls_gain = s.box_gain / DetectionTask.box_gain, s.cls_gain / DetectionTask.cls_gain
+            return one_to_one_distillation(raw, taught, head, box_gain, cls_gain)
+        return anchored_distillation(raw, taught, self.model.anchors, self.gains)
 
     def _build_metrics(self) -> TaskMetrics:
         kind = RecordingMetrics if self._keeps_records else DetectionMetrics

@@ -38,6 +38,7 @@ from arclight.trainer.hparams import arguments_for
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
+from arclight.vision.tasks.distillation import Teacher, TeacherError, check_fit, refuse, teacher_checkpoint
 
 if TYPE_CHECKING:
     from arclight.deploy import Processing
@@ -112,6 +113,11 @@ class VisionModule(Module, abc.ABC):
         else:
             self._awaited_weights = settings.weights  # a checkpoint may bring others before these are needed
         self._inference: InferenceCopy | None = None
+        self._teacher: Teacher | None = None
+        self._taught_by: str | None = (
+            None  # digests of the teacher of these weights, and of the one that a resumed run wants
+        )
+        self._awaited_teacher: str | None = None
         self._freeze(settings.freeze)
 
     # -- what a task says --------------------------------------------------------------------------------------------
@@ -131,6 +137,10 @@ class VisionModule(Module, abc.ABC):
     @abc.abstractmethod
     def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the network's raw output on ``batch``, and its parts, detached, whose sum is logged."""
+
+    def distillation_loss(self, raw: Any, taught: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of the raw output by a teacher's, and its part that is logged, detached; for tasks that learn from one."""
+        raise NotImplementedError(f"a {type(self).__name__} does not learn from a teacher")
 
     @abc.abstractmethod
     def scores(self, results: Any) -> dict[str, float]:
@@ -269,7 +279,7 @@ class VisionModule(Module, abc.ABC):
         return list(processing.postprocess(copy(torch.from_numpy(batch)), context))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inference": None}
+        return {**super().__getstate__(), "_inference": None, "_teacher": None}
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -301,6 +311,13 @@ class VisionModule(Module, abc.ABC):
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
         self.check_weights()
+        if self.settings.teacher is not None:
+            if self.trainer.strategy.in_stages:
+                raise TeacherError(
+                    f"teacher = {self.settings.teacher}: a network in stages does not learn from one: train it whole"
+                )
+            self._teacher = None  # the file may have changed since an earlier fit
+            self.teacher()
         if self.memory_format is None and self.trainer.strategy.in_stages:
             self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
@@ -311,12 +328,46 @@ class VisionModule(Module, abc.ABC):
             self.memory_format = self.trainer.strategy.broadcast(found)
         self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
+    def teacher(self) -> Teacher | None:
+        """Return the teacher that the settings name, opened when it is first needed; None for none.
+
+        Raises TeacherError where it does not fit this network, or is another than that of the run that is resumed.
+        """
+        if self.settings.teacher is not None and self._teacher is None:
+            found = self._open_teacher(self.settings.teacher)
+            wanted, self._awaited_teacher = self._awaited_teacher, None
+            if wanted not in (None, found.digest):
+                raise TeacherError(
+                    f"teacher = {self.settings.teacher} has other weights than the teacher of the run that is resumed: give that one"
+                )
+            self._teacher, self._taught_by = found, found.digest
+        return self._teacher
+
+    def _open_teacher(self, path: Path) -> Teacher:
+        """Open a checkpoint, a run's best checkpoint, or a model file of YOLOv5; draws nothing from the random streams."""
+        checkpoint = teacher_checkpoint(path)
+        with isolate_rng():
+            found = type(self).load(checkpoint) if checkpoint.is_file() else VisionModule.load(checkpoint)
+            found.check_weights()
+        check_fit(path, found.model, self.model)
+        if not checkpoint.is_file():  # a file of another project does not say
+            refuse(path, "image_size", found.settings.image_size, self.settings.image_size)
+        return Teacher(found.model, path)
+
+    def on_fit_end(self) -> None:
+        self._teacher = None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
+        if self._taught_by is not None:
+            checkpoint["teacher"] = self._taught_by
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._awaited_weights = None
         self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
+        resumed = self._trainer is not None and self._trainer.state.fn == "fit"  # one that is only opened binds nobody
+        self._taught_by = checkpoint.get("teacher")
+        self._awaited_teacher = self._taught_by if resumed else None
 
     def on_train_epoch_start(self) -> None:
         for layer in list(self.model.model)[: self.settings.freeze]:
@@ -333,7 +384,13 @@ class VisionModule(Module, abc.ABC):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self._inference = None
-        loss, parts = self.loss(self.model.raw(self.prepare(batch["images"])), batch)
+        images = self.prepare(batch["images"])
+        raw = self.model.raw(images)
+        loss, parts = self.loss(raw, batch)
+        if (teacher := self.teacher()) is not None:
+            added, part = self.distillation_loss(raw, teacher(images))
+            gain = self.settings.teacher_gain
+            loss, parts = loss + gain * added, {**parts, "teacher": gain * part}
         size = len(batch["images"])
         self.log("train/loss", sum(parts.values()), prog_bar=True, batch_size=size)
         if len(parts) > 1:

@@ -51,6 +51,10 @@ class VisionTask(Checked):
     """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
     freeze: NonNegativeInt = 0
     """Leading layers whose weights do not change."""
+    teacher: Path | None = None
+    """Learn the outputs of this trained network, too: a checkpoint, a run (its best checkpoint) or a foreign .pt; detection and classification."""
+    teacher_gain: PositiveFloat = 1.0
+    """Weight of the loss by the teacher's outputs, beside that by labels."""
     optimizer: SGD | AdamW = field(default_factory=AdamW)
     """Optimizer."""
     schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
@@ -58,8 +62,15 @@ class VisionTask(Checked):
     warmup_bias_lr: NonNegativeFloat | None = None
     """Rate of biases in the first step, from which it goes to their peak in the schedule's warm-up; none for that of the others."""
 
+    learns_from_teacher: ClassVar[bool] = False
+    """Whether a teacher's outputs are learned."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teacher is not None and not self.learns_from_teacher:
+            raise ValueError(
+                f"teacher = {self.teacher}: a {type(self).__name__} does not learn from one, detection and classification do: leave it out"
+            )
         if self.warmup_bias_lr is not None and (self.schedule.tokens is not None or self.schedule.seconds is not None):
             raise ValueError(
                 f"warmup_bias_lr = {self.warmup_bias_lr:g} follows the steps of a schedule's warm-up: leave it out, or schedule.seconds and tokens"
@@ -91,6 +102,7 @@ class DetectionTask(VisionTask):
     recipe_kind: ClassVar[str] = "detection"
     linted_rows: ClassVar[Literal["boxes", "oriented"]] = "boxes"
     """What rows of labels are checked as before a fit."""
+    learns_from_teacher: ClassVar[bool] = True
 
     data: Path
     """The data set: a data.yaml with train, val and names."""
@@ -203,6 +215,7 @@ class SegmentationTask(DetectionTask):
     """Train an instance segmenter on a YOLO-format data set of polygons."""
 
     recipe_kind: ClassVar[str] = "segmentation"
+    learns_from_teacher: ClassVar[bool] = False
 
     data: Path
     """The data set: a data.yaml with train, val and names, and rows `class x1 y1 x2 y2 x3 y3 ...`."""
@@ -227,6 +240,7 @@ class PoseTask(DetectionTask):
     """Train a detector of boxes and their keypoints on a YOLO-format data set that has them."""
 
     recipe_kind: ClassVar[str] = "pose"
+    learns_from_teacher: ClassVar[bool] = False
 
     data: Path
     """The data set: a data.yaml with train, val, names and kpt_shape, and rows `class cx cy w h x1 y1 [v1] x2 y2 [v2] ...`."""
@@ -267,6 +281,7 @@ class OrientedDetectionTask(DetectionTask):
 
     recipe_kind: ClassVar[str] = "obb"
     linted_rows: ClassVar[Literal["boxes", "oriented"]] = "oriented"
+    learns_from_teacher: ClassVar[bool] = False
 
     data: Path
     """The data set: a data.yaml with train, val and names, and rows `class x1 y1 x2 y2 x3 y3 x4 y4`."""
@@ -293,6 +308,7 @@ class ClassificationTask(VisionTask):
     """Train a classifier of whole images on folders of images."""
 
     recipe_kind: ClassVar[str] = "classification"
+    learns_from_teacher: ClassVar[bool] = True
 
     data: Path
     """The data set: a folder with train/CLASS/image.jpg, and so for val and test."""
@@ -306,6 +322,8 @@ class ClassificationTask(VisionTask):
     """Share of the target that all classes divide among them."""
     dropout: ProperFraction = 0.0
     """Probability of leaving out each of the features before the last layer, in training."""
+    teacher_temperature: PositiveFloat = 4.0
+    """Temperature at which the teacher's probabilities are learned: a higher one says more about the classes that it thinks less likely."""
 
     @classmethod
     def module_class(cls) -> type[VisionModule]:
