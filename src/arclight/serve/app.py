@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
@@ -18,9 +18,10 @@ from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
+from arclight.serve.models import Models, ServedModel, start
 from arclight.serve.settings import Limits, check_key
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
-from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer, warm_up
+from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -82,19 +83,6 @@ TENSORS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text."""
-
-    name: str
-    precision: str = "unknown"
-    detector: Detect | None = None
-    program: Program | None = None
-    text: Scheduler | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    """When it was loaded, seconds since 1970."""
-
-
 def create_app(
     detector: Detect,
     *,
@@ -117,26 +105,30 @@ def create_app(
     return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits(), access)
 
 
-def build_app(models: Sequence[ServedModel], limits: Limits, access: Access) -> FastAPI:
-    """Build the application of several models; ``/detect`` and the page are those of the first detector."""
-    metrics, service = Metrics(model.name for model in models), Service(models, limits)
+def build_app(
+    models: Sequence[ServedModel],
+    limits: Limits,
+    access: Access,
+    *,
+    load: Callable[[str, Path], ServedModel] | None = None,
+) -> FastAPI:
+    """Build the application of several models; ``/detect`` and the page are those of the first detector.
+
+    With ``load``, which takes a model's name and its program's path, programs that are replaced at their paths are loaded again.
+    """
+    metrics, service = Metrics(model.name for model in models), Service(models, limits, load)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for model in models:
-            if model.detector is not None:
-                model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
-            elif model.program is not None:
-                warm_up(model.program)
-            if model.text is not None:
-                model.text.start()
+            start(model)
         service.start()
+        watch = asyncio.create_task(service.models.watch(limits.reload_s, metrics.reloaded))
         yield
+        watch.cancel()
         service.drain()
         service.workers.close()
-        for model in models:
-            if model.text is not None:
-                model.text.close()
+        await service.models.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
     app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -174,7 +166,7 @@ def addresses(service: Service) -> dict[str, Address]:
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}
-    generating = [name for name, model in service.models.items() if model.text is not None]
+    generating = [model.name for model in service.models.all() if model.text is not None]
     name = generating[0] if len(generating) == 1 else "text"  # which of several the request asks is in its body
     return found | ({path: Address(path, name) for path in TEXT} if generating else {})
 
@@ -182,14 +174,21 @@ def addresses(service: Service) -> dict[str, Address]:
 class Service:
     """Models behind one pool of workers, and one bound on the bodies in memory."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: Limits) -> None:
-        self.models = {model.name: model for model in models}
-        self.main = next((model for model in models if model.detector is not None), models[0])
+    def __init__(
+        self, models: Sequence[ServedModel], limits: Limits, load: Callable[[str, Path], ServedModel] | None
+    ) -> None:
+        self.models = Models({model.name: model for model in models}, load)
+        self._main = next((model for model in models if model.detector is not None), models[0]).name
         self.limits = limits
         self.workers = Workers(limits.workers, limits.queue)
         self.buffered = Buffered(limits.buffered_bytes, self.workers.retry_after_s)
         self.ready = False
         self.is_draining = False
+
+    @property
+    def main(self) -> ServedModel:
+        """Return the model of ``/detect`` and the page."""
+        return self.models[self._main]
 
     def start(self) -> None:
         """Report readiness from now on."""
@@ -205,12 +204,13 @@ class Service:
             raise Refusal(404, f"{name} answers no photos; its tensors go to POST /v2/models/{name}/infer.")
         return detector
 
-    def program(self, name: str) -> Program:
-        """Return the program of a model; raises Refusal 404."""
-        if (program := self._model(name).program) is None:
-            where = "texts go to POST /v1/completions" if self._model(name).text else "photos go to POST /detect"
+    def tensors(self, name: str) -> tuple[Program, str]:
+        """Return the program of a model and its version; raises Refusal 404."""
+        model = self._model(name)
+        if model.program is None:
+            where = "texts go to POST /v1/completions" if model.text else "photos go to POST /detect"
             raise Refusal(404, f"{name} takes no tensors; {where}.")
-        return program
+        return model.program, model.version
 
     def text(self, name: str) -> Scheduler:
         """Return what generates the texts of a model; raises Refusal 404."""
@@ -285,20 +285,22 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v2/models/{model}", responses={404: {"model": Error}})
     async def model_metadata(model: str) -> dict[str, Any]:
         """Describe the inputs and outputs of a model."""
-        return described(service.program(model), model)
+        return described(*service.tensors(model), model)
 
     @app.get("/v2/models/{model}/ready", responses={404: {"model": Error}, 503: {}})
     async def model_ready(model: str) -> JSONResponse:
         """Report if a model is ready, else 503."""
-        service.program(model)
+        service.tensors(model)
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def infer_tensors(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
-        program, json_size = service.program(model), request.headers.get(JSON_SIZE)
+        (program, version), json_size = service.tensors(model), request.headers.get(JSON_SIZE)
         content, size = await service.run(
-            request, model, lambda body, _: infer(decode(body, json_size, program, service.limits), program, model)
+            request,
+            model,
+            lambda body, _: infer(decode(body, json_size, program, service.limits), program, model, version),
         )
         if size is None:
             return Response(content, media_type="application/json")
@@ -310,15 +312,16 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     from arclight.serve.tasks import text  # which imports torch
 
     async def answered(request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
-        asked = await service.run(
-            request, "text", lambda body, _: text.decode(body, kind, service.text, service.limits)
-        )  # fmt: skip
-        return await text.answer(asked, Turn(service.limits.deadline_s), disconnected(request))
+        with service.models.text_request():
+            asked = await service.run(
+                request, "text", lambda body, _: text.decode(body, kind, service.text, service.limits)
+            )  # fmt: skip
+            return await text.answer(asked, Turn(service.limits.deadline_s), disconnected(request))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models that generate text."""
-        return text.listed({name: model.created for name, model in service.models.items() if model.text is not None})
+        return text.listed({model.name: model.created for model in service.models.all() if model.text is not None})
 
     @app.get("/v1/models/{model}", responses={404: {}})
     async def model_of_text(model: str) -> dict[str, Any]:

@@ -43,9 +43,15 @@ class Metrics:
             "arclight_rejected", "Requests to a model refused because the server was full or stopping (429, 503).",
             ["model"], registry=self._registry,
         )  # fmt: skip
+        self._reloads = Counter(
+            "arclight_reloads", "Programs found replaced at their paths, which answer from then on or were refused.",
+            ["model", "outcome"], registry=self._registry,
+        )  # fmt: skip
         for model in models:
             self._in_flight.labels(model)
             self._rejected.labels(model)
+            for outcome in ("replaced", "refused"):
+                self._reloads.labels(model, outcome)
 
     def received(self, address: Address) -> None:
         """Note a request; `ended` must follow."""
@@ -64,6 +70,10 @@ class Metrics:
         """Note that a request has been answered, or its client has left."""
         if address.model:
             self._in_flight.labels(address.model).dec()
+
+    def reloaded(self, model: str, replaced: bool) -> None:
+        """Note that a program was replaced by a newer one, or that the newer one was refused."""
+        self._reloads.labels(model, "replaced" if replaced else "refused").inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics, and their content type, in the text format that ``accept`` asks for."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from arclight.deploy.programs.folder import Trusted
-    from arclight.serve.app import ServedModel
+    from arclight.serve.models import ServedModel
 
 STARTUP_FAILED = 3
 """Exit status if the application does not start, as uvicorn's own command has it."""
@@ -56,6 +56,7 @@ def serve(
     require("prometheus_client", extra="serve")
     from arclight.serve.app import build_app
     from arclight.serve.middleware import Access
+    from arclight.serve.models import load
 
     limits = limits or Limits()
     several = isinstance(program_path, Mapping)
@@ -70,32 +71,14 @@ def serve(
                 f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
             )
     with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
-        models = [load(name, Path(path), limits, lone=not several, trusted=trusted) for name, path in paths.items()]
+
+        def loaded(name: str, path: Path) -> ServedModel:
+            return load(name, path, limits, lone=not several, trusted=trusted)
+
+        models = [loaded(name, Path(path)) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), api_key=api_key)
-        app = build_app(models, limits, access)
+        app = build_app(models, limits, access, load=loaded)
         run(app, host=host, port=port, limits=limits, listening=listening, has_key=api_key is not None)
-
-
-def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
-    """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
-    from arclight.deploy import Program
-    from arclight.serve.app import ServedModel
-
-    program = Program.load(path, trusted=trusted)
-    task = program.metadata.get("task")
-    if lone and task not in ("detect", "language"):
-        from arclight.deploy import ProgramError
-
-        raise ProgramError(
-            f"{path} is not a detector (its task is {task!r}) and generates no text: serve it by a name, as {path.stem}={path}"
-        )
-    if task == "language":
-        from arclight.serve.tasks.scheduler import Scheduler
-
-        text = Scheduler(program, streams=limits.streams, queue=limits.queue)
-        return ServedModel(name=name, precision=program.precision, text=text)
-    detector = program.predict_one if task == "detect" else None
-    return ServedModel(name=name, precision=program.precision, detector=detector, program=program)
 
 
 def check_access(host: str, api_key: str | None, *, insecure: bool) -> None:

@@ -41,6 +41,8 @@ class Limits:
     """How long a client may take nothing of an answer before its connection is closed, seconds (on Linux)."""
     connections: int = 512
     """Open connections; beyond them a client is answered 503."""
+    reload_s: float = 2.0
+    """Pause between looks at the programs' files, seconds; one that was replaced is loaded once its files are the same at two looks."""
     drain_s: float = 1.0
     """How long a server that has got SIGTERM still takes requests, unready, seconds: so that load balancers notice."""
     shutdown_s: float = 10.0

@@ -71,6 +71,8 @@ class Contents:
     files: dict[str, FileRecord]
     signer: str | None
     """Public key of the trusted signer, base64; None if nobody asked for one."""
+    digest: str
+    """SHA-256 of the description and the list of files, hexadecimal."""
     marks: Mapping[Path, Mark] = field(default_factory=dict)
     """Marks of the files as they were checked."""
 
@@ -120,7 +122,7 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
         )
     signer = _signer(folder, digest, signature, keys)
     try:
-        contents = _contents(body, signer)
+        contents = _contents(body, signer, digest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProgramError(f"{folder / NAME} is malformed: {error!r}") from error
     if contents.format in EXECUTED and signer is None:
@@ -154,6 +156,14 @@ def description(folder: Path) -> dict[str, Any] | None:
 def mark(path: Path) -> Mark:
     """Return the mark of the file ``path``."""
     return _marked(path.stat())
+
+
+def marks_at(path: Path) -> dict[Path, Mark] | None:
+    """Return the marks of the program at ``path``, unchecked: those that `Program.load` would find; None where none is there."""
+    try:
+        return {file: mark(file) for file in (path.iterdir() if path.is_dir() else [path])}
+    except OSError:  # missing, or being replaced
+        return None
 
 
 @contextmanager
@@ -226,7 +236,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _contents(body: dict[str, Any], signer: str | None) -> Contents:
+def _contents(body: dict[str, Any], signer: str | None, digest: str) -> Contents:
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
     for name, record in files.items():
         if not _FILE.fullmatch(name) or name == NAME:
@@ -242,8 +252,9 @@ def _contents(body: dict[str, Any], signer: str | None) -> Contents:
         raise ValueError(f"{form} programs do not run in {description.get('runtime')!r}")
     specs = [tuple(TensorSpec.from_json(value) for value in body[key]) for key in ("inputs", "outputs")]
     return Contents(
-        format=form, main=main, inputs=specs[0], outputs=specs[1], description=description, files=files, signer=signer
-    )
+        format=form, main=main, inputs=specs[0], outputs=specs[1], description=description, files=files,
+        signer=signer, digest=digest,
+    )  # fmt: skip
 
 
 def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | None) -> str | None:
@@ -274,7 +285,7 @@ def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, Ma
             raise ProgramError(f"{path} is missing: copy the program again") from None
         if not stat.S_ISREG(found.st_mode):
             raise ProgramError(f"{path} is a link or no file: copy the program itself")
-        if found.st_size != wanted.bytes or _hashed(path) != wanted.sha256:
+        if found.st_size != wanted.bytes or file_digest(path) != wanted.sha256:
             raise ProgramError(
                 f"{path} was changed or cut short after the export: its digest does not fit; copy it again"
             )
@@ -289,10 +300,11 @@ def _marked(found: os.stat_result) -> Mark:
 def _recorded(path: Path) -> FileRecord:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return FileRecord(sha256=_hashed(path), bytes=path.stat().st_size)
+    return FileRecord(sha256=file_digest(path), bytes=path.stat().st_size)
 
 
-def _hashed(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -44,6 +44,7 @@ class Program:
         contents: folder.Contents | None = None,
         threads: int | None = None,
         marks: Mapping[Path, folder.Mark] | None = None,
+        digest: str = "",
     ) -> None:
         self.path = path
         self.runtime = runtime
@@ -53,7 +54,11 @@ class Program:
         """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
         self.inputs = session.inputs if contents is None else contents.inputs
         self.outputs = session.outputs if contents is None else contents.outputs
-        self._session, self._contents, self._marks = session, contents, marks or {}
+        self.marks = marks or {}
+        """Marks of its files as they were checked: where others are at its path now, it was replaced."""
+        self.digest = digest
+        """SHA-256 by which programs are told apart, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
+        self._session, self._contents = session, contents
         self._given_processing = processing
 
     @classmethod
@@ -79,12 +84,14 @@ class Program:
         if path.is_dir():
             contents = folder.read(path, trusted)
             metadata, text, file, marks = contents.description, None, path / contents.main, contents.marks
+            digest = contents.digest
             if contents.format == "onnx":
                 check_weights(file, contents.files)
         else:
             _check_file(path, trusted)
             contents, file, marks = None, path, {path: folder.mark(path)}
             metadata, text = unseal(path)
+            digest = metadata["sha256"] if metadata else folder.file_digest(path)
         _check_types(path, metadata)
         if "processing" in metadata:
             check_name(metadata["processing"])
@@ -97,13 +104,15 @@ class Program:
             raise changed(path)
         if contents is not None:
             _check_described(path, contents, session)
-        return cls(path, session, metadata, processing, runtime, contents=contents, threads=threads, marks=marks)
+        return cls(
+            path, session, metadata, processing, runtime, contents=contents, threads=threads, marks=marks, digest=digest
+        )
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
         return type(self)(
             self.path, self._session, self.metadata, processing, self.runtime,
-            contents=self._contents, threads=self.threads, marks=self._marks,
+            contents=self._contents, threads=self.threads, marks=self.marks, digest=self.digest,
         )  # fmt: skip
 
     @property
@@ -183,11 +192,11 @@ class Program:
     def with_threads(self, threads: int) -> Program:
         """Open the same program on ``threads`` CPU threads; ProgramError where its files were replaced since it was loaded."""
         file = self.path if self._contents is None else self.path / self._contents.main
-        with folder.unchanged(self._marks):
+        with folder.unchanged(self.marks):
             session = _session(file, threads, "cpu", self.runtime, self._contents)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
-            contents=self._contents, threads=threads, marks=self._marks,
+            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest,
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:

@@ -78,6 +78,7 @@ class Scheduler:
         self._held = 0
         """Generations waiting or in progress."""
         self._is_closed = False
+        self._begins_waiting = False
         self._batch = _Batch(program)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
@@ -87,10 +88,11 @@ class Scheduler:
         self.program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *self._batch.empty())
         self._thread.start()
 
-    def close(self) -> None:
-        """Finish what is in progress, and end; what waits is not begun."""
+    def close(self, *, waiting: bool = False) -> None:
+        """Finish what is in progress, and end; what waits is begun only if ``waiting``."""
         with self._changed:
             self._is_closed = True
+            self._begins_waiting = waiting
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -124,7 +126,8 @@ class Scheduler:
             with self._changed:
                 while not (self._waiting or reading or self._batch.rows or self._is_closed):
                     self._changed.wait()
-                if self._is_closed and not (reading or self._batch.rows):
+                begins = self._begins_waiting and self._waiting
+                if self._is_closed and not (reading or self._batch.rows or begins):
                     while self._waiting:
                         self._leave(self._waiting.popleft(), "error")
                     return

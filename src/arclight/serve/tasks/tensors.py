@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import dataclass
 from itertools import chain
@@ -17,8 +16,6 @@ from arclight.serve.settings import Limits
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.session import TensorSpec
-
-log = logging.getLogger("arclight.serve")
 
 DATATYPES = {
     "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
@@ -42,10 +39,11 @@ class TensorRequest:
     outputs: dict[str, bool]
 
 
-def described(program: Program, name: str) -> dict[str, Any]:
+def described(program: Program, version: str, name: str) -> dict[str, Any]:
     """Return the metadata of a model as the protocol has it: -1 stands for any size."""
     return {
         "name": name,
+        "versions": [version],
         "platform": f"{program.runtime}_onnx",
         "inputs": [_described(spec) for spec in program.inputs],
         "outputs": [_described(spec) for spec in program.outputs],
@@ -181,7 +179,7 @@ def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
     return {item["name"]: _parameters(item).get("binary_data", binary) is True for item in wanted}
 
 
-def infer(request: TensorRequest, program: Program, name: str) -> tuple[bytes, int | None]:
+def infer(request: TensorRequest, program: Program, name: str, version: str) -> tuple[bytes, int | None]:
     """Run the program; return the body, and the bytes of its JSON if binary tensors follow. Raises Refusal 400."""
     from arclight.deploy import ProgramError
 
@@ -200,22 +198,22 @@ def infer(request: TensorRequest, program: Program, name: str) -> tuple[bytes, i
             outputs.append({**item, "parameters": {"binary_data_size": len(pieces[-1])}})
         else:
             outputs.append({**item, "data": _finite(array)})
-    answer = {"model_name": name, "outputs": outputs} | ({} if request.id is None else {"id": request.id})
+    answer = {"model_name": name, "model_version": version, "outputs": outputs} | (
+        {} if request.id is None else {"id": request.id}
+    )
     head = json.dumps(answer, allow_nan=False).encode()
     return b"".join([head, *pieces]), len(head) if pieces else None
 
 
-def warm_up(program: Program) -> None:
-    """Run the program once on zeros, one of each size that may be any, so that the first client does not wait for it."""
-    from arclight.deploy import ProgramError
-
-    zeros = [
-        np.zeros([size if isinstance(size, int) else 1 for size in spec.shape], spec.dtype) for spec in program.inputs
+def zeros(program: Program, rows: int = 1) -> list[np.ndarray[Any, Any]]:
+    """Return inputs of zeros, one of each size that may be any, and ``rows`` of those that come first."""
+    return [
+        np.zeros(
+            [size if isinstance(size, int) else 1 if place else rows for place, size in enumerate(spec.shape)],
+            spec.dtype,
+        )
+        for spec in program.inputs
     ]
-    try:
-        program(*zeros)
-    except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
-        log.warning("%s was not warmed up, its first request may be slow: %s", program.path.name, error)
 
 
 def _finite(array: np.ndarray[Any, Any]) -> list[Any]:

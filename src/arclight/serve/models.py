@@ -1,0 +1,259 @@
+"""Load programs into models that answer requests, and replace them by newer programs while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arclight.serve.settings import Limits
+from arclight.serve.tasks.detection import Detect
+from arclight.serve.tasks.tensors import zeros
+
+if TYPE_CHECKING:
+    from arclight.deploy import Program
+    from arclight.deploy.programs.folder import Mark, Trusted
+    from arclight.serve.tasks.scheduler import Scheduler
+
+log = logging.getLogger("arclight.serve")
+Marks = Mapping[Path, "Mark"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text."""
+
+    name: str
+    precision: str = "unknown"
+    detector: Detect | None = None
+    program: Program | None = None
+    text: Scheduler | None = None
+    loaded: Program | None = None
+    """The program that all of these run; None for a detector of the caller's own."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When it was loaded, seconds since 1970."""
+
+    @property
+    def version(self) -> str:
+        """Return the beginning of the program's digest; "1" for a detector of the caller's own."""
+        return "1" if self.loaded is None else self.loaded.digest[:12]
+
+    @property
+    def task(self) -> str:
+        """Return detect, language, or tensors for any other."""
+        return "language" if self.text is not None else "detect" if self.detector is not None else "tensors"
+
+
+def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
+    """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
+    from arclight.deploy import Program, ProgramError
+
+    program = Program.load(path, trusted=trusted)
+    task = program.metadata.get("task")
+    if lone and task not in ("detect", "language"):
+        raise ProgramError(
+            f"{path} is not a detector (its task is {task!r}) and generates no text: serve it by a name, as {path.stem}={path}"
+        )
+    if task == "language":
+        from arclight.serve.tasks.scheduler import Scheduler
+
+        text = Scheduler(program, streams=limits.streams, queue=limits.queue)
+        return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
+    detector = program.predict_one if task == "detect" else None
+    return ServedModel(name=name, precision=program.precision, detector=detector, program=program, loaded=program)
+
+
+def start(model: ServedModel) -> None:
+    """Run a model once, so that its first client does not wait for warm-up; any error of the model may leave it."""
+    from arclight.deploy import ProgramError
+
+    if model.text is not None:
+        model.text.start()
+    elif model.detector is not None:
+        model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
+    elif model.program is not None:
+        try:
+            model.program(*zeros(model.program))
+        except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
+            log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
+
+
+# -- replacing -----------------------------------------------------------------------------------------------------
+
+
+def check_replacement(old: ServedModel, new: ServedModel) -> None:
+    """Raise ProgramError if clients of ``old`` could not go on with ``new``, or if ``new`` is less proven."""
+    from arclight.deploy import ProgramError
+
+    if old.task != new.task:
+        raise ProgramError(f"it answers {new.task}, and the one that is served answers {old.task}")
+    recorded = ["parity" in model.loaded.metadata for model in (old, new) if model.loaded is not None]
+    if recorded == [True, False]:
+        raise ProgramError("it was never compared with its torch model, and the one that is served was: export it")
+    if old.program is None or new.program is None:
+        return
+    for kind, before, after in (
+        ("inputs", old.program.inputs, new.program.inputs), ("outputs", old.program.outputs, new.program.outputs),
+    ):  # fmt: skip
+        same = len(before) == len(after) and all(
+            one.name == other.name and one.dtype == other.dtype and _takes(other.shape, one.shape)
+            for one, other in zip(before, after)
+        )
+        if not same:
+            shown = [", ".join(map(str, specs)) for specs in (after, before)]
+            raise ProgramError(f"its {kind} are {shown[0]}, and those that are served are {shown[1]}")
+    _check_numbers(old.program, new.program)
+
+
+def _takes(new: tuple[int | str, ...], old: tuple[int | str, ...]) -> bool:
+    """Return True if a tensor of shape ``new`` may be whatever one of shape ``old`` may be."""
+    return len(new) == len(old) and all(isinstance(one, str) or one == other for one, other in zip(new, old))
+
+
+def _check_numbers(old: Program, new: Program) -> None:
+    """Raise ProgramError if ``new`` fails, or gives NaN, on zeros on which ``old`` does not."""
+    from arclight.deploy import ProgramError
+
+    given = zeros(old)
+    try:
+        before = old(*given)
+    except ProgramError:  # it takes no batch of one, and there is nothing to compare with
+        return
+    after = new(*given)
+    for spec, was, now in zip(new.outputs, _several(before), _several(after)):
+        if np.asarray(now).shape != np.asarray(was).shape:
+            raise ProgramError(f"its output {spec.name} has shape {np.shape(now)} where {np.shape(was)} is served")
+        if np.isfinite(was).all() and not np.isfinite(now).all():
+            raise ProgramError(
+                f"its output {spec.name} is NaN or infinite for zeros, and the one that is served is not"
+            )
+
+
+def _several(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class Models:
+    """The models of a server by name, and what replaces them.
+
+    A program is watched at its path: who may write there decides what is served, as at the next start, so no address or key of
+    the server has to be guarded for it, and a copy under way is harmless, for nothing is loaded before its digests fit. The new
+    program is loaded and run beside the old one, which requests under way keep until they have ended.
+    """
+
+    def __init__(
+        self, models: Mapping[str, ServedModel], load: Callable[[str, Path], ServedModel] | None = None
+    ) -> None:
+        self._models = dict(models)
+        self._load = load
+        self._refused: dict[str, Marks | None] = {}
+        """What was at a path when it was refused; None after it was gone."""
+        self._seen: dict[str, Marks | None] = {}
+        self._texts: set[asyncio.Future[None]] = set()
+        """Requests for text under way, any of which may be about to queue a text at a model that is replaced."""
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def __getitem__(self, name: str) -> ServedModel:
+        return self._models[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def all(self) -> list[ServedModel]:
+        return list(self._models.values())
+
+    @contextmanager
+    def text_request(self) -> Iterator[None]:
+        """Keep the models that there are now from ending until the texts of a request have been queued."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._texts.add(ended)
+        try:
+            yield
+        finally:
+            self._texts.discard(ended)
+            ended.set_result(None)
+
+    async def watch(self, every_s: float, told: Callable[[str, bool], None]) -> None:
+        """Replace models whose programs have been replaced, until cancelled; ``told`` gets the name, and False if refused."""
+        while self._load is not None:
+            await asyncio.sleep(every_s)
+            for model in self.all():
+                if model.loaded is not None and await self._changed(model):
+                    told(model.name, await self._replace(model))
+
+    async def close(self) -> None:
+        """End all models; texts in progress are finished."""
+        for model in self.all():
+            if model.text is not None:
+                await asyncio.get_running_loop().run_in_executor(None, model.text.close)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
+    async def _changed(self, model: ServedModel) -> bool:
+        """Return True if other files than before are at the model's path, and were the same at the last look."""
+        from arclight.deploy.programs.folder import marks_at
+
+        name, loaded = model.name, model.loaded
+        assert loaded is not None
+        found = await asyncio.get_running_loop().run_in_executor(None, marks_at, loaded.path)
+        settled, self._seen[name] = name in self._seen and found == self._seen[name], found
+        if found == loaded.marks:
+            self._refused.pop(name, None)
+            return False
+        return settled and not (name in self._refused and self._refused[name] == found)
+
+    async def _replace(self, old: ServedModel) -> bool:
+        """Load what is at the model's path and let it answer from now on; return False if it is refused."""
+        begun = time.monotonic()
+        try:
+            new = await asyncio.get_running_loop().run_in_executor(None, self._prepared, old)
+        except Exception as error:  # whatever is wrong with the new program: the old one goes on
+            self._refused[old.name] = self._seen[old.name]
+            known = _is_known(error)
+            log.error(
+                "%s: the new program is refused, version %s goes on: %s", old.name, old.version, error,
+                exc_info=None if known else error,
+            )  # fmt: skip
+            return False
+        self._models[old.name] = new
+        log.info(
+            "%s: version %s replaces %s after %.1f s", old.name, new.version, old.version, time.monotonic() - begun
+        )
+        leaving = asyncio.create_task(self._retire(old))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        return True
+
+    def _prepared(self, old: ServedModel) -> ServedModel:
+        assert self._load is not None
+        assert old.loaded is not None
+        new = self._load(old.name, old.loaded.path)
+        check_replacement(old, new)
+        start(new)
+        return new
+
+    async def _retire(self, old: ServedModel) -> None:
+        """End the thread of a model for which nobody asks any more; its texts, also those that wait, are finished."""
+        if old.text is None:
+            return
+        if self._texts:
+            await asyncio.wait(self._texts)
+        text = old.text
+        await asyncio.get_running_loop().run_in_executor(None, lambda: text.close(waiting=True))
+
+
+def _is_known(error: Exception) -> bool:
+    """Return True for errors whose sentence says all."""
+    from arclight.deploy import ProgramError
+
+    return isinstance(error, (ProgramError, OSError))
