@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -144,6 +145,40 @@ def test_a_box_agrees_from_half_an_overlap_on() -> None:
     half, less = [0, 0, 10, 5], [0, 0, 10, 4.9]
     assert score_tracks(frames_of(({1: A}, {1: half}))).idf1 == 1
     assert score_tracks(frames_of(({1: A}, {1: less}))).idf1 == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_idf1_is_that_of_the_best_choice_of_numbers(seed: int) -> None:
+    """Against its definition with SciPy's assignment, of trajectories with false ones beside them (Ristani et al. 2016, section 3)."""
+    rng = np.random.default_rng(seed)
+    objects, numbers, frames = 4, 5, []
+    for _ in range(30):
+        truth = {n: [20 * n, 0, 20 * n + 10, 10] for n in range(objects) if rng.random() < 0.8}
+        names = rng.permutation(numbers) if rng.random() < 0.2 else np.arange(numbers)
+        found = {
+            int(names[n]): [20 * n, 0, 20 * n + 10, 10 - rng.integers(0, 8)]
+            for n in range(numbers)
+            if rng.random() < 0.8
+        }
+        frames.append((truth, found))
+    false_negatives = np.zeros((objects, numbers))
+    false_positives = np.zeros((objects, numbers))
+    for truth, found in frames:
+        for t, f in itertools.product(range(objects), range(numbers)):
+            agree = t in truth and f in found and truth[t][0] == found[f][0] and found[f][3] >= 5
+            false_negatives[t, f] += t in truth and not agree
+            false_positives[t, f] += f in found and not agree
+    lengths = [sum(n in truth for truth, _ in frames) for n in range(objects)]
+    shown = [sum(n in found for _, found in frames) for n in range(numbers)]
+    size, never = objects + numbers, 1e9
+    cost = np.full((size, size), never)
+    cost[:objects, :numbers] = false_negatives + false_positives
+    cost[range(objects), range(numbers, size)] = lengths  # an object that has no number, a number that has no object
+    cost[range(objects, size), range(numbers)] = shown
+    cost[objects:, numbers:] = 0
+    wrong = cost[linear_sum_assignment(cost)].sum()
+    boxes = sum(lengths) + sum(shown)
+    assert score_tracks(frames_of(*frames)).idf1 == pytest.approx((boxes - wrong) / boxes)
 
 
 def test_scores_of_nothing() -> None:

@@ -20,10 +20,12 @@ from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
 if TYPE_CHECKING:
+    from arclight.vision.data.images import Image
     from arclight.vision.inference.fusion import Detect
     from arclight.vision.inputs.image_source import Frame, ImageSource
     from arclight.vision.results.detections import Detections
     from arclight.vision.results.writers import Prediction, Writer
+    from arclight.vision.tasks.module import VisionModule
     from arclight.vision.tracking.counting import Count
 
     Follow = Callable[[Frame, Detections], tuple[Detections, tuple[Count, ...]]]
@@ -178,6 +180,8 @@ def writers_of(options: argparse.Namespace) -> list[Writer]:
         (options.save_jsonl, writers.JsonLines),
         (options.json, writers.JsonFile),
     ]
+    if options.heatmap is not None:
+        made.append((options.heatmap, lambda path: writers.HeatMaps(path, options.heated)))
     return [make(path) for path, make in made if path is not None]
 
 
@@ -267,6 +271,12 @@ def _add_inference_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--augment", action="store_true", help="look at a smaller and a mirrored copy of each image, too"
+    )
+    parser.add_argument(
+        "--heatmap",
+        type=Path,
+        metavar="DIR",
+        help="write what the network looks at, as a .png for each image, to this folder",
     )
     parser.add_argument(
         "--track", choices=["bytetrack", "ocsort"], help="number objects and follow them through videos"
@@ -440,6 +450,8 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
 
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
+    if options.heatmap is not None:
+        raise UsageError("--heatmap needs gradients, which a program has none of: name the run, or a checkpoint")
     from arclight.vision.tasks.processing import load_vision_program
 
     program = load_vision_program(options.program, trusted=trusted(options), **changed)
@@ -472,7 +484,17 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
         processing, confidence = _wanted(options, with_fields(detector.processing, changed), detector.head)
         predict = functools.partial(detector.predict, processing=processing)
         members.append(_Member(predict, detector.head, detector.names, confidence))
+        options.heated = functools.partial(_heated, detector, confidence)
+    if options.heatmap is not None and len(members) > 1:
+        raise UsageError(f"--heatmap is of one network, and these are {len(members)}: name one run")
     return members, sources
+
+
+def _heated(module: VisionModule, confidence: float, image: Image) -> Image:
+    """Draw what the network looks at in ``image``, in one pass over all of it."""
+    from arclight.vision.inference.heat_map import heat_map, heated
+
+    return heated(image, heat_map(module, image, confidence))
 
 
 def _is_run(word: str) -> bool:

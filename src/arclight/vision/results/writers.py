@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -228,6 +229,17 @@ class MarkedImages(_FolderWriter):
     def write(self, prediction: Prediction) -> None:
         self._count += 1
         write_image(self.folder / f"{self._count:06d}-{Path(prediction.source).stem}.jpg", prediction.marked())
+
+
+class HeatMaps(_FolderWriter):
+    """A .png for each image, its parts coloured by what ``draw`` says of them."""
+
+    def __init__(self, folder: Path, draw: Callable[[Image], Image]) -> None:
+        super().__init__(folder)
+        self.draw = draw
+
+    def write(self, prediction: Prediction) -> None:
+        write_image(self.folder / f"{prediction.stem}.png", self.draw(prediction.image))
 
 
 class Labels(_FolderWriter):
