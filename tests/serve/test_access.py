@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import ssl
+import subprocess
+import sys
 
 import httpx
 import pytest
 import torch
+from tests.ports import free_port
 from tests.serve.conftest import running
 from tests.serve.test_tensors import SERVE, Affine
+from tests.waiting import wait_until
 
 from arclight import cli
 from arclight.deploy import export
-from arclight.serve import create_app
+from arclight.federated.transports.keys import make_certificate
+from arclight.serve import create_app, middleware
 
 KEY = "correct-horse-battery"
 
@@ -34,7 +40,12 @@ def local(folder):
 
 @pytest.fixture(scope="module")
 def keyed(folder):
-    words = ["--host=0.0.0.0", f"--api-key-file={folder / 'key.txt'}", f"affine={folder / 'affine.onnx'}"]
+    words = [
+        "--host=0.0.0.0",
+        "--behind-proxy",
+        f"--api-key-file={folder / 'key.txt'}",
+        f"affine={folder / 'affine.onnx'}",
+    ]
     with running(*words, program=str(folder / "serve.py")) as server:
         yield server
 
@@ -140,6 +151,16 @@ def test_an_upload_without_the_key_is_refused_before_it_is_kept(keyed):
     ("words", "sentence"),
     [
         (["--host", "0.0.0.0"], "other machines can reach 0.0.0.0: give an API key"),
+        (
+            ["--host", "0.0.0.0", "--api-key-file", "good.txt"],
+            "keys and photos would travel readable: give a certificate",
+        ),
+        (
+            ["--host", "0.0.0.0", "--api-key-file", "good.txt", "--tls-cert", "a", "--tls-key", "b"],
+            "there is no certificate a",
+        ),
+        (["--tls-cert", "a"], "give both --tls-cert and --tls-key"),
+        (["--api-key-file", "empty.txt"], "there is no API key: write one on each line"),
         (["--api-key-file", "missing.txt"], "the API key cannot be read"),
         (["--api-key-file", "short.txt"], "at least 16 printable ASCII characters"),
         (["--api-key-file", "binary.txt"], "printable ASCII"),
@@ -148,8 +169,62 @@ def test_an_upload_without_the_key_is_refused_before_it_is_kept(keyed):
 def test_wrong_settings_of_access_are_refused_in_one_line(tmp_path, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("secret\n")
+    (tmp_path / "good.txt").write_text(KEY)
+    (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff" * 20)
     assert cli.main(["serve", "x.onnx", *words]) != 0
     said = capsys.readouterr().err
     assert sentence in said
     assert "secret" not in said
+
+
+def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(folder, tmp_path):
+    made = make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"])
+    other = "another-horse-battery"
+    (tmp_path / "keys.txt").write_text(f"{KEY}\n{other}\n")
+    port = free_port()
+    words = [
+        "serve",
+        f"affine={folder / 'affine.onnx'}",
+        "--host=0.0.0.0",
+        f"--port={port}",
+        "--limits.requests_per_s=0.5",
+    ]
+    words += [
+        f"--api-key-file={tmp_path / 'keys.txt'}",
+        f"--tls-cert={made.certificate}",
+        f"--tls-key={made.private_key}",
+    ]
+    process = subprocess.Popen([sys.executable, "-m", "arclight.cli", *words], stdout=subprocess.PIPE, text=True)
+    url = f"https://localhost:{port}"
+    try:
+        assert process.stdout.readline().startswith("open https://localhost:")
+        context = ssl.create_default_context(cafile=made.certificate)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        with httpx.Client(verify=context, trust_env=False, timeout=60) as client:
+            wait_until(lambda: client.get(f"{url}/health").status_code == 200, "the server is ready")
+            keyed = [
+                client.get(f"{url}/v2/models/affine", headers={"Authorization": f"Bearer {key}"})
+                for key in (KEY, KEY, other)
+            ]
+            assert [answer.status_code for answer in keyed] == [200, 429, 200]
+            assert 1 <= int(keyed[1].headers["retry-after"]) <= 2
+            assert keyed[1].json()["error"].startswith("This API key has sent too many requests; ")
+            assert [client.get(f"{url}/health").status_code for _ in range(5)] == [200] * 5, "health has no rate"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http") + "/health", trust_env=False)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_key_that_waits_as_told_passes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(middleware.time, "monotonic", lambda: now[0])
+    rates = middleware.Rates(2, 4.0)
+    assert [rates.take(0) for _ in range(9)] == [0.0] * 8 + [0.25]
+    assert rates.take(1) == 0, "another key has a rate of its own"
+    now[0] += 0.25
+    assert [rates.take(0), rates.take(0)] == [0.0, 0.25]
+    now[0] += 1000
+    assert [rates.take(0) for _ in range(9)] == [0.0] * 8 + [0.25], "what was not used is not saved for ever"

@@ -19,7 +19,7 @@ from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, 
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.models import Models, ServedModel, start
-from arclight.serve.settings import Limits, check_key
+from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
 
@@ -89,7 +89,7 @@ def create_app(
     program: str = "detector",
     precision: str = "unknown",
     limits: Limits | None = None,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     insecure: bool = False,
 ) -> FastAPI:
     """Build the application that answers photos with ``detector``'s detections and the codes read in them.
@@ -97,11 +97,11 @@ def create_app(
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
 
-    Whatever address it is run on, requests need ``Authorization: Bearer KEY`` with an ``api_key`` (ValueError for one that
-    is easily guessed); without one, the Host header must name this machine, unless ``insecure`` lets everybody in.
+    Whatever address it is run on, requests need ``Authorization: Bearer KEY`` with an ``api_key``, or one of several (ValueError
+    for one that is easily guessed); without one, the Host header must name this machine, unless ``insecure`` lets everybody in.
     """
-    check_key(api_key)
-    access = Access(loopback_only=api_key is None and not insecure, api_key=api_key)
+    keys = check_keys(api_key)
+    access = Access(loopback_only=not keys and not insecure, keys=keys)
     return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits(), access)
 
 
@@ -153,7 +153,7 @@ def build_app(
     if any(model.text is not None for model in models):
         add_text_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    app.add_middleware(Admittance, access=access)
+    app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
     app.add_middleware(Lingering, linger_s=limits.linger_s)
     app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining)
     app.state.drain = service.drain

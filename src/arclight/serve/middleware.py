@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from arclight.serve.admission import Refusal
+from arclight.serve.admission import Refusal, busy
 from arclight.serve.metrics import OTHER, Address, Metrics
 from arclight.serve.settings import is_loopback
 
@@ -88,7 +89,8 @@ class Access:
     loopback_only: bool = False
     """Whether the Host header must name loopback: a web page that points a name of its own at 127.0.0.1 sends that name.
     Origin, which browsers add to what pages send, must name it as well: other pages may not make this machine work."""
-    api_key: str | None = field(default=None, repr=False)
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    """API keys, any of which a request must have; none: anybody may pass."""
 
     def refusal(self, path: str, headers: Headers) -> Refusal | None:
         """Return why a request may not pass, if so; health and the page may be asked by anybody."""
@@ -99,14 +101,37 @@ class Access:
             origins = headers.getlist("origin")
             if not all(is_loopback(host_name(origin.partition("://")[2])) for origin in origins):
                 return Refusal(403, "This server answers no pages of other sites; send the request without an Origin.")
-        if self.api_key is None or path in OPEN:
-            return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digests = [hashlib.sha256(key.encode()).digest() for key in (given.strip(), self.api_key)]  # of one length
-        if scheme.lower() == "bearer" and hmac.compare_digest(*digests):
+        if not self.keys or path in OPEN or self.key_of(headers) is not None:
             return None
         sentence = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
         return Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
+
+    def key_of(self, headers: Headers) -> int | None:
+        """Return the place of a request's key among the keys; None without one."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode()).digest()
+        equal = [
+            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.keys
+        ]  # of one length
+        return equal.index(True) if scheme.lower() == "bearer" and any(equal) else None
+
+
+class Rates:
+    """Requests that each key may send: ``per_s`` on average, and what two seconds allow at once."""
+
+    def __init__(self, keys: int, per_s: float) -> None:
+        self.per_s = per_s
+        self._most = max(1.0, 2 * per_s)
+        self._left = [self._most] * keys
+        self._seen_s = [time.monotonic()] * keys
+
+    def take(self, key: int) -> float:
+        """Count a request; return 0, or the seconds after which it would pass."""
+        now = time.monotonic()
+        left = min(self._most, self._left[key] + (now - self._seen_s[key]) * self.per_s)
+        self._seen_s[key] = now
+        self._left[key] = left - 1 if left >= 1 else left
+        return 0.0 if left >= 1 else (1 - left) / self.per_s
 
 
 PAGE = Path(__file__).parent / "page"
@@ -123,17 +148,28 @@ def host_name(host: str) -> str:
 
 
 class Admittance:
-    """Answers requests that the rules of access refuse."""
+    """Answers requests that the rules of access refuse, and those of keys that have sent too many."""
 
-    def __init__(self, app: ASGIApp, *, access: Access) -> None:
+    def __init__(self, app: ASGIApp, *, access: Access, requests_per_s: float) -> None:
         self.app = app
         self.access = access
+        self.rates = Rates(len(access.keys), requests_per_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self.access.refusal(scope["path"], Headers(scope=scope))):
+        if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
             await refusal.response()(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+        if refusal := self.access.refusal(path, headers):
+            return refusal
+        if not self.access.keys or path in OPEN:
+            return None
+        key = self.access.key_of(headers)
+        assert key is not None  # else it was refused
+        wait_s = self.rates.take(key)
+        return busy("This API key has sent too many requests", max(1, math.ceil(wait_s))) if wait_s else None
 
 
 class Lingering:

@@ -6,13 +6,15 @@ import errno
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight.fabric.certificates import check_certificate
 from arclight.fabric.extras import require
-from arclight.serve.settings import Limits, check_key, is_loopback
+from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -22,6 +24,15 @@ if TYPE_CHECKING:
 
 STARTUP_FAILED = 3
 """Exit status if the application does not start, as uvicorn's own command has it."""
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files with which a server speaks TLS."""
+
+    certificate: Path
+    private_key: Path
+
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """Names of models, as they stand in addresses and metrics."""
@@ -33,8 +44,10 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     limits: Limits | None = None,
-    api_key: str | None = None,
+    api_key: str | Sequence[str] | None = None,
     insecure: bool = False,
+    tls: Tls | None = None,
+    proxied: bool = False,
     trusted: Trusted | None = None,
 ) -> None:
     """Serve deployed programs until SIGINT or SIGTERM; requests in progress are finished first.
@@ -46,12 +59,12 @@ def serve(
     lone ``program_path`` neither detects nor generates text or one of several cannot be loaded, ValueError for a name that no
     address can have, and AddressError where ``host`` and ``port`` cannot be listened on.
 
-    With ``api_key``, requests other than for health need ``Authorization: Bearer KEY``; an address that other machines
-    reach needs a key, or ``insecure``, else ValueError. On loopback the Host header must name loopback, so that no web page
-    reaches the server under a name of its own. There is no TLS: put a proxy before a server on an untrusted network. ``trusted``: as
-    for ``Program.load``.
+    With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
+    other machines reach needs a key and ``tls``, or ``proxied`` where a proxy before it speaks TLS, or ``insecure`` for neither,
+    else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
+    own. ``trusted``: as for ``Program.load``.
     """
-    check_access(host, api_key, insecure=insecure)
+    keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
     require("fastapi", extra="serve")
     require("prometheus_client", extra="serve")
     from arclight.serve.app import build_app
@@ -76,19 +89,34 @@ def serve(
             return load(name, path, limits, lone=not several, trusted=trusted)
 
         models = [loaded(name, Path(path)) for name, path in paths.items()]
-        access = Access(loopback_only=is_loopback(host), api_key=api_key)
+        access = Access(loopback_only=is_loopback(host), keys=keys)
         app = build_app(models, limits, access, load=loaded)
-        run(app, host=host, port=port, limits=limits, listening=listening, has_key=api_key is not None)
+        run(app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls)
 
 
-def check_access(host: str, api_key: str | None, *, insecure: bool) -> None:
-    """Raise ValueError for an address that everybody may use by oversight, and for a key that is easily guessed."""
+def check_access(
+    host: str, api_key: str | Sequence[str] | None, *, insecure: bool, tls: Tls | None = None, proxied: bool = False
+) -> tuple[str, ...]:
+    """Return the keys, if they and the address may be used.
+
+    Raises ValueError for an address that everybody may use, or listen in to, by oversight, for a key that is easily guessed, and
+    for a certificate that a server cannot show.
+    """
     if api_key is None and not insecure and not is_loopback(host):
         raise ValueError(
             f"other machines can reach {host}: give an API key (--api-key-file FILE), or --insecure if all of them may "
             "use the server"
         )
-    check_key(api_key)
+    keys = check_keys(api_key)
+    if tls is None and not insecure and not proxied and not is_loopback(host):
+        raise ValueError(
+            f"other machines can reach {host}, and keys and photos would travel readable: give a certificate and its key "
+            "(--tls-cert FILE --tls-key FILE; `arclight federate keys server` makes both), --behind-proxy if a proxy before the server "
+            "speaks TLS, or --insecure"
+        )
+    if tls is not None:
+        check_certificate(tls.certificate, tls.private_key, extra="deploy")
+    return keys
 
 
 class AddressError(OSError):
@@ -131,6 +159,7 @@ def run(
     limits: Limits,
     listening: socket.socket | None = None,
     has_key: bool = False,
+    tls: Tls | None = None,
 ) -> None:
     """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it.
 
@@ -146,6 +175,8 @@ def run(
             app,
             access_log=False,
             server_header=False,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.private_key,
             log_level="warning",
             limit_concurrency=limits.connections,
             timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
@@ -162,7 +193,7 @@ def run(
         except OSError as error:  # two that start at once may both reserve an address; one of them listens first
             raise _refused(host, number, error) from error
         place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
-        sys.stdout.write(f"open http://{place}:{number} (ctrl-C ends the server)\n")
+        sys.stdout.write(f"open {'http' if tls is None else 'https'}://{place}:{number} (ctrl-C ends the server)\n")
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):  # which has ended the server as it should
             server.run(sockets=[reserved])

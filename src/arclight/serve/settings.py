@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 
@@ -43,6 +44,8 @@ class Limits:
     """Open connections; beyond them a client is answered 503."""
     reload_s: float = 2.0
     """Pause between looks at the programs' files, seconds; one that was replaced is loaded once its files are the same at two looks."""
+    requests_per_s: float = 100.0
+    """Requests per second that one API key may send on average, and twice as many at once; beyond them it is answered 429."""
     drain_s: float = 1.0
     """How long a server that has got SIGTERM still takes requests, unready, seconds: so that load balancers notice."""
     shutdown_s: float = 10.0
@@ -63,10 +66,15 @@ class Limits:
             )
 
 
-def check_key(api_key: str | None) -> None:
-    """Raise ValueError for a key that is easily guessed."""
-    if api_key is not None and not re.fullmatch(r"[!-~]{16,}", api_key):
-        raise ValueError(f"an API key needs at least 16 printable ASCII characters without blanks, not {len(api_key)}")
+def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the keys; raises ValueError for one that is easily guessed, and for none where some are meant."""
+    keys = () if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
+    for key in keys:
+        if not re.fullmatch(r"[!-~]{16,}", key):
+            raise ValueError(f"an API key needs at least 16 printable ASCII characters without blanks, not {len(key)}")
+    if api_key is not None and not keys:
+        raise ValueError("there is no API key: write one on each line")
+    return keys
 
 
 def is_loopback(host: str) -> bool:

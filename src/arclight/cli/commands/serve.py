@@ -11,8 +11,34 @@ from arclight.cli.arguments import Parser, UsageError, add_trust, trusted
 
 def serve(arguments: list[str]) -> None:
     from arclight import serve as server
+    from arclight.serve.server import Tls, check_access
+
+    options = _parser().parse_args(arguments)
+    try:
+        chosen = server.Limits(**{f.name: getattr(options, f"limits.{f.name}") for f in fields(server.Limits)})
+        keys = None if options.api_key_file is None else _keys(options.api_key_file)
+        if (options.tls_cert is None) != (options.tls_key is None):
+            raise UsageError("a certificate and its private key go together: give both --tls-cert and --tls-key")
+        tls = None if options.tls_cert is None else Tls(options.tls_cert, options.tls_key)
+        check_access(options.host, keys, insecure=options.insecure, tls=tls, proxied=options.behind_proxy)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    server.serve(
+        _programs(options.models, options.program),
+        host=options.host,
+        port=options.port,
+        limits=chosen,
+        api_key=keys,
+        insecure=options.insecure,
+        tls=tls,
+        proxied=options.behind_proxy,
+        trusted=trusted(options),
+    )
+
+
+def _parser() -> Parser:
     from arclight.recipe import explain
-    from arclight.serve.server import check_access
+    from arclight.serve import Limits
 
     parser = Parser(
         prog="arclight serve",
@@ -34,12 +60,20 @@ def serve(arguments: list[str]) -> None:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with a key that requests must send as Authorization: Bearer KEY; needed where other machines reach --host",
+        help="file of keys, one on each line, of which requests must send one as Authorization: Bearer KEY; needed where other "
+        "machines reach --host",
+    )
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="certificate of the server, PEM; needed there, too"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate, PEM")
+    parser.add_argument(
+        "--behind-proxy", action="store_true", help="listen without TLS, which a proxy before the server speaks"
     )
     parser.add_argument("--insecure", action="store_true", help="let everybody who reaches --host use the server")
     limits = parser.add_argument_group("limits", "beyond which requests are refused")
-    about = {setting.path: setting.doc for setting in explain(server.Limits)}
-    for field in fields(server.Limits):
+    about = {setting.path: setting.doc for setting in explain(Limits)}
+    for field in fields(Limits):
         limits.add_argument(
             f"--limits.{field.name}",
             type=type(field.default),
@@ -47,26 +81,15 @@ def serve(arguments: list[str]) -> None:
             metavar="N",
             help=f"{about[field.name].rstrip('.')} (default: %(default)s)",
         )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def _keys(file: Path) -> list[str]:
     try:
-        chosen = server.Limits(**{f.name: getattr(options, f"limits.{f.name}") for f in fields(server.Limits)})
-        key = (
-            None if options.api_key_file is None else options.api_key_file.read_text("ascii", errors="replace").strip()
-        )
-        check_access(options.host, key, insecure=options.insecure)
+        lines = file.read_text("ascii", errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"the API key cannot be read: {error}") from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    server.serve(
-        _programs(options.models, options.program),
-        host=options.host,
-        port=options.port,
-        limits=chosen,
-        api_key=key,
-        insecure=options.insecure,
-        trusted=trusted(options),
-    )
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _programs(models: list[str], program: Path | None) -> Path | dict[str, Path]:

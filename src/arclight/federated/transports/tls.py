@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 import ssl
-from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from arclight.fabric import signing
+from arclight.fabric import certificates, signing
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
@@ -31,23 +30,10 @@ def check_private(path: str | Path) -> None:
 
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
     """Raise FederatedError unless a server can show this certificate today and prove it."""
-    for path, what in ((certificate, "certificate"), (private_key, "private key")):
-        if not Path(path).is_file():
-            raise FederatedError(f"there is no {what} {path}; `arclight federate keys server` makes both")
-    begins, ends = _valid(certificate)
-    if not begins <= datetime.now(UTC) <= ends:
-        raise FederatedError(
-            f"{certificate} is good from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no node believes it today: make a new one "
-            "with `arclight federate keys server`, and let nodes know it"
-        )
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key, password=_no_password)
-    except ssl.SSLError as error:
-        raise FederatedError(
-            f"{private_key} is not the private key of {certificate} ({error.reason or error}): give the two files that "
-            "`arclight federate keys server` wrote together"
-        ) from error
-    check_private(private_key)
+        certificates.check_certificate(certificate, private_key, extra="federated")
+    except certificates.CertificateError as error:
+        raise FederatedError(str(error)) from error
 
 
 def client_context(cafile: str | Path | None) -> ssl.SSLContext:
@@ -85,24 +71,6 @@ def certificate_names(certificate: bytes) -> list[str]:
     except x509.ExtensionNotFound:
         return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-
-
-def _valid(certificate: str | Path) -> tuple[datetime, datetime]:
-    x509 = require("cryptography.x509", extra="federated")
-    try:
-        read = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
-    except ValueError as error:
-        raise FederatedError(
-            f"{certificate} has no PEM certificate: `arclight federate keys server` makes one"
-        ) from error
-    return read.not_valid_before_utc, read.not_valid_after_utc
-
-
-def _no_password() -> str:
-    raise FederatedError(
-        "the server's private key has a password, which nobody could type when the server is started again: take it off "
-        "(`openssl pkey`), and let nobody else read the file"
-    )
 
 
 # -- the other side ------------------------------------------------------------------------------------------------
