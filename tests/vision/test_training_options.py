@@ -15,6 +15,7 @@ import torch
 from arclight.optim.schedule_settings import WSD
 from arclight.optim.settings import SGD, AdamW
 from arclight.trainer import Callback, Trainer
+from arclight.trainer.callbacks import BatchSizeFinder
 from arclight.vision import Detector
 from arclight.vision.data.mix import MixedData
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
@@ -284,3 +285,37 @@ def test_without_bias_warmup_groups_and_rates_are_as_before(tmp_path: Path, writ
     made = fit(task, tmp_path, max_steps=2, callbacks=[recorder])
     assert len(made.trainer.optimizers[0].param_groups) == 2
     assert all(len(set(rates.values())) == 1 for rates in recorder.rates)
+
+
+def test_the_largest_batch_that_fits_is_found_and_trained_with(
+    write_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    write_dataset(tmp_path, 6, "val")
+    task = DetectionTask(
+        data=write_dataset(tmp_path, 24), model="yolov5n", image_size=32, batch_size=3, workers=0, memory_format="contiguous",
+        cache_labels=False,
+    )  # fmt: skip
+    seen: list[int] = []
+
+    class Small(Detector):
+        """A detector on a device with room for eight images."""
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            seen.append(len(batch["images"]))
+            if seen[-1] > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().training_step(batch, batch_idx)
+
+    def fit(**options: Any) -> DetectionData:
+        data, finder = DetectionData(task), BatchSizeFinder(steps_per_trial=1, **options)
+        trainer = Trainer(
+            accelerator="cpu", max_steps=1, limit_val_batches=0, callbacks=[finder], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Small(task, ["code", "text"]), datamodule=data)
+        return data
+
+    assert (fit().batch_size, seen) == (8, [2, 4, 8, 16, 8])
+    seen.clear()
+    assert (fit(max_val=4).batch_size, seen) == (4, [2, 4, 4])
+    assert task.batch_size == 3

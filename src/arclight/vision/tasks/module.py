@@ -481,6 +481,8 @@ class VisionData(DataModule, abc.ABC):
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
+        self.batch_size: int = settings.batch_size
+        """Images per step on each device, as the settings say or a search (`BatchSizeFinder`) found."""
 
     @property
     @abc.abstractmethod
@@ -532,7 +534,7 @@ class VisionData(DataModule, abc.ABC):
     @property
     def _global_batch(self) -> int:
         """Images per step on all ranks that read data of their own."""
-        own = int(self.settings.batch_size)
+        own = self.batch_size
         if (trainer := self.trainer) is None or not trainer.use_distributed_sampler:
             return own
         return own * int(trainer.strategy.distributed_sampler_kwargs["num_replicas"])
@@ -551,6 +553,7 @@ class VisionData(DataModule, abc.ABC):
         return self.open("train")
 
     def train_dataloader(self) -> DataLoader[Any]:
+        self.train.epochs = self._epochs(len(self.train))  # again: a search may have changed the batch size
         return self._loader(self.train, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -566,7 +569,7 @@ class VisionData(DataModule, abc.ABC):
         )  # a last batch of one or two images would shake batch statistics
         return DataLoader(
             dataset,
-            s.batch_size,
+            self.batch_size,
             shuffle=shuffle,
             drop_last=drop,
             num_workers=s.workers,
