@@ -312,6 +312,63 @@ def test_a_closed_scheduler_ends_what_waits(program):
         texts.ask("a")
 
 
+def test_a_closed_scheduler_begins_nothing_beside_what_goes_on(program):
+    texts = Texts(program, streams=2)
+    texts.ask("a", 10)
+    texts.ask("a", 200)
+    wait_until(lambda: texts.told[0] and texts.told[1], "two texts are in progress")
+    texts.ask("a", 20, count=2)
+    texts.scheduler.close()
+    assert [pieces[-1].finish for pieces in texts.told] == ["length", "length", "error", "error"]
+
+
+def test_a_text_that_ended_is_not_told_of_the_fault_of_another(texts, monkeypatch):
+    """The first text ends on the step on which the second fails."""
+    texts.told = [[], []]
+    settings = GenerationSettings(temperature=0.0)
+    first, second = (
+        Generation(list(b"a"), new, settings, told.append) for new, told in zip((4, 100), texts.told, strict=True)
+    )
+    add = Scheduler._add
+
+    def faulty(self, generation, logits):
+        if generation is second and first.tokens == 4:
+            raise MemoryError
+        return add(self, generation, logits)
+
+    monkeypatch.setattr(Scheduler, "_add", faulty)
+    texts.scheduler.submit([first, second])
+    wait_until(texts.ended, "both have ended")
+    assert [piece.finish for piece in texts.told[0]] == [None, None, None, "length"]
+    assert texts.told[1][-1].finish == "error"
+    texts.told.clear()
+    texts.ask("a", 2, count=5)  # every place is free, and there are no more of them
+    with pytest.raises(Refusal, match="All places for texts are taken"):
+        texts.ask("a", 2)
+
+
+class Leaving(Generation):
+    """A text whose client leaves between two looks at it."""
+
+    looks = 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        self.looks += 1
+        return self.looks % 2 == 0 and self.tokens > 0
+
+    @is_cancelled.setter
+    def is_cancelled(self, value: bool) -> None:
+        pass
+
+
+def test_a_client_that_leaves_at_any_moment_frees_its_place(texts):
+    pieces: list[Piece] = []
+    for _ in range(5):
+        texts.scheduler.submit([Leaving(list(b"a"), 50, GenerationSettings(temperature=0.0), pieces.append)])
+    wait_until(lambda: texts.scheduler.retry_after_s() and not texts.scheduler._held, "every place is free")
+
+
 def test_a_long_prompt_is_read_in_chunks_between_the_steps_of_others(texts, program, monkeypatch):
     monkeypatch.setattr(scheduler, "CHUNK", 16)
     texts.ask("hello", 100)

@@ -75,7 +75,7 @@ class Scheduler:
         self.times = ServiceTimes()
         self._waiting: deque[Generation] = deque()
         self._changed = threading.Condition()
-        self._held = 0
+        self._held: set[Generation] = set()
         """Generations waiting or in progress."""
         self._is_closed = False
         self._begins_waiting = False
@@ -108,15 +108,15 @@ class Scheduler:
         with self._changed:
             if self._is_closed:
                 raise busy("The server stops", 1, status=503)
-            if self._held + len(generations) > self.streams + self.queue:
+            if len(self._held) + len(generations) > self.streams + self.queue:
                 raise busy("All places for texts are taken and the queue is full", self.retry_after_s())
-            self._held += len(generations)
+            self._held.update(generations)
             self._waiting.extend(generations)
             self._changed.notify()
 
     def retry_after_s(self) -> int:
         """Return whole seconds, at least one, after which the texts that are here now will have ended."""
-        return max(1, math.ceil(self.times.of("text") * self._held / self.streams))
+        return max(1, math.ceil(self.times.of("text") * len(self._held) / self.streams))
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Scheduler:
                         self._leave(self._waiting.popleft(), "error")
                     return
                 self._drop_cancelled()
-                if reading is None and self._waiting and len(self._batch.rows) < self.streams:
+                if reading is None and self._waiting and not self._is_closed and len(self._batch.rows) < self.streams:
                     reading = _Reading(self._waiting.popleft(), self._batch.empty())
             try:
                 if reading is not None and reading.generation.is_cancelled:
@@ -151,10 +151,12 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for generation in [one for one in self._waiting if one.is_cancelled]:
             self._waiting.remove(generation)
-            self._held -= 1
-        for generation in [one for one in self._batch.rows if one.is_cancelled]:
-            self._leave(generation, None)
-        self._batch.keep([not one.is_cancelled for one in self._batch.rows])
+            self._held.discard(generation)
+        kept = [not one.is_cancelled for one in self._batch.rows]  # read once: clients leave at any moment
+        for generation, stays in zip(self._batch.rows, kept, strict=True):
+            if not stays:
+                self._leave(generation, None)
+        self._batch.keep(kept)
 
     def _read(self, reading: _Reading) -> bool:
         """Read a chunk of a prompt; return True once it has been read, and its text is in the batch or has ended."""
@@ -199,9 +201,11 @@ class Scheduler:
         return False
 
     def _leave(self, generation: Generation, finish: Literal["stop", "length", "error"] | None, text: str = "") -> None:
-        """Free the place of a text that has ended; without ``finish`` nobody is told."""
+        """Free the place of a text that ends, once; without ``finish`` nobody is told."""
         with self._changed:
-            self._held -= 1
+            if generation not in self._held:  # it had ended before another text failed on the same step
+                return
+            self._held.discard(generation)
         self._answers.pop(generation, None)
         if finish is not None:
             generation.tell(Piece(text, generation.tokens, finish))
