@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from arclight.deploy import Program, export
 from arclight.serve import Limits
 from arclight.serve.app import ServedModel, build_app
 from arclight.serve.middleware import Access
+from arclight.serve.server import listen
 
 SERVE = """
 import argparse
@@ -233,3 +235,23 @@ def test_limits_are_in_the_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["serve", "--help"])
     assert "--limits.queue" in capsys.readouterr().out
+
+
+def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
+    """With Nagle's algorithm the body of every answer waits for the client's delayed acknowledgement of its headers."""
+
+    async def no_delay() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with listen("127.0.0.1", 0) as reserved:
+            server = await asyncio.start_server(connected, sock=reserved)  # as uvicorn does
+            _, writer = await asyncio.open_connection(*reserved.getsockname())
+            writer.close()
+            async with server:
+                return await found
+
+    assert asyncio.run(no_delay()) != 0

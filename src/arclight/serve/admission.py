@@ -223,17 +223,17 @@ class Workers:
         """Return whole seconds, at least one, after which the requests that are here now have been answered."""
         return max(1, math.ceil(self.wait_s()))
 
-    async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Awaitable[None]) -> T:
+    async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Callable[[], Awaitable[None]]) -> T:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
 
-        ``left`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
+        ``left()`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
         """
         if not self._idle:
             if len(self._waiting) >= self.queue:
                 raise busy("All workers are busy and the queue is full", self.retry_after_s())
             if self.wait_s() > turn.left_s():
                 raise busy("The requests that wait already take longer than the deadline", self.retry_after_s())
-        watch = asyncio.ensure_future(left)
+        watch = asyncio.ensure_future(left())
         watch.add_done_callback(lambda _: None if watch.cancelled() else turn.leave())
         self._held[model] += 1
         try:

@@ -228,7 +228,9 @@ class Service:
         with self.buffered.upload() as body:
             await read_body(request, body, self.buffered, self.limits)
             turn = Turn(self.limits.deadline_s)
-            return await self.workers.run(model, lambda: work(bytes(body), turn), turn=turn, left=disconnected(request))
+            return await self.workers.run(
+                model, lambda: work(bytes(body), turn), turn=turn, left=lambda: disconnected(request)
+            )
 
 
 async def disconnected(request: Request) -> None:
@@ -316,7 +318,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
             asked = await service.run(
                 request, "text", lambda body, _: text.decode(body, kind, service.text, service.limits)
             )  # fmt: skip
-            return await text.answer(asked, Turn(service.limits.deadline_s), disconnected(request))
+            return await text.answer(asked, Turn(service.limits.deadline_s), lambda: disconnected(request))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -128,10 +128,11 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
     try:
-        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        reserved = socket.socket(family, kind)
+        # by its protocol asyncio knows that these are connections of TCP, and sends answers without Nagle's delay of 40 ms
+        reserved = socket.socket(family, kind, protocol)
     except UnicodeError as error:  # of the encoding of names for the network, as for a..b
         raise AddressError(f"{host} is no address: no machine can have this name") from error
     except OSError as error:

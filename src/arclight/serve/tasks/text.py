@@ -288,12 +288,12 @@ class EventStream(StreamingResponse):
             self._reply.cancel()
 
 
-async def answer(asked: Asked, turn: Turn, left: Awaitable[None]) -> Response:
-    """Generate the texts of a request; ``left`` ends when its client does. Raises Refusal 429, 500 or 503."""
+async def answer(asked: Asked, turn: Turn, left: Callable[[], Awaitable[None]]) -> Response:
+    """Generate the texts of a request; ``left()`` ends when its client does. Raises Refusal 429, 500 or 503."""
     reply = Reply(asked)
     asked.scheduler.submit(reply.generations)
     begun: asyncio.Future[Response] = asyncio.ensure_future(_begun(reply, turn))
-    watch: asyncio.Future[None] = asyncio.ensure_future(left)
+    watch: asyncio.Future[None] = asyncio.ensure_future(left())
     response: Response | None = None
     try:
         waited: set[asyncio.Future[Any]] = {begun, watch}

@@ -1,0 +1,291 @@
+"""The server under load: beside a bare FastAPI application, while programs are replaced, in overload, and over many requests.
+
+Every server is a process of its own on loopback, and so are its clients' connections: 16 threads that keep theirs open and send the
+next request when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as JSON;
+the peer is one `async def` endpoint of FastAPI under uvicorn, without limits, metrics, access rules or a queue. Rounds of the two
+alternate, and the ratio is within a round. Clients and servers share the machine's cores. In overload, 64 clients send 16 rows
+each to a program of three layers of 1024 as fast as they are refused; what recovers is the time of one request right after they have
+stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from arclight.deploy import export
+from arclight.parallel import initialize
+from arclight.text import build_model
+from arclight.text.data.tokenizer import ByteTokenizer
+from arclight.text.language_program import export_language_model
+from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
+
+PEER = """
+import sys, numpy as np, uvicorn
+from fastapi import FastAPI, Request
+from arclight.deploy import Program
+app, program = FastAPI(), Program.load(sys.argv[1], threads=1)
+@app.post("/infer")
+async def infer(request: Request):
+    x = np.array((await request.json())["data"], np.float32).reshape(-1, 64)
+    return {"data": program(x).ravel().tolist()}
+uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
+"""
+OURS = "from arclight.cli import main; raise SystemExit(main())"
+NEVER_MEASURED = "not measured: LitServe was not installed"
+
+
+@contextmanager
+def process(code: str, *words: str) -> Iterator[tuple[int, int]]:
+    """Start a server; give its port and process id once it listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, *(word.replace("PORT", str(port)) for word in words)],
+        env=environment, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                if started.poll() is not None:
+                    raise SystemExit(f"a server ended with status {started.returncode} before it listened") from None
+                time.sleep(0.05)
+        yield port, started.pid
+    finally:
+        started.kill()
+        started.wait()
+
+
+def request(path: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def infer(name: str, rows: int = 1) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 64], "data": [0.5] * 64 * rows}
+    return request(f"/v2/models/{name}/infer", {"inputs": [tensor]})
+
+
+class Client:
+    """One connection that is kept open."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb")
+
+    def ask(self, message: bytes) -> int:
+        """Return the status of the answer, which is read whole."""
+        self._socket.sendall(message)
+        status, size = int(self._file.readline().split()[1]), 0
+        while (line := self._file.readline()) != b"\r\n":
+            if line.lower().startswith(b"content-length:"):
+                size = int(line.split(b":")[1])
+        self._file.read(size)
+        return status
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+def load(port: int, message: bytes, clients: int, until: Callable[[int], bool]) -> Counter[int]:
+    """Let ``clients`` ask until ``until``, which gets the number of requests so far, is true; count the statuses."""
+    statuses: Counter[int] = Counter()
+    sent = itertools.count()
+
+    def work() -> None:
+        client, mine = Client(port), Counter[int]()
+        while not until(next(sent)):
+            mine[client.ask(message)] += 1
+        client.close()
+        statuses.update(mine)
+
+    threads = [threading.Thread(target=work) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return statuses
+
+
+def rate(port: int, message: bytes, clients: int, seconds: float) -> tuple[float, Counter[int]]:
+    """Return answers of status 200 per second, and all statuses."""
+    begun = time.monotonic()
+    statuses = load(port, message, clients, lambda _: time.monotonic() - begun > seconds)
+    return statuses[200] / (time.monotonic() - begun), statuses
+
+
+def program(path: Path, width: int, layers: int, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    widths = [64, *[width] * layers]
+    parts = [part for a, b in itertools.pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+    export(
+        nn.Sequential(*parts, nn.Linear(width, 8)),
+        path,
+        example_inputs=torch.rand(2, 64),
+        input_names=["x"],
+        output_names=["y"],
+    )
+    return path
+
+
+def serving(*models: str, **limits: float) -> Any:
+    return process(
+        OURS, "serve", *models, "--port=PORT", *(f"--limits.{name}={value}" for name, value in limits.items())
+    )
+
+
+def beside_fastapi(folder: Path, quick: bool) -> tuple[list[float], list[float]]:
+    """Return requests per second of our server and of FastAPI, in rounds."""
+    seconds, rounds = (0.3, 2) if quick else (1.5, 9)
+    small, ours, peer = program(folder / "small.onnx", 32, 1), [], []
+    plain = request("/infer", {"data": [0.5] * 64})
+    with serving(f"m={small}", queue=32) as (port, _), process(PEER, str(small), "PORT") as (other, _):
+        for number in range(rounds + 1):  # the first does not count
+            for own, message, found in ((port, infer("m"), ours), (other, plain, peer)):
+                done, statuses = rate(own, message, 16, seconds)
+                if set(statuses) != {200}:
+                    raise SystemExit(f"answers other than 200: {statuses}")
+                found += [done] if number else []
+    return ours, peer
+
+
+def swapped(folder: Path, quick: bool) -> tuple[int, int]:
+    """Return the requests that failed while a program was replaced twice under load, and all of them."""
+    new = [program(folder / f"new-{seed}.onnx", 32, 1, seed) for seed in (1, 2)]
+    path = folder / "swapped.onnx"
+    shutil.copy(program(folder / "first.onnx", 32, 1, 3), path)
+    with serving(f"m={path}", reload_s=0.1, queue=32) as (port, _):
+        done = threading.Event()
+
+        def swap() -> None:
+            for one in new:
+                time.sleep(0.5 if quick else 3)
+                shutil.copy(one, folder / "staged")
+                os.replace(folder / "staged", path)
+            time.sleep(1 if quick else 3)
+            done.set()
+
+        thread = threading.Thread(target=swap)
+        thread.start()
+        statuses = load(port, infer("m"), 8, lambda _: done.is_set())
+        thread.join()
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        text = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+        client.close()
+    if 'arclight_reloads_total{model="m",outcome="replaced"} 2.0' not in text:
+        raise SystemExit("the programs were not replaced twice while requests went on")
+    return sum(statuses.values()) - statuses[200], sum(statuses.values())
+
+
+def overloaded(folder: Path, quick: bool) -> tuple[float, Ratio, Counter[int]]:
+    """Return the seconds of a request right after overload, the capacity kept in it, and the statuses meanwhile."""
+    seconds, rounds = (0.5, 2) if quick else (3.0, 5)
+    message, slowest, calm, full, statuses = infer("m", 16), 0.0, [], [], Counter[int]()
+    with serving(f"m={program(folder / 'large.onnx', 1024, 3)}") as (port, _):
+        for _ in range(rounds):
+            calm.append(rate(port, message, 2, seconds)[0])
+            accepted, met = rate(port, message, 64, seconds)
+            begun, client = time.monotonic(), Client(port)
+            status = client.ask(message)
+            slowest = max(slowest, time.monotonic() - begun)
+            client.close()
+            if status != 200 or set(met) - {200, 429, 503}:
+                raise SystemExit(f"an answer of {status} after the overload, {met} in it")
+            full.append(accepted)
+            statuses.update(met)
+    return slowest, paired(full, calm), statuses
+
+
+def growth_mb(folder: Path, quick: bool) -> tuple[float, int]:
+    """Return how much a server grew from its 5,000th request on, in MB, and the number of requests since then."""
+    before, more = (500, 500) if quick else (5_000, 50_000)
+    with serving(f"m={program(folder / 'grown.onnx', 32, 1)}", queue=32) as (port, pid):
+        load(port, infer("m"), 16, lambda sent: sent >= before)
+        held = psutil.Process(pid).memory_info().rss
+        load(port, infer("m"), 16, lambda sent: sent >= more)
+        return (psutil.Process(pid).memory_info().rss - held) / 1e6, more
+
+
+def streams(folder: Path, quick: bool) -> Ratio:
+    """Return the speed of 8 texts that are generated together over that of one at a time."""
+    sizes = {"dim": 64, "layers": 2, "hidden": 128} if quick else {"dim": 512, "layers": 6, "hidden": 1408}
+    model: Any = build_model("llama3-debug", **sizes, heads=8, kv_heads=4, vocab_size=259, max_positions=256)
+    initialize(model, 0)
+    model.eval().requires_grad_(False)
+    model.output.weight[ByteTokenizer().eos] = 0  # a text has all of its tokens
+    texts = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    path = export_language_model(model, folder / "lm.onnx", [texts], tokenizer=ByteTokenizer()).path
+    message = request("/v1/completions", {"model": "lm", "prompt": "hello", "max_tokens": 48, "temperature": 0})
+    together, single = [], []
+    with serving(f"lm={path}", deadline_s=300.0) as (port, _):
+        for number in range(3 if quick else 7):
+            for clients, found in ((8, together), (1, single)):
+                begun = time.monotonic()
+                statuses = load(port, message, clients, lambda sent: sent >= 8)
+                if statuses != {200: 8}:
+                    raise SystemExit(f"texts were answered {statuses}")
+                found += [time.monotonic() - begun] if number else []
+    return paired(single, together)
+
+
+def main(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    quick = options.quick
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        ours, peer = beside_fastapi(folder, quick)
+        failed, asked = swapped(folder, quick)
+        recovery_s, kept, met = overloaded(folder, quick)
+        grown, more = growth_mb(folder, quick)
+        together = streams(folder, quick)
+    figures: dict[str, float | Ratio] = {
+        "throughput_over_fastapi": paired(ours, peer), "recovery_seconds": recovery_s, "capacity_kept": kept,
+        "failed_during_swap": failed, "rss_growth_mb": grown, "streams_over_single": together,
+    }  # fmt: skip
+    rows: Sequence[Sequence[str]] = [
+        ["requests/s, 16 clients, over FastAPI async", f"{middle(ours):.0f} against {middle(peer):.0f}", str(figures["throughput_over_fastapi"]), "3"],
+        ["requests/s, 16 clients, over LitServe", NEVER_MEASURED, "", "8"],
+        ["a request after overload, seconds (worst)", f"{met[200]} answered, {met[429] + met[503]} refused", f"{recovery_s:.3f}", "below 0.5"],
+        ["capacity kept in overload", "64 clients beside 2", str(kept), "0.9"],
+        ["requests failed during two swaps", f"of {asked}", str(failed), "0"],
+        ["growth, MB", f"over {more} requests", f"{grown:.1f}", "at most 20"],
+        ["8 texts together over one at a time", "48 tokens each", str(together), "2.5"],
+    ]  # fmt: skip
+    publish(
+        "serve", "The server under load", ("measure", "what", f"figure; ratios: {SPREAD}", "goal"), rows, figures,
+        options=options, packages=versions("fastapi", "starlette", "uvicorn", "onnxruntime", "litserve"),
+        notes=__doc__.split("\n\n", 1)[1].strip(),
+    )  # fmt: skip
+
+
+def middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+if __name__ == "__main__":
+    main(parser(__doc__.split("\n")[0]).parse_args())
