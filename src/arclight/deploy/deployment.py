@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from arclight.deploy.capture import Inputs, as_inputs, resized
 from arclight.deploy.errors import ExportError, QuantizeError
@@ -86,10 +87,9 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
     if isinstance(module, Deployable):
         return module.configure_deployment(data, batches)
     network = _network(module)
-    names = _parameters(network)
-    example = None if module.example_input_array is None else _inputs(module.example_input_array, names)
-    count = len(names) if example is None else len(example)
-    found = (_inputs(batch, names[:count]) for batch in islice(_training_batches(module, data), batches))
+    example = None if module.example_input_array is None else _example(module.example_input_array, network)
+    names = _parameters(network, example)
+    found = (_inputs(batch, names) for batch in islice(_training_batches(module, data), batches))
     if example is not None:
         own = data is not None or _has_loader(module)
         return Deployment(model=network, example_inputs=example, calibration=found if own else [example])
@@ -99,7 +99,9 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
             f"{type(module).__name__} does not say what it takes: set example_input_array, name its data, or define configure_deployment"
         )
     return Deployment(
-        model=network, example_inputs=tuple(value[:EXAMPLES] for value in first), calibration=chain([first], found)
+        model=network,
+        example_inputs=tuple(value[:EXAMPLES] if value.dim() else value for value in first),
+        calibration=chain([first], found),
     )
 
 
@@ -208,11 +210,43 @@ def _network(module: Module) -> nn.Module:
     return network
 
 
-def _parameters(network: nn.Module) -> list[str]:
-    """Name the positional parameters of ``forward`` that have no default."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
+    """Name the positional parameters of ``forward``: as many as ``example`` has, else those without a default.
+
+    Raises ExportError where ``forward`` takes any number and no example says how many.
+    """
     parameters = inspect.signature(network.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in parameters if one.kind in positional and one.default is one.empty]
+    named = [one for one in parameters if one.kind in _POSITIONAL]
+    repeated = [one.name for one in parameters if one.kind is inspect.Parameter.VAR_POSITIONAL]
+    if example is not None:
+        names = [one.name for one in named] + repeated * len(example)
+        return names[: len(example)]
+    if repeated:
+        raise ExportError(
+            f"forward takes any number of inputs (*{repeated[0]}), so it is not known how many of a batch are its: set "
+            "example_input_array, or define configure_deployment"
+        )
+    return [one.name for one in named if one.default is one.empty]
+
+
+def _example(example: Any, network: nn.Module) -> Inputs:
+    """Return the inputs that a module sets as its example, every one of them; ExportError for what is none."""
+    if isinstance(example, Mapping):
+        names = [one.name for one in inspect.signature(network.forward).parameters.values() if one.kind in _POSITIONAL]
+        given = [name for name in names if name in example]
+        if len(given) < len(example) or given != names[: len(given)]:
+            raise ExportError(
+                f"example_input_array has {', '.join(map(str, example))}, and the positional inputs are {', '.join(names)}: leave none "
+                "out before another, or define configure_deployment"
+            )
+        example = [example[name] for name in given]
+    try:
+        return as_inputs(example)
+    except TypeError as error:
+        raise ExportError(f"example_input_array: {error}") from error
 
 
 def _inputs(batch: Any, names: Sequence[str]) -> Inputs:
@@ -239,7 +273,15 @@ def _training_batches(module: Module, data: DataModule | None) -> Iterator[Any]:
         return
     source.prepare_data()
     source.setup("fit")
-    yield from source.train_dataloader()
+    loader = source.train_dataloader()
+    if isinstance(loader, Mapping) or (
+        isinstance(loader, Sequence) and any(isinstance(one, DataLoader) for one in loader)
+    ):
+        raise ExportError(
+            f"{type(source).__name__}.train_dataloader gives several loaders, and it is not known whose batches are the network's "
+            "inputs: define configure_deployment"
+        )
+    yield from () if loader is None else loader
 
 
 def _has_loader(source: Module | DataModule) -> bool:
