@@ -436,7 +436,7 @@ def test_the_last_epochs_see_whole_images(data: Path) -> None:
 def test_cache_is_refused_where_it_makes_no_sense_or_does_not_fit(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cache=True keeps training images"):
         open_train(data, cache=True)
-    monkeypatch.setattr(dataset_module, "_available_memory", lambda: 10_000)
+    monkeypatch.setattr(dataset_module, "available_memory", lambda: 10_000)
     with pytest.raises(DatasetError, match=r"cache=True needs about .* GB for 8 images of 64 pixels"):
         open_train(data, cache=True, augment=Augment())
 

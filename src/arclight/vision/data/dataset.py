@@ -473,7 +473,7 @@ class DetectionDataset(Dataset[Sample]):
             self._recent_bytes -= decoded.image.nbytes
 
     def _fill_cache(self) -> None:
-        free = _available_memory()
+        free = available_memory()
         for index in range(len(self.images)):
             self._decoded(index)
             expected = self._recent_bytes / (index + 1) * len(self.images)
@@ -550,7 +550,7 @@ def draw_weights(labels: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
     return normalised
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Return the bytes that can be taken without swapping, if the system says so."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -2,6 +2,7 @@
 
 A recipe's `settings` come in, and ``kind`` chooses the task: they build its module and its data. `module` holds what all tasks
 share, and the seam that one is written at: head, loss, metrics, processing. `detection` is the task to read first. `processing` is
-what lies around the network, in training and in deployed programs alike: photos to input, output to results. `deployment`
+what lies around the network, in training and in deployed programs alike: photos to input, output to results. `distillation` is a teacher,
+`measuring` what settings leave to the machine. `deployment`
 writes a trained model as a program and measures one.
 """

@@ -15,9 +15,7 @@ import logging
 import math
 import operator
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -39,6 +37,7 @@ from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
 from arclight.vision.tasks.distillation import Teacher, TeacherError, check_fit, refuse, teacher_checkpoint
+from arclight.vision.tasks.measuring import UNMEASURED, BatchSizeError, fastest_memory_format, fitting_batch_size
 
 if TYPE_CHECKING:
     from arclight.deploy import Processing
@@ -118,6 +117,7 @@ class VisionModule(Module, abc.ABC):
             None  # digests of the teacher of these weights, and of the one that a resumed run wants
         )
         self._awaited_teacher: str | None = None
+        self._batch_size: int | None = None  # what was measured
         self._freeze(settings.freeze)
 
     # -- what a task says --------------------------------------------------------------------------------------------
@@ -289,6 +289,7 @@ class VisionModule(Module, abc.ABC):
         return [DetectionPlots()]
 
     def configure_optimizers(self) -> dict[str, Any]:
+        self._measure_batch_size()
         s, steps = self.settings, self.trainer.estimated_stepping_batches
         total, rule = int(steps) if steps != float("inf") else 1_000_000, s.optimizer
         if s.warmup_bias_lr is not None:  # biases are groups of their own
@@ -298,6 +299,29 @@ class VisionModule(Module, abc.ABC):
         if s.warmup_bias_lr is not None:
             optimizer.register_step_pre_hook(partial(self._warm_up_biases, phase(s.schedule.warmup, total)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _measure_batch_size(self) -> None:
+        """Set the batch size of the data where the settings leave it to the memory; a resumed run keeps the first one's.
+
+        All ranks take the smallest of what fits on each.
+        """
+        s, data, strategy = self.settings, self.trainer.datamodule, self.trainer.strategy
+        if s.batch_size != "auto" or not isinstance(data, VisionData):
+            return
+        if self._batch_size is None:
+            if strategy.in_stages:
+                raise BatchSizeError(
+                    'batch_size = "auto": nobody has the whole network in stages to measure: set a number'
+                )
+            stride, grown = self.model.stride[-1], 1 + getattr(s, "multi_scale", 0.0)
+            side = stride * math.ceil(s.image_size * grown / stride)
+            own = fitting_batch_size(
+                self.model, side, self.trainer.precision_plugin.forward_context, s.batch_memory_gib, len(data.train)
+            )
+            found = strategy.all_gather_object(own if strategy.counts else None)
+            self._batch_size = min(size for size in found if size is not None)
+            _LOG.info("batch_size = auto: %d images of up to %d pixels per step", self._batch_size, side)
+        data.batch_size = self._batch_size
 
     def _warm_up_biases(self, steps: int, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """Set the rate of biases in a warm-up of ``steps``, from ``warmup_bias_lr`` to their peak in a straight line (YOLOv5)."""
@@ -359,6 +383,8 @@ class VisionModule(Module, abc.ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
+        if self._batch_size is not None:
+            checkpoint["batch_size"] = self._batch_size
         if self._taught_by is not None:
             checkpoint["teacher"] = self._taught_by
 
@@ -367,6 +393,7 @@ class VisionModule(Module, abc.ABC):
         self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
         resumed = self._trainer is not None and self._trainer.state.fn == "fit"  # one that is only opened binds nobody
         self._taught_by = checkpoint.get("teacher")
+        self._batch_size = checkpoint.get("batch_size") if resumed else None
         self._awaited_teacher = self._taught_by if resumed else None
 
     def on_train_epoch_start(self) -> None:
@@ -481,8 +508,8 @@ class VisionData(DataModule, abc.ABC):
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
-        self.batch_size: int = settings.batch_size
-        """Images per step on each device, as the settings say or a search (`BatchSizeFinder`) found."""
+        self.batch_size: int = UNMEASURED if settings.batch_size == "auto" else settings.batch_size
+        """Images per step on each device, as the settings say, or what was found by measuring or a search (`BatchSizeFinder`)."""
 
     @property
     @abc.abstractmethod
@@ -638,48 +665,3 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
-
-
-REPEATS = 3
-
-
-def fastest_memory_format(
-    model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4
-) -> torch.memory_format:
-    """Return the layout in which forward and backward of ``model`` take less time on its device under ``context``.
-
-    The model's weights, statistics, gradients and the random streams are as before when this returns.
-    """
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        return torch.channels_last  # tensor cores want it; timing a cold GPU would say little
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    with isolate_rng():
-        images = torch.rand(batch_size, 3, image_size, image_size)
-        seconds = {
-            layout: _time(model, images, layout, context) for layout in (torch.contiguous_format, torch.channels_last)
-        }
-    model.load_state_dict(weights)
-    model.zero_grad(set_to_none=True)
-    return min(seconds, key=lambda layout: seconds[layout])
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """List the tensors of nested lists and tuples."""
-    return [output] if isinstance(output, Tensor) else [tensor for part in output for tensor in _tensors(part)]
-
-
-def _time(
-    model: Yolo, images: torch.Tensor, layout: torch.memory_format, context: Callable[[], AbstractContextManager[Any]]
-) -> float:
-    model.to(memory_format=layout)  # type: ignore[call-overload]
-    model.train()
-    images = images.contiguous(memory_format=layout)
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        with context():
-            loss = sum(part.float().square().mean() for part in _tensors(model.raw(images)))
-        loss.backward()  # type: ignore[union-attr]
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -41,8 +41,10 @@ class VisionTask(Checked):
     """Side of the square input, pixels; a multiple of the largest stride: 32, or 64 for yolov5n6 to yolov5x6."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory layout of images and weights; auto measures which is faster on this machine."""
-    batch_size: PositiveInt = 16
-    """Images per step on each device."""
+    batch_size: PositiveInt | Literal["auto"] = 16
+    """Images per step on each device; auto measures how many fit into memory when training starts, at most 64 (on a CPU 16)."""
+    batch_memory_gib: PositiveFloat | None = None
+    """Memory for a step where batch_size is auto, GiB on each device; none for a share of what is free."""
     workers: NonNegativeInt = 2
     """Worker processes that load images; 0 loads in the training process."""
     cache: bool = False
@@ -158,6 +160,8 @@ class DetectionTask(VisionTask):
 
         Its weights come from elsewhere.
         """
+        if self.batch_size == "auto":
+            raise ValueError('batch_size = "auto" would give each site its own: set a number')
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
         if self.anchors != "coco":
