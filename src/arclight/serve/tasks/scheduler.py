@@ -126,13 +126,13 @@ class Scheduler:
             with self._changed:
                 while not (self._waiting or reading or self._batch.rows or self._is_closed):
                     self._changed.wait()
-                begins = self._begins_waiting and self._waiting
+                begins = bool(self._waiting) and (self._begins_waiting or not self._is_closed)
                 if self._is_closed and not (reading or self._batch.rows or begins):
                     while self._waiting:
                         self._leave(self._waiting.popleft(), "error")
                     return
                 self._drop_cancelled()
-                if reading is None and self._waiting and not self._is_closed and len(self._batch.rows) < self.streams:
+                if reading is None and begins and self._waiting and len(self._batch.rows) < self.streams:
                     reading = _Reading(self._waiting.popleft(), self._batch.empty())
             try:
                 if reading is not None and reading.generation.is_cancelled:
