@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import httpx
 import pytest
 import segno
 from draw_samples import field, payload
+from tests.serve.test_program import exported as detector
+from tests.serve.test_reload import bare
+from tests.serve.test_tensors import SERVE
+
+from arclight.serve.models import ServedModel, proof
 
 ENTER, TAB = "\ue007", "\ue004"
 DONE = "document.body.dataset.state === 'done'"
@@ -238,3 +246,53 @@ def test_the_page_loads_nothing_from_elsewhere(page, server):
     addresses = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert len(addresses) > 5
     assert {address for address in addresses if not address.startswith((server.url, "blob:"))} == set()
+
+
+def test_each_model_has_a_card_with_its_proof(chrome, serve_with, tmp_path):
+    (tmp_path / "serve.py").write_text(SERVE)
+    detector(tmp_path / "codes.onnx", task="detect")
+    bare(tmp_path / "other.onnx")
+    words = [f"{name}={tmp_path / name}.onnx" for name in ("codes", "other")]
+    server = serve_with(*words, program=str(tmp_path / "serve.py"))
+    chrome.open(server.url)
+    chrome.wait("document.querySelectorAll('.model').length === 2")
+    [codes, other] = server.get("/models").json()
+    assert codes["proof"][0].startswith("Agrees with its torch model to ")
+    shown = chrome.text("#models-list")
+    assert shown.startswith("codes\n")
+    assert "finds objects in photos, fp32, version " + codes["version"] in shown
+    assert codes["proof"][0] in shown
+    assert other["proof"] == []
+    assert "Nothing was recorded of this program when it was exported." in shown
+    assert chrome.console() == []
+
+
+def test_models_are_shown_once_the_key_is_given(chrome, serve_with):
+    key = "correct-horse-battery"
+    server = serve_with(f"--api-key={key}")
+    assert httpx.get(f"{server.url}/models", trust_env=False).status_code == 401
+    chrome.open(server.url)
+    chrome.wait("document.getElementById('health').dataset.ready === 'true'")
+    assert chrome.run("return document.getElementById('models').hidden")
+    chrome.click("[data-sample='samples/receipt.jpg']")
+    chrome.wait("document.getElementById('key-dialog').open")
+    chrome.run("document.getElementById('key').value = arguments[0]", key)
+    chrome.click("#key-send")
+    chrome.wait("!document.getElementById('models').hidden")
+    chrome.console()
+
+
+def test_the_proof_of_a_quantized_program_has_metric_and_speed():
+    metadata = {
+        "parity": {"sqnr_db": 41.2, "outputs": {}},
+        "quantization": {
+            "metric": {"program": 0.912, "float": 0.917},
+            "speed": {"over_fp32": 3.1, "low": 2.9, "high": 3.3, "size_over_fp32": 0.27},
+        },
+    }
+    model = ServedModel(name="m", loaded=SimpleNamespace(metadata=metadata))
+    assert proof(model) == [
+        "Agrees with its torch model to 41 dB.",
+        "Its metric is 0.912, that of the float model 0.917.",
+        "It is 3.10 x as fast as float32 (2.90-3.30, one sample, one thread) in 27% of its size.",
+    ]

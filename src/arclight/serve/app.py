@@ -18,7 +18,7 @@ from arclight import __version__
 from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
-from arclight.serve.models import Models, ServedModel, start
+from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
@@ -41,6 +41,17 @@ class Health:
     program: str
     precision: str
     version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    name: str
+    version: str
+    task: str
+    """detect, language, or tensors for any other."""
+    precision: str
+    proof: list[str]
+    """What was measured of its program when it was exported; empty for one from elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +153,14 @@ def build_app(
         state = Health(live=True, ready=service.ready, program=main.name, precision=main.precision, version=app.version)
         return JSONResponse(asdict(state), status_code=200 if service.ready else 503)
 
+    @app.get("/models")
+    async def described_models() -> list[Described]:
+        """List the models with what was measured of them when they were exported."""
+        return [
+            Described(name=one.name, version=one.version, task=one.task, precision=one.precision, proof=proof(one))
+            for one in service.models.all()
+        ]
+
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
         """Metrics in a text format of Prometheus."""
@@ -162,7 +181,7 @@ def build_app(
 
 def addresses(service: Service) -> dict[str, Address]:
     """Map the paths that are counted by themselves to what they are counted under."""
-    found = {path: Address(path) for path in ("/", "/health", "/metrics", "/openapi.json")}
+    found = {path: Address(path) for path in ("/", "/health", "/metrics", "/models", "/openapi.json")}
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}

@@ -70,6 +70,20 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
     return ServedModel(name=name, precision=program.precision, detector=detector, program=program, loaded=program)
 
 
+def proof(model: ServedModel) -> list[str]:
+    """Return what was measured of a model's program when it was exported: parity, metric, speed, a sentence each."""
+    from arclight.deploy.parity import parity_summary, speed_summary
+    from arclight.serve.admission import one_sentence
+
+    metadata = {} if model.loaded is None else model.loaded.metadata
+    found = [one_sentence(parity_summary(metadata))] if "parity" in metadata else []
+    if metric := metadata.get("quantization", {}).get("metric"):
+        found.append(f"Its metric is {metric['program']:.4g}, that of the float model {metric['float']:.4g}.")
+    if speed := speed_summary(metadata).lstrip(", "):
+        found.append(f"It is {speed}.")
+    return found
+
+
 def start(model: ServedModel) -> None:
     """Run a model once, so that its first client does not wait for warm-up; any error of the model may leave it."""
     from arclight.deploy import ProgramError

@@ -3,6 +3,7 @@
 import { offerCamera } from "./camera.js";
 import { card, verdict } from "./cards.js";
 import { ask } from "./server.js";
+import { showModels } from "./models.js";
 import { Stage } from "./stage.js";
 import { count, element, milliseconds } from "./words.js";
 
@@ -43,6 +44,7 @@ async function read(photo) {
     const headers = { "Content-Type": photo.type.startsWith("image/") ? photo.type : "application/octet-stream" };
     const response = await ask("/detect", { method: "POST", body: photo, headers, signal: mine.signal });
     const answer = await response.json();
+    if (response.ok && part("models").hidden) showModels(part("models"), part("models-list")); // now that there is a key
     if (response.ok) show(answer);
     else enter("error", "This photo was not read", answer.error, { retry: response.status === 429 || response.status >= 500 });
   } catch (error) {
@@ -141,6 +143,7 @@ try {
   const health = await (await fetch("/health")).json();
   part("health").dataset.ready = String(health.ready);
   part("health-text").textContent = `${health.program}, ${health.precision}`;
+  await showModels(part("models"), part("models-list"));
 } catch {
   part("health").dataset.ready = "false";
   part("health-text").textContent = "No connection";

@@ -1,0 +1,23 @@
+// A card for each model of the server, with what was measured of it when it was exported.
+
+import { peek } from "./server.js";
+import { element } from "./words.js";
+
+const TASKS = { detect: "finds objects in photos", language: "generates text", tensors: "computes tensors" };
+
+// Show the models; where the server demands a key that nobody has given yet, they stay hidden.
+export async function showModels(section, list) {
+  const answer = await peek("/models");
+  if (!answer.ok) return;
+  list.replaceChildren(...(await answer.json()).map(card));
+  section.hidden = false;
+}
+
+function card({ name, version, task, precision, proof }) {
+  const lines = proof.length ? proof : ["Nothing was recorded of this program when it was exported."];
+  return element("li", { class: "model", children: [
+    element("h3", { text: name }),
+    element("p", { class: "what", text: `${TASKS[task] ?? task}, ${precision === "unknown" ? "precision unknown" : precision}, version ${version}` }),
+    element("ul", { class: "proof", children: lines.map((text) => element("li", { text })) }),
+  ] });
+}
