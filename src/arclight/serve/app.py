@@ -53,6 +53,12 @@ class Described:
     proof: list[str]
     """What was measured of its program when it was exported; empty for one from elsewhere."""
 
+    @classmethod
+    def of(cls, model: ServedModel) -> Described:
+        return cls(
+            name=model.name, version=model.version, task=model.task, precision=model.precision, proof=proof(model)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
@@ -156,10 +162,7 @@ def build_app(
     @app.get("/models")
     async def described_models() -> list[Described]:
         """List the models with what was measured of them when they were exported."""
-        return [
-            Described(name=one.name, version=one.version, task=one.task, precision=one.precision, proof=proof(one))
-            for one in service.models.all()
-        ]
+        return [Described.of(model) for model in service.models.all()]
 
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
