@@ -55,7 +55,9 @@ def keypoint_similarity(
     """
     if cyclic:
         ways = numberings(found.shape[1], cyclic)
-        return np.stack([keypoint_similarity(found[:, way], true, boxes, areas, sigmas) for way in ways]).max(0)
+        each = [keypoint_similarity(found[:, way], true, boxes, areas, sigmas) for way in ways]
+        best: Floats = np.max(each, axis=0)
+        return best
     result = np.zeros((len(found), len(true)))
     spread = 2 * np.square(2 * np.asarray(sigmas, np.float64))
     for j, (points, box, area) in enumerate(zip(true, boxes, areas, strict=True)):
