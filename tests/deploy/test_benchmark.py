@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import time
 from collections.abc import Callable
 from itertools import cycle
 
@@ -12,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from arclight.deploy import Program, QuantizedModel, benchmark
+from arclight.deploy import Program, ProgramError, QuantizedModel, benchmark, export
 
 
 class Clock:
@@ -100,3 +102,134 @@ def test_calls_are_interleaved_and_equal_in_number() -> None:
 def test_nothing_to_measure_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="benchmark needs"):
         benchmark(**{"programs": {"a": lambda _: None}, "inputs": torch.zeros(1), "rounds": 1, "threads": 1} | wrong)
+
+
+class Tagger(nn.Module):
+    """Takes token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.embed(tokens).mean(1))
+
+
+@pytest.fixture(scope="module")
+def tagger_program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    path = tmp_path_factory.mktemp("tagger") / "tagger.onnx"
+    return export(Tagger(), path, example_inputs=torch.randint(0, 50, (4, 7)))
+
+
+def test_token_ids_in_several_batches_and_threads(tagger_program: Program) -> None:
+    seen: list[tuple[int, ...]] = []
+    programs = {"program": tagger_program, "model": Tagger(), "seen": lambda tokens: seen.append(tuple(tokens.shape))}
+    table = benchmark(programs, torch.randint(0, 50, (3, 7)), rounds=2, threads=[1, 2], batch_sizes=[1, 5])
+    settings = [(1, 1), (1, 5), (2, 1), (2, 5)]
+    assert [(row.name, row.threads, row.batch) for row in table.rows] == [
+        (name, *setting) for setting in settings for name in programs
+    ]
+    assert sorted(set(seen)) == [(1, 7), (5, 7)]
+    assert table["model"].batch == 1
+    flat = table.json()
+    assert flat["program/batch 5/threads 2/speedup"] == 1
+    assert len(flat) == 4 * (9 + 9 + 7), "a callable has no size and no device"
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table)
+    text = console.export_text()
+    assert "threads" in text
+    assert "peak MB" not in text, "no process of its own was asked for"
+
+
+def test_percentiles_and_throughput_are_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("arclight.deploy.programs.benchmark.time", clock)
+    monkeypatch.setattr(clock, "program", lambda *_: None)
+    taken = iter([9.0] * 3 + [n / 1000 for n in range(1, 102)])
+
+    def call(_: Tensor) -> None:
+        clock.wall += next(taken)
+
+    row = benchmark({"a": call}, torch.zeros(4, 2), rounds=101).rows[0]
+    assert row.wall_ms == pytest.approx(51)
+    assert row.p99_ms == pytest.approx(100)
+    assert row.samples_per_s == pytest.approx(4 / 0.051)
+
+
+def test_load_time_and_memory_are_those_of_a_process_of_its_own(fp32_program: Program, images: Tensor) -> None:
+    hoard = torch.ones(1 << 28, dtype=torch.uint8)  # 268 MB that this process holds, and the other one does not
+    started = time.perf_counter()
+    table = benchmark({"program": fp32_program, "model": nn.Identity()}, images[:1], rounds=1, fresh=True)
+    row = table["program"]
+    assert row.load_s is not None
+    assert row.peak_bytes is not None
+    assert 0 < row.load_s < time.perf_counter() - started
+    larger = benchmark({"program": fp32_program}, images[:1], rounds=1, batch_sizes=[256], fresh=True)["program"]
+    assert larger.peak_bytes is not None
+    assert larger.peak_bytes - row.peak_bytes > 256 * images[0].nbytes, "the larger batch is in it"
+    assert row.peak_bytes < len(hoard) + 200e6
+    assert table["model"].load_s is table["model"].peak_bytes is None
+
+
+def test_inputs_that_a_program_does_not_take_are_refused_first(tagger_program: Program, images: Tensor) -> None:
+    calls: list[int] = []
+    programs = {"first": lambda *_: calls.append(1), "tagger": tagger_program}
+    for inputs, message in {
+        (images,): "tagger cannot be timed on these inputs: the program expects tokens: int64",
+        (torch.zeros(1, 7, dtype=torch.int64), torch.zeros(1)): r"tagger takes 1 inputs \(tokens: int64.*2 are given",
+    }.items():
+        with pytest.raises(ProgramError, match=message):
+            benchmark(programs, inputs)
+    with pytest.raises(ProgramError, match="hold no sample"):
+        benchmark(programs, torch.zeros(0, 7, dtype=torch.int64), batch_sizes=[2])
+    with pytest.raises(ValueError, match="first dimension of every input is the batch"):
+        benchmark({"f": lambda *_: calls.append(1)}, (torch.zeros(2), torch.zeros(3)), batch_sizes=[2])
+    for wrong in ([], [0]):
+        with pytest.raises(ValueError, match="batch_sizes are 1 or more"):
+            benchmark({"f": lambda *_: calls.append(1)}, torch.zeros(2), batch_sizes=wrong)
+    assert not calls
+
+
+def test_a_model_is_timed_where_it_is_or_refused() -> None:
+    model = nn.Linear(4, 4)
+    assert benchmark({"linear": model}, torch.zeros(1, 4), rounds=1)["linear"].device == "cpu"
+    with pytest.raises(ValueError, match="far is on meta, and models are timed on the CPU or on CUDA"):
+        benchmark({"far": copy.deepcopy(model).to("meta")}, torch.zeros(1, 4))
+    split = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(ValueError, match="split has weights on cpu, meta"):
+        benchmark({"split": split}, torch.zeros(1, 4))
+
+
+def test_a_program_keeps_its_device(tagger_program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tagger_program.device == tagger_program.with_threads(1).device == "cpu"
+    monkeypatch.setattr(tagger_program._session, "device", "cuda")  # as if it had been loaded there
+    with pytest.raises(ProgramError, match="this ONNX Runtime has no CUDA"):
+        benchmark({"program": tagger_program}, torch.zeros(1, 7, dtype=torch.int64))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_on_cuda_wait_for_the_device() -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4096, 4096))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(20):
+                x = x @ self.weight
+            return x
+
+    model = Slow().cuda()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    x = torch.randn(4096, 4096, device="cuda")
+    with torch.inference_mode():
+        model(x)
+        begin.record()
+        model(x)
+        end.record()
+        torch.cuda.synchronize()
+    row = benchmark({"slow": model}, x, rounds=5)["slow"]
+    assert row.device == "cuda:0"
+    assert row.wall_ms > 0.5 * begin.elapsed_time(end), "queuing alone takes a fraction of it"
+    assert row.figures["cuda"] == 1

@@ -1,59 +1,217 @@
-"""``arclight benchmark``: time exported programs side by side on the same input."""
+"""``arclight benchmark``: time programs and models side by side on the same inputs."""
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
+from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, trusted, write_json
 
 if TYPE_CHECKING:
     import torch
 
-    from arclight.deploy import Program
+    from arclight.deploy import Program, TensorSpec
+
+WIDTH = 120
+"""Columns of text that the table takes at least: a narrower one would cut numbers off."""
+PAST = 64
+"""Tokens that a language program has read before the one it is timed on, where nobody says."""
 
 
 def benchmark(arguments: list[str]) -> None:
-    parser = Parser(
-        prog="arclight benchmark",
-        description="Time programs on one random input, interleaved; ratios are relative to the first.",
-    )
-    parser.add_argument("program", nargs="+", type=Path, metavar="PATH", help="exported programs (folders or .onnx)")
-    add_trust(parser)
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples per call (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=None, metavar="N", help="value of every dynamic dimension")
-    parser.add_argument(
-        "--rounds", type=int, default=30, metavar="N", help="calls of each program (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="CPU threads (default: all)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    options = parser.parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if len(set(options.source)) < len(options.source):
+        raise UsageError("a program is named twice: name each once, or a copy of it")
+    if options.json is not None:
+        check_writable(options.json, "--json")
+    programs, inputs = _candidates(parser, options, rest)
 
-    import rich
+    from rich.console import Console
 
     from arclight import deploy
 
-    programs = {str(path): deploy.Program.load(path, trusted=trusted(options)) for path in options.program}
-    first = next(iter(programs.values()))
     table = deploy.benchmark(
-        programs, random_inputs(first, options.batch, options.size), rounds=options.rounds, threads=options.threads
+        programs, inputs, rounds=options.rounds, threads=options.threads, batch_sizes=options.batch, fresh=True
     )
-    rich.print(table)
+    Console(width=max(WIDTH, Console().width)).print(table)
     write_json(options.json, table.json())
 
 
-def random_inputs(program: Program, batch: int, size: int | None) -> list[torch.Tensor]:
-    """Numbers in [0, 1) in the shapes that ``program`` takes; the first dimension is the batch."""
+def _parser() -> Parser:
+    parser = Parser(
+        prog="arclight benchmark",
+        usage="arclight benchmark PROGRAM|RUN|CHECKPOINT|package.module:Model ... [options]",
+        description="Time programs and models on the same inputs, in turns: latency (p50, p99), throughput, size, seconds to load and most "
+        "memory of a process of its own. Ratios are relative to the first.",
+    )
+    parser.add_argument(
+        "source", nargs="+", metavar="PATH",
+        help="programs (folders or .onnx), and runs, checkpoints or package.module:Model; inputs are those of the first model, else random ones",
+    )  # fmt: skip
+    add_trust(parser)
+    parser.add_argument(
+        "--batch", type=counts, default=[1], metavar="N,N", help="samples per call, one number or several (default: 1)"
+    )
+    parser.add_argument(
+        "--threads", type=counts, default=[os.cpu_count() or 1], metavar="N,N", help="CPU threads, one number or several (default: all)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--size", type=count, metavar="N", help="value of every dynamic dimension that --dim does not name"
+    )
+    parser.add_argument(
+        "--dim", action="append", default=[], type=dimension, metavar="NAME=N",
+        help=f"value of a dynamic dimension; may be repeated (default of a language program: time=1 past={PAST})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--values", type=count, metavar="N", help="draw integer inputs from 0 to N - 1 (default: the vocabulary, where the program says one; else 0)"
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=count, default=30, metavar="N", help="calls of each (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where programs run: auto takes CUDA where ONNX Runtime has it, but for quantized programs (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--data", metavar="PATH|TARGET", help="data of a model, as in arclight export")
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE", help="settings of a module of your own"
+    )
+    parser.add_argument("--ckpt_path", metavar="last|PATH", help="weights of a module of your own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    return parser
+
+
+def counts(text: str) -> list[int]:
+    """Read whole numbers of 1 or more, commas between them, as the ``type`` of an argument."""
+    values = [count(part) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text} names a number twice")
+    return values
+
+
+def dimension(text: str) -> tuple[str, int]:
+    """Read ``NAME=N`` as the ``type`` of an argument."""
+    name, equals, value = text.partition("=")
+    if not name or not equals or not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=N, such as time=128")
+    return name, int(value)
+
+
+def _candidates(
+    parser: Parser, options: argparse.Namespace, rest: Sequence[str]
+) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:  # fmt: skip
+    """Open all that is named, and choose the inputs: those of the first model, else random ones for the first program."""
+    from arclight.deploy import Program
+    from arclight.deploy.capture import as_inputs
+
+    found: dict[str, Any] = {}
+    example: Sequence[torch.Tensor] | None = None
+    for source in options.source:
+        if is_program(Path(source)):
+            found[source] = Program.load(source, device=options.device, trusted=trusted(options))
+            continue
+        deployment = _deployment(parser, options, source, rest)
+        found[source] = deployment.model
+        example = as_inputs(deployment.example_inputs) if example is None else example
+    programs = [program for program in found.values() if isinstance(program, Program)]
+    if rest and len(programs) == len(found):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    _check_alike(programs)
+    if example is None:
+        sizes, first = dict(options.dim), programs[0]
+        return found, random_inputs(first, options.batch[0], options.size, sizes, options.values)
+    if options.dim or options.size is not None or options.values is not None:
+        raise UsageError("--dim, --size and --values are of random inputs, and a model that is named brings its own")
+    return found, example
+
+
+def is_program(path: Path) -> bool:
+    """Return True for an .onnx file and a program's folder, or for what is nothing else."""
+    from arclight.deploy.programs.folder import NAME
+
+    return path.suffix == ".onnx" or (path / NAME).is_file()
+
+
+def _deployment(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Any:
+    from arclight.cli.commands.export import opened
+    from arclight.deploy.deployment import configured
+
+    chosen = argparse.Namespace(
+        source=source, data=options.data, config=options.config, ckpt_path=options.ckpt_path
+    )  # fmt: skip
+    module, data = opened(parser, chosen, rest)
+    return configured(module, data)
+
+
+def _check_alike(programs: Sequence[Program]) -> None:
+    """Raise UsageError where two programs do not take the same inputs."""
+    for other in programs[1:]:
+        first, second = programs[0].inputs, other.inputs
+        if len(first) != len(second) or not all(a.fits(b, named=False) for a, b in zip(first, second)):
+            said = [", ".join(map(str, specs)) for specs in (first, second)]
+            raise UsageError(
+                f"{programs[0].path} takes {said[0]}, and {other.path} takes {said[1]}: time programs of the same inputs"
+            )
+
+
+def random_inputs(
+    program: Program, batch: int, size: int | None, sizes: Mapping[str, int] | None = None, values: int | None = None
+) -> list[torch.Tensor]:
+    """Return inputs that ``program`` takes: numbers in [0, 1), integers below ``values``; the first dimension is the batch.
+
+    sizes: of dynamic dimensions by name; ``size`` is that of all others. Of a language program tokens are of its vocabulary, none of them
+    padding, behind `PAST` others. Raises UsageError for dimensions and types that are not known.
+    """
     import torch
 
+    language = program.metadata.get("task") == "language"
+    known = {"time": 1, "past": PAST} if language else {}
+    shapes = {spec.name: _named_shape(spec, language) for spec in program.inputs}
+    free = {name for shape in shapes.values() for name in shape[1:] if isinstance(name, str)}
+    if unknown := sorted(set(sizes or {}) - free):
+        raise UsageError(
+            f"{program.path} has no dynamic dimension {', '.join(unknown)}; it has {', '.join(sorted(free)) or 'none'}"
+        )
+    asked = {**known, **(sizes or {})}
+    if language and asked["time"] + asked["past"] > program.metadata["max_positions"]:
+        raise UsageError(
+            f"{program.path} takes {program.metadata['max_positions']} tokens, and time + past is {asked['time'] + asked['past']}: "
+            "name fewer with --dim"
+        )
+    others = size if size is not None else program.metadata.get("image_size")
+    drawn = torch.Generator().manual_seed(0)
+    highest = values or program.metadata.get("vocab_size", 1)
     inputs = []
     for spec in program.inputs:
-        open_size = size if size is not None else program.metadata.get("image_size")
-        shape: list[Any] = [batch, *(open_size if isinstance(length, str) else length for length in spec.shape[1:])]
-        if None in shape or not spec.dtype.startswith("float"):
-            raise UsageError(f"{program.path}: input {spec} has dynamic dimensions: set them with --size")
-        inputs.append(torch.rand(shape, dtype=getattr(torch, spec.dtype)))
+        lengths = shapes[spec.name][1:]
+        shape = [batch, *(asked.get(length, others) if isinstance(length, str) else length for length in lengths)]
+        if None in shape:
+            names = [length for length in lengths if isinstance(length, str) and asked.get(length, others) is None]
+            raise UsageError(
+                f"{program.path}: input {spec} has dynamic dimensions: set {', '.join(names)} with --size or --dim"
+            )
+        padding = language and spec.name == "padding"
+        inputs.append(_drawn(program, spec, shape[: len(spec.shape)], 1 if padding else highest, drawn))
     return inputs
+
+
+def _named_shape(spec: TensorSpec, language: bool) -> Sequence[int | str]:
+    """Return the sizes of an input; those of a language program by the names that they have in one file, too, which does not keep them."""
+    places = {1: "time"} if spec.name == "tokens" else {2: "past"}
+    if not language or spec.name == "padding":
+        return spec.shape
+    return [places.get(place, size) if isinstance(size, str) else size for place, size in enumerate(spec.shape)]
+
+
+def _drawn(program: Program, spec: TensorSpec, shape: list[int], values: int, drawn: torch.Generator) -> torch.Tensor:
+    import torch
+
+    dtype: Any = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"{program.path}: input {spec} is of a type that there are no random numbers of")
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=drawn).to(dtype)
+    limit = 2 if dtype == torch.bool else min(values, torch.iinfo(dtype).max)
+    return torch.randint(0, limit, shape, generator=drawn).to(dtype)

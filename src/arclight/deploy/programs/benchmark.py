@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,20 +15,34 @@ from rich import box
 from rich.table import Table as RichTable
 from torch import Tensor, nn
 
-from arclight.deploy.capture import as_inputs, frozen_copy
+from arclight.deploy.capture import Inputs, as_inputs, batch_size, check_shared_batch, frozen_copy, resized
+from arclight.deploy.errors import ProgramError
+from arclight.deploy.programs.fresh import FreshRun, run_fresh
 from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing.ptq import QuantizedModel
+
+WARM_UP = 3
+"""Calls of each program that do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One program's figures; times are of one call."""
+    """One program's figures at one batch size and number of threads; times are of one call."""
 
     name: str
+    batch: int
+    """Samples of a call."""
+    threads: int
+    device: str | None
+    """Where it ran: cpu, or cuda:0 and the like; None for a callable, which knows it alone."""
     wall_ms: float
-    """Median wall time, milliseconds."""
+    """Median wall time (p50), milliseconds."""
+    p99_ms: float
+    """99th percentile of the same; of fewer than a hundred rounds nearly the longest."""
     cpu_ms: float
     """Median CPU time of all threads of this process, milliseconds; the steadier figure on a busy machine."""
+    samples_per_s: float
+    """Samples of a call over its median wall time."""
     speedup: float
     """Median over rounds of the first program's wall time divided by this one's."""
     speedup_low: float
@@ -36,8 +51,22 @@ class Row:
     """90th percentile of the same."""
     nbytes: int | None
     """Size of the file, or of a model's weights; none where unknown."""
+    load_s: float | None = None
+    """Seconds to check and load a program in a process of its own; none where that was not asked for, or there is no program."""
+    peak_bytes: int | None = None
+    """Most memory that this process of its own held while it loaded and ran the program, the runtime's libraries included."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further columns, such as an accuracy."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the numbers by name; those that there are none of are left out."""
+        names = (
+            "wall_ms", "p99_ms", "cpu_ms", "samples_per_s", "speedup", "speedup_low", "speedup_high", "nbytes", "load_s", "peak_bytes",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names} | dict(self.extra)
+        on_cuda = {} if self.device is None else {"cuda": int(self.device.startswith("cuda"))}
+        return {name: value for name, value in values.items() if value is not None} | on_cuda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +74,15 @@ class Table:
     """The result of ``benchmark``; ``rich.print`` shows it and ``json`` gives its numbers."""
 
     rows: tuple[Row, ...]
+    """The programs in order, for each number of threads and batch size."""
     rounds: int
     threads: int
+    """CPU threads of the first rows."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the inputs."""
+    """Shapes of the inputs of the first rows."""
 
     def __getitem__(self, name: str) -> Row:
+        """Return the first row of a program."""
         return next(row for row in self.rows if row.name == name)
 
     def with_column(self, title: str, values: Mapping[str, float]) -> Table:
@@ -61,37 +93,59 @@ class Table:
         )
         return replace(self, rows=tuple(rows))
 
+    @property
+    def _several(self) -> bool:
+        return len({(row.batch, row.threads) for row in self.rows}) > 1
+
     def json(self) -> dict[str, float]:
-        """Return one flat object: ``<name>/<figure>`` to number."""
+        """Return one flat object: ``<name>/<figure>`` to number, or ``<name>/batch 8/threads 2/<figure>`` of several settings."""
         flat: dict[str, float] = {}
         for row in self.rows:
-            figures = ("wall_ms", "cpu_ms", "speedup", "speedup_low", "speedup_high", "nbytes")
-            values = {figure: getattr(row, figure) for figure in figures} | dict(row.extra)
-            flat |= {f"{row.name}/{figure}": value for figure, value in values.items() if value is not None}
+            place = f"{row.name}/batch {row.batch}/threads {row.threads}" if self._several else row.name
+            flat |= {f"{place}/{name}": value for name, value in row.figures.items()}
         return flat
 
     def __rich__(self) -> RichTable:
-        shapes = ", ".join("x".join(map(str, shape)) for shape in self.shapes)
+        shapes = ", ".join("x".join(map(str, shape)) for shape in self.shapes[:3])
+        shapes += f" and {len(self.shapes) - 3} more" if len(self.shapes) > 3 else ""
         plural = "" if self.threads == 1 else "s"
-        table = RichTable(
-            box=box.SIMPLE_HEAD,
-            caption=f"medians of {self.rounds} interleaved calls, {self.threads} thread{plural}, input {shapes}",
-        )
-        extras = list(dict.fromkeys(title for row in self.rows for title in row.extra))
-        table.add_column("program")
-        for title in ("size MB", *extras, "wall ms", "CPU ms", "speed-up", "10-90 %"):
-            table.add_column(title, justify="right")
-        for row in self.rows:
-            table.add_row(
-                row.name,
-                "" if row.nbytes is None else f"{row.nbytes / 1e6:.2f}",
-                *(f"{row.extra[title]:.4g}" if title in row.extra else "" for title in extras),
-                f"{row.wall_ms:.2f}",
-                f"{row.cpu_ms:.2f}",
-                f"{row.speedup:.2f} x",
-                f"{row.speedup_low:.2f}-{row.speedup_high:.2f}",
-            )
+        setting = "" if self._several else f", {self.threads} thread{plural}, input {shapes}"
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, caption=f"{self.rounds} interleaved calls{setting}")
+        columns = [(title, cells) for title, cells in self._columns() if any(cells)]
+        for title, _ in columns:
+            name = title == "program"
+            table.add_column(title, justify="left" if name else "right", overflow="fold", no_wrap=not name)
+        for place in range(len(self.rows)):
+            table.add_row(*(cells[place] for _, cells in columns))
         return table
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        """Return titles and cells; a column without a text is not shown."""
+
+        def column(title: str, cell: Callable[[Row], str], shown: bool = True) -> tuple[str, list[str]]:
+            return title, [cell(row) if shown else "" for row in self.rows]
+
+        def megabytes(size: int | None, digits: int) -> str:
+            return "" if size is None else f"{size / 1e6:.{digits}f}"
+
+        on_cuda = any((row.device or "").startswith("cuda") for row in self.rows)
+        extras = list(dict.fromkeys(title for row in self.rows for title in row.extra))
+        return [
+            column("program", lambda row: row.name),
+            column("on", lambda row: row.device or "-", on_cuda),
+            column("batch", lambda row: str(row.batch), self._several),
+            column("threads", lambda row: str(row.threads), self._several),
+            column("size MB", lambda row: megabytes(row.nbytes, 2)),
+            *(column(title, lambda row, of=title: f"{row.extra[of]:.4g}" if of in row.extra else "") for title in extras),  # type: ignore[misc]
+            column("p50 ms", lambda row: f"{row.wall_ms:.2f}"),
+            column("p99 ms", lambda row: f"{row.p99_ms:.2f}"),
+            column("CPU ms", lambda row: f"{row.cpu_ms:.2f}"),
+            column("samples/s", lambda row: f"{row.samples_per_s:.4g}"),
+            column("speed-up", lambda row: f"{row.speedup:.2f} x"),
+            column("10-90 %", lambda row: f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"),
+            column("load s", lambda row: "" if row.load_s is None else f"{row.load_s:.2f}"),
+            column("peak MB", lambda row: megabytes(row.peak_bytes, 0)),
+        ]  # fmt: skip
 
 
 def benchmark(
@@ -99,49 +153,135 @@ def benchmark(
     inputs: Tensor | Sequence[Tensor],
     *,
     rounds: int = 30,
-    threads: int = 1,
+    threads: int | Sequence[int] = 1,
+    batch_sizes: Sequence[int] | None = None,
+    fresh: bool = False,
 ) -> Table:
     """Time each of ``programs`` on ``inputs``, one call in turn per round, on ``threads`` CPU threads.
 
-    A ``Program`` runs on NumPy arrays; an ``nn.Module`` runs as a copy in evaluation mode without gradients; any other
-    callable gets the tensors as they are. Ratios are taken within a round, against the first program, so that what
-    slows the machine for a while slows both sides. Three calls each go uncounted before.
+    A ``Program`` runs on NumPy arrays, on the device that it was loaded on; an ``nn.Module`` runs as a copy in evaluation mode without
+    gradients, in float32 on the CPU, or as it is on the CUDA device that holds its weights; any other callable gets the tensors as they are. A call
+    on CUDA lasts until the device has finished. ``inputs`` are of any dtype, such as token ids. ``batch_sizes``: time each of these, the
+    samples of ``inputs`` repeated in order, and with several ``threads`` each of all pairs. ``fresh``: also load and run every
+    Program in a process of its own, which says how long loading takes and what memory it needs.
+
+    Ratios are taken within a round, against the first program, so that what slows the machine for a while slows both sides. Three
+    calls each go uncounted before. Raises ProgramError, before anything is timed, for a program that does not take the inputs.
     """
-    if not programs or rounds < 1 or threads < 1:
+    counts = (threads,) if isinstance(threads, int) else tuple(threads)
+    given = as_inputs(inputs)
+    if not programs or rounds < 1 or not counts or min(counts) < 1:
         raise ValueError(f"benchmark needs programs, rounds and threads, got {list(programs)}, {rounds}, {threads}")
-    tensors = as_inputs(inputs)
+    if batch_sizes is not None:
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise ValueError(f"batch_sizes are 1 or more samples each, got {list(batch_sizes)}")
+        batch_size(given)
+        check_shared_batch(given)
+    batches = [given] if batch_sizes is None else [resized(given, size) for size in batch_sizes]
+    for name, program in programs.items():
+        for tensors in batches:
+            _check_inputs(name, program, tensors)
+    rows = [row for count in counts for tensors in batches for row in _rows(programs, tensors, rounds, count, fresh)]
+    shapes = tuple(tuple(tensor.shape) for tensor in batches[0])
+    return Table(rows=tuple(rows), rounds=rounds, threads=counts[0], shapes=shapes)
+
+
+def _check_inputs(name: str, program: Callable[..., Any], tensors: Inputs) -> None:
+    """Raise ProgramError where ``program`` does not take ``tensors``, ValueError for a model on a device that is not timed."""
+    if not isinstance(program, Program):
+        _device_of(name, program)
+        return
+    if len(program.inputs) != len(tensors):
+        wanted = ", ".join(map(str, program.inputs))
+        raise ProgramError(f"{name} takes {len(program.inputs)} inputs ({wanted}), and {len(tensors)} are given")
+    for spec, tensor in zip(program.inputs, tensors):
+        try:
+            spec.check(tensor)
+        except ProgramError as error:
+            raise ProgramError(f"{name} cannot be timed on these inputs: {error}") from error
+
+
+def _rows(
+    programs: Mapping[str, Callable[..., Any]], tensors: Inputs, rounds: int, threads: int, fresh: bool
+) -> Iterator[Row]:  # fmt: skip
+    """Time the programs in one setting."""
+    batch = batch_size(tensors)
+    costs = {
+        name: run_fresh(program.with_threads(threads), [[tensor.numpy() for tensor in tensors]])
+        for name, program in programs.items()
+        if fresh and isinstance(program, Program)
+    }
     with _torch_threads(threads), torch.inference_mode():
-        calls = {name: _call(program, tensors, threads) for name, program in programs.items()}
+        calls = {name: _call(name, program, tensors, threads) for name, program in programs.items()}
         for call in calls.values():
-            for _ in range(3):
+            for _ in range(WARM_UP):
                 call()
         times = np.array([[_timed(call) for call in calls.values()] for _ in range(rounds)])  # (rounds, programs, 2)
     wall, cpu = times[..., 0] * 1e3, times[..., 1] * 1e3
     speedup = wall[:, :1] / wall
-    rows = (
-        Row(
+    for i, (name, program) in enumerate(programs.items()):
+        median, cost = float(np.median(wall[:, i])), costs.get(name)
+        yield Row(
             name=name,
-            wall_ms=float(np.median(wall[:, i])),
+            batch=batch,
+            threads=threads,
+            device=_device_of(name, program),
+            wall_ms=median,
+            p99_ms=float(np.quantile(wall[:, i], 0.99)),
             cpu_ms=float(np.median(cpu[:, i])),
+            samples_per_s=1e3 * batch / median if median else 0.0,
             speedup=float(np.median(speedup[:, i])),
             speedup_low=float(np.quantile(speedup[:, i], 0.1)),
             speedup_high=float(np.quantile(speedup[:, i], 0.9)),
             nbytes=_nbytes(program),
+            **_cost(cost),
         )
-        for i, (name, program) in enumerate(programs.items())
-    )
-    return Table(
-        rows=tuple(rows), rounds=rounds, threads=threads, shapes=tuple(tuple(tensor.shape) for tensor in tensors)
-    )
 
 
-def _call(program: Callable[..., Any], tensors: tuple[Tensor, ...], threads: int) -> Callable[[], Any]:
-    """``program`` bound to inputs of the kind it takes."""
+def _cost(run: FreshRun | None) -> dict[str, Any]:
+    return {} if run is None else {"load_s": run.load_s, "peak_bytes": run.peak_bytes}
+
+
+def _device_of(name: str, program: Callable[..., Any]) -> str | None:
+    """Return where ``program`` runs; None for a callable. Raises ValueError for a model on several devices, or on one that is not timed."""
     if isinstance(program, Program):
+        return program.device
+    if not isinstance(program, nn.Module):
+        return None
+    module: Any = program.graph if isinstance(program, QuantizedModel) else program
+    devices = sorted({str(value.device) for value in (*module.parameters(), *module.buffers())})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} has weights on {', '.join(devices)}, and a model is timed on one device: move it to one"
+        )
+    device = devices[0] if devices else "cpu"
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {device}, and models are timed on the CPU or on CUDA: move it to one of them")
+    return device
+
+
+def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int) -> Callable[[], Any]:
+    """``program`` bound to inputs of the kind it takes; on CUDA a call waits for the device."""
+    if isinstance(program, Program):  # it returns arrays of this process, so its device has finished by then
         pinned, arrays = program.with_threads(threads), [tensor.numpy() for tensor in tensors]
         return lambda: pinned(*arrays)
-    runs = frozen_copy(program) if isinstance(program, nn.Module) else program
-    return lambda: runs(*tensors)
+    device = _device_of(name, program)
+    if device is None:
+        return lambda: _finished(program(*tensors), None)
+    assert isinstance(program, nn.Module)
+    if device == "cpu":
+        frozen = frozen_copy(program)
+        return lambda: frozen(*tensors)
+    moved = [tensor.to(device) for tensor in tensors]
+    runs = copy.deepcopy(program).eval().requires_grad_(False)
+    return lambda: _finished(runs(*moved), device)
+
+
+def _finished(result: Any, device: str | None) -> Any:
+    """Return ``result`` when CUDA has computed it; nothing is waited for where CUDA is not in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
+    return result
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, float]:

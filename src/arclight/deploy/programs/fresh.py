@@ -48,6 +48,7 @@ def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]])
         trusted = None if program.signer is None else [program.signer]
         request = {
             "path": str(program.path.absolute()), "runtime": program.runtime, "threads": program.threads, "trusted": trusted,
+            "device": program.device,
             "calls": [len(call) for call in calls],
         }  # fmt: skip
         (place / "request.json").write_text(json.dumps(request))
@@ -81,7 +82,7 @@ def _serve_request(place: Path) -> None:
     program = Program.load(
         request["path"],
         threads=request["threads"],
-        device="cpu",
+        device=request["device"],
         runtime=request["runtime"],
         trusted=request["trusted"],
     )

@@ -46,6 +46,7 @@ class OnnxRuntimeSession:
         if self._session.get_providers()[0] != providers[0]:  # ONNX Runtime only warns about it
             raise ProgramError(f"ONNX Runtime could not start {providers[0]} on this machine: take device='cpu'")
         self._path = path
+        self.device: Literal["cpu", "cuda"] = "cuda" if providers[0] == "CUDAExecutionProvider" else "cpu"
         self.inputs = tuple(_spec(value) for value in self._session.get_inputs())
         self.outputs = tuple(_spec(value) for value in self._session.get_outputs())
 

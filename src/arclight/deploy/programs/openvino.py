@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.session import Array, TensorSpec
@@ -38,6 +38,8 @@ class OpenVinoSession:
 
     Raises ProgramError for a file that OpenVINO cannot run.
     """
+
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __init__(self, path: Path, *, threads: int | None, bfloat16: bool) -> None:
         if bfloat16:

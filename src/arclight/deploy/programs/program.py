@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -121,6 +121,11 @@ class Program:
         return "onnx" if self._contents is None else self._contents.format
 
     @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Name the device that it runs on: cpu or cuda."""
+        return self._session.device
+
+    @property
     def signer(self) -> str | None:
         """Public key of the trusted signer, base64; None where `load` was not asked for a signature."""
         return None if self._contents is None else self._contents.signer
@@ -190,10 +195,10 @@ class Program:
         return self.predict([item])[0]
 
     def with_threads(self, threads: int) -> Program:
-        """Open the same program on ``threads`` CPU threads; ProgramError where its files were replaced since it was loaded."""
+        """Open the same program on ``threads`` CPU threads, on the same device; ProgramError where its files were replaced since it was loaded."""
         file = self.path if self._contents is None else self.path / self._contents.main
         with folder.unchanged(self.marks):
-            session = _session(file, threads, "cpu", self.runtime, self._contents)
+            session = _session(file, threads, self.device, self.runtime, self._contents)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
             contents=self._contents, threads=threads, marks=self.marks, digest=self.digest,

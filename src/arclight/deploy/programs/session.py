@@ -68,6 +68,7 @@ class Session(Protocol):
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    device: Literal["cpu", "cuda"]
 
     def run(self, values: Sequence[Array]) -> list[Array]:
         """Compute the outputs for ``values``, in the order of ``inputs``; any exception of the runtime may leave it."""

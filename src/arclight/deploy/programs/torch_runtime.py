@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.session import Array, TensorSpec
@@ -27,6 +27,8 @@ class TorchSession:
     ``threads`` is the number of all of torch in this process while it runs. Raises ProgramError for a file that is damaged or for
     another torch.
     """
+
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __init__(
         self,
