@@ -137,6 +137,25 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
         small(name, **fields)
 
 
+def test_xpos_in_float16_is_exact_or_refused() -> None:
+    model = small(xpos=True, max_positions=4096)
+    places = torch.arange(4096)
+    rotation = model.rotation(places)
+    q, k = (torch.full((1, 4096, 1, model.config.width), 300.0) for _ in range(2))
+    halves = rotation.apply(q.half()), rotation.of_keys.apply(k.half())
+    assert all(torch.isfinite(half).all() for half in halves)
+    wide = rotation.apply(q), rotation.of_keys.apply(k)
+    near = places[1:] - 1  # keys just before their queries, at every place
+    products = [(a[0, 1:, 0].float() * b[0, near, 0].float()).sum(-1) for a, b in (halves, wide)]
+    torch.testing.assert_close(*products, rtol=2e-3, atol=1.0)
+    for interleaved in (False, True):
+        longer = small(xpos=True, interleaved=interleaved, max_positions=16_384).rotation(places)
+        for part in (longer, longer.of_keys):
+            with pytest.raises(ValueError, match=r"max_positions = 16384 leaves float16's range, .* bfloat16"):
+                part.apply(q.half())
+        assert torch.isfinite(longer.apply(q.bfloat16())).all()
+
+
 def test_the_furthest_positions_of_xpos_are_finite() -> None:
     rotation = small(xpos=True, max_positions=65_536).rotation(torch.tensor([0, 65_535]))
     for part in (rotation, rotation.of_keys):

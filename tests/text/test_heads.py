@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tests.text.test_language_model import SMALL, fit
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.optim import AdamW
+from arclight.optim import SGD, AdamW
+from arclight.optim.schedule_settings import Constant
 from arclight.text import ByteTokenizer, LanguageModel
 from arclight.text.data.sources import SourceError
 from arclight.text.heads.head_module import entities
@@ -58,8 +60,11 @@ def sequences(folder: Path) -> SequenceTask:
 
 def tokens(folder: Path) -> TokenTask:
     rows = [
-        {"tokens": ["Ada", one, "met", other], "tags": ["B-P", "I-P" if one == "cat" else "O", "O", "B-Q" if other == "sun" else "O"]}
-        for one in WORDS for other in WORDS
+        {
+            "tokens": ["Ada", one, "met", other, *rest],
+            "tags": ["B-P", "I-P" if one == "cat" else "O", "O", "B-Q" if other == "sun" else "O", *["O"] * len(rest)],
+        }
+        for one in WORDS for other in WORDS for rest in [["twice"] * (5 if other == "sea" else 0)]
     ]  # fmt: skip
     return TokenTask(train=lines(folder / "a.jsonl", *rows), val=lines(folder / "b.jsonl", *rows[::3]), overrides=SMALL)
 
@@ -205,6 +210,73 @@ def test_heads_learn_from_a_pretrained_run(
     assert "output.weight" not in module.model.state_dict()
     _, values = trained(task, tmp_path, steps)
     assert values[f"val/{metric}"] > 0.95
+
+
+def one_update(task: HeadTask, folder: Path, sizes: tuple[int, ...]) -> tuple[Any, dict[str, Any], list[Any]]:
+    """Train one step on batches of these sizes; the module, its weights before, and the batches."""
+    al.seed_everything(3)
+    module, data = task.build()
+    data.setup("fit")
+    rows = iter(data.train_dataloader().dataset)
+    batches = [data.train_dataloader().collate_fn([next(rows) for _ in range(size)]) for size in sizes]
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = al.Trainer(
+        max_steps=1, default_root_dir=folder, enable_progress_bar=False, accelerator="cpu", accumulate_grad_batches=len(sizes),
+        logger=False, enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, batches)
+    return module, before, batches
+
+
+@pytest.mark.parametrize("make", [sequences, tokens, questions])
+def test_updates_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, make: Any) -> None:
+    task = replace(make(tmp_path), optimizer=SGD(lr=0.5, momentum=0.0), schedule=Constant())
+    whole, before, _ = one_update(task, tmp_path, (12,))
+    cut, _, _ = one_update(task, tmp_path, (2, 9, 1))
+    assert not torch.equal(whole.head.weight, before["head.weight"])
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(cut.state_dict()[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_experts_of_a_trunk_are_balanced(tmp_path: Path) -> None:
+    """The router's step is that of loss and balance loss, by the mean over labels; its bias moves once, by all batches' loads."""
+    rate, weight = 0.125, 3.0
+    moe = {"experts": 4, "top_k": 2, "hidden": 16, "bias_rate": rate, "balance_loss": weight}
+    sizes = {"layers": 1, "dim": 32, "heads": 2, "moe": moe}
+    rows = tokens(tmp_path)
+    found = {}
+    for name, loss in (("with", weight), ("without", 0.0)):
+        task = replace(
+            rows, model="sigma-moe-debug", overrides=sizes | {"moe": moe | {"balance_loss": loss}}, optimizer=SGD(lr=0.5, momentum=0.0),
+            schedule=Constant(),
+        )  # fmt: skip
+        found[name] = one_update(task, tmp_path, (2, 9))
+    module, before, batches = found["with"]
+    router = "model.layers.0.feed_forward.router"
+    stepped = found["without"][0].state_dict()[f"{router}.weight"] - module.state_dict()[f"{router}.weight"]
+
+    task = replace(rows, model="sigma-moe-debug", overrides=sizes)
+    fresh, _ = task.build()
+    fresh.load_state_dict(before)
+    seen: list[Any] = []
+    layer = fresh.model.layers["0"].feed_forward
+    layer.router.register_forward_hook(lambda _, given, out: seen.append((given[0].detach(), out[1])))
+    loads, expected, labels = torch.zeros(4), torch.zeros_like(stepped), 0
+    for batch in batches:
+        fresh(batch["tokens"])
+        x, chosen = seen.pop()
+        loads += chosen.flatten().bincount(minlength=4)
+        matrix = layer.router.weight.detach().requires_grad_()
+        scores = (x @ matrix.T).sigmoid()
+        shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
+        picked = torch.stack([row.flatten().bincount(minlength=4) for row in chosen.view(len(x), -1)])
+        frequency = picked * (4 / picked[0].sum())
+        (gradient,) = torch.autograd.grad(weight * (frequency * shares).sum(-1).mean(), matrix)
+        count = int((batch["labels"] != -100).sum())
+        expected, labels = expected + count * gradient, labels + count
+    torch.testing.assert_close(stepped, 0.5 * expected / labels, rtol=1e-3, atol=1e-6)
+    step = rate * (loads.mean() - loads).sign()
+    torch.testing.assert_close(module.state_dict()[f"{router}.expert_bias"], step - step.mean())
 
 
 def test_long_contexts_are_answered_by_stride(tmp_path: Path) -> None:

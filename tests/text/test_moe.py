@@ -283,6 +283,13 @@ def test_dropped_experts_are_not_chosen_in_training_and_keep_their_weights() -> 
     assert all(len(set(row)) == 3 for row in chosen.tolist())
 
 
+def test_dropped_experts_come_before_those_of_closed_groups() -> None:
+    moe, x = mixture(score="sigmoid", groups=4, top_groups=2, expert_dropout=0.6), torch.randn(1, 2000, WIDTH)
+    _, chosen, _ = moe.train().router(x)
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    assert all(len({expert // 2 for expert in row}) <= 2 for row in chosen.tolist())
+
+
 def test_a_recomputed_layer_drops_the_same_experts() -> None:
     moe, x = mixture(score="sigmoid", expert_dropout=0.5, bias_rate=0.0), torch.randn(2, 9, WIDTH, requires_grad=True)
     seen: list[Tensor] = []
@@ -304,12 +311,16 @@ def test_settings_that_cannot_be_are_refused() -> None:
         MoEConfig(experts=8, top_k=1, hidden=4, groups=3)
     with pytest.raises(ValueError, match="top_k = 3 must lie between 1 and the 2 experts"):
         MoEConfig(experts=8, top_k=3, hidden=4, groups=4, top_groups=1)
+    with pytest.raises(ValueError, match=r"moe.top_groups = 3 is more than the 2 groups"):
+        MoEConfig(experts=8, top_k=3, hidden=4, groups=2, top_groups=3)
     with pytest.raises(ValueError, match="top_k = 9 must lie between 1 and the 8 experts"):
         MoEConfig(experts=8, top_k=9, hidden=4)
     with pytest.raises(ValueError, match=r"moe.activation = 'silu' is not known; choose swiglu, gelu, relu"):
         mixture(activation="silu")
     for name, value, needed in (
         ("experts", 0, ">= 1"), ("expert_dropout", 1.0, r"in \[0, 1\)"), ("entropy_loss", float("nan"), ">= 0"),
+        ("top_k", 0, ">= 1"), ("top_groups", 0, ">= 1"), ("group_best", 0, ">= 1"), ("shared", -1, ">= 0"), ("bias_rate", -1e-3, ">= 0"),
+        ("bias_rate", float("nan"), ">= 0"), ("route_scale", float("nan"), "> 0"), ("route_scale", -1.0, "> 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"moe.{name}: need .*{needed}"):
             mixture(**{name: value})

@@ -56,6 +56,21 @@ def test_norms_compute_in_the_precision_of_their_input_without_a_bias() -> None:
     torch.testing.assert_close(low.float(), norm(x), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_gradients_of_norms_in_bfloat16_do_not_depend_on_how_a_batch_is_cut(parts: int) -> None:
+    norm = LowPrecisionLayerNorm(64, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(4096, 64, generator=generator).bfloat16() for _ in range(2))
+    for rows, grad in zip(x.chunk(parts), upstream.chunk(parts), strict=True):
+        norm(rows).backward(grad)
+    wide = x.double()
+    normed = (wide - wide.mean(1, keepdim=True)) / (wide.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
+    expected = (normed * upstream.double()).sum(0)
+    assert norm.weight.grad is not None
+    error = (norm.weight.grad.double() - expected).norm() / expected.norm()
+    assert error < 2**-8  # that of rounding each part's sum to bfloat16
+
+
 @pytest.mark.parametrize("bounded", [True, False])
 def test_peri_norm_bounds_what_blocks_add(bounded: bool) -> None:
     model = small("mpt-mup-debug", mup=None, peri_norm=bounded)

@@ -20,11 +20,12 @@ from torch import Tensor
 from arclight.checkpoint import load
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.modules import SkipInit
-from arclight.parallel import Mesh, initialize
+from arclight.parallel import initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, cross_entropy
 from arclight.text.model.balance import (
+    balance_group,
     loss_routers,
     routers,
     scale_balance_loss,
@@ -223,11 +224,7 @@ class LanguageModel(Module):
         """Move the bias that keeps the loads of experts equal, by what all processes' tokens chose."""
         if not self.mixture:
             return
-        strategy = self.trainer.strategy
-        mesh = getattr(strategy, "mesh", None)
-        everyone = torch.distributed.group.WORLD if strategy.world_size > 1 else None
-        group = mesh.loss_group if isinstance(mesh, Mesh) else everyone
-        for name, value in update_expert_bias(self.model, group).items():
+        for name, value in update_expert_bias(self.model, balance_group(self.trainer.strategy)).items():
             self.log(f"experts/{name}", value)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

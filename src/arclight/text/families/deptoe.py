@@ -20,8 +20,10 @@ from arclight.text.model.layers import RotaryEmbedding
 from arclight.text.model.moe import MoEConfig
 from arclight.text.model.switch_head import HeadOutputs, HeadValues, SwitchHeadConfig
 
-XPOS_BASE, XPOS_GAMMA, XPOS_POSITIONS = 512, 0.4, 65_536
-"""Positions over which xPos's slowest pair decays by gamma / (1 + gamma); its gamma; positions that float32 has room for."""
+XPOS_BASE, XPOS_GAMMA = 512, 0.4
+"""Positions over which xPos's fastest pair decays by gamma / (1 + gamma); its gamma."""
+XPOS_POSITIONS, XPOS_HALF_POSITIONS = 65_536, 4096
+"""Positions that float32 and bfloat16 have room for, and float16: its factors are 150 at most then, as elements of 400 have to fit too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +61,19 @@ class Rotation(RotaryEmbedding):
 
     interleaved: bool = False
     keys: RotaryEmbedding | None = None
+    positions: int = 0
+    """Of xPos, those of the model; 0 for rotations that change no sizes."""
 
     @property
     def of_keys(self) -> RotaryEmbedding:
         return self if self.keys is None else self.keys
 
     def apply(self, x_BTHC: Tensor) -> Tensor:
+        if x_BTHC.dtype == torch.float16 and self.positions > XPOS_HALF_POSITIONS:
+            raise ValueError(
+                f"xpos with max_positions = {self.positions} leaves float16's range, which has room for {XPOS_HALF_POSITIONS}: "
+                "compute in bfloat16, or lower max_positions"
+            )
         return self.apply_interleaved(x_BTHC) if self.interleaved else super().apply(x_BTHC)
 
 
@@ -122,8 +131,9 @@ class DEPToE(MPT):
         if not config.xpos:
             return Rotation(cos, sin, config.interleaved)
         decay = xpos_decay(positions, config.width // 2, config.max_positions // 2)
-        keys = Rotation(cos / decay, sin / decay, config.interleaved)
-        return Rotation(cos * decay, sin * decay, config.interleaved, keys)
+        interleaved, reach = config.interleaved, config.max_positions
+        keys = Rotation(cos / decay, sin / decay, interleaved, positions=reach)
+        return Rotation(cos * decay, sin * decay, interleaved, keys, reach)
 
 
 def _sizes(

@@ -89,8 +89,12 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
         super().__init__(width, eps, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_autocast(x.device.type):
-            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
+        weight, kind = self.weight.to(x.dtype), x.device.type
+        with without_autocast(kind):
+            if kind != "cpu":
+                return F.layer_norm(x, self.normalized_shape, weight, None, self.eps)
+            wide = torch.promote_types(x.dtype, torch.float32)  # half kernels of CPUs sum gradients in their own type
+            return F.layer_norm(x.to(wide), self.normalized_shape, weight.to(wide), None, self.eps).to(x.dtype)
 
 
 def alibi_slopes(heads: int, maximum: int) -> Tensor:

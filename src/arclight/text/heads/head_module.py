@@ -17,6 +17,7 @@ from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
 from arclight.text.families.zoo import build_model
 from arclight.text.heads.rows import HeadData, HeadRows
 from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
+from arclight.text.model.balance import balance_group, update_expert_bias, weigh_balance_loss
 from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
 
@@ -56,7 +57,8 @@ def _tokenizer(given: Path | None, start: Path | None) -> Tokenizer:
 class HeadModule(Module):
     """Base of the three heads: logits (B, T, labels) of each token, from the hidden states behind the trunk's last norm.
 
-    A batch is what `arclight.text.heads.rows.collate` makes. Validation gathers an outcome for each row over all processes, so that
+    A batch is what `arclight.text.heads.rows.collate` makes. Experts of the trunk are balanced as `LanguageModel` does; tokens that
+    fill rows up count as others do. Validation gathers an outcome for each row over all processes, so that
     no row counts twice, and scores them together.
     """
 
@@ -85,9 +87,18 @@ class HeadModule(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(self(batch["tokens"]), batch)
+        loss = weigh_balance_loss(self.loss(self(batch["tokens"]), batch), self.model)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         return loss
+
+    def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """Count what `loss` is the mean of: an update follows the mean over all of its batches'."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the bias that keeps the loads of experts equal."""
+        for name, value in update_expert_bias(self.model, balance_group(self.trainer.strategy)).items():
+            self.log(f"experts/{name}", value)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._judge("val", batch)
@@ -118,7 +129,9 @@ class HeadModule(Module):
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Average the cross-entropy over labelled tokens."""
-        return cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+        labels = batch["labels"].flatten()
+        total = cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
+        return total / (labels != IGNORED).sum().clamp(min=1)
 
     def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
         """Return the outcome of each sequence by its number."""
@@ -218,6 +231,9 @@ class AnswerExtractor(HeadModule):
         starts, ends = ((labels == 0) | (labels == 2)).int().argmax(1), ((labels == 1) | (labels == 2)).int().argmax(1)
         scores = self._within(logits, batch)
         return (cross_entropy(scores[..., 0], starts) + cross_entropy(scores[..., 1], ends)) / 2
+
+    def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]))  # windows
 
     @staticmethod
     def _within(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:

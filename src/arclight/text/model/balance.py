@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from arclight.parallel import Mesh
 from arclight.text.model.moe import BaseRouter, Router
 
 
@@ -57,6 +58,14 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         scale_balance_loss(ctx.model, grad)
         return grad, None
+
+
+def balance_group(strategy: Any) -> dist.ProcessGroup | None:
+    """Return the processes of a strategy whose tokens differ, for `update_expert_bias`; None for one process."""
+    mesh = getattr(strategy, "mesh", None)
+    if isinstance(mesh, Mesh):
+        return mesh.loss_group
+    return dist.group.WORLD if strategy.world_size > 1 else None
 
 
 @torch.no_grad()

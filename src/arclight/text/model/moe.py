@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
+from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ProperFraction, check
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.parallel.layers.expert_parallel import TokenGroups
 from arclight.parallel.layers.permute_rows import inverse_permutation, take_rows
@@ -67,16 +67,19 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name, kind in (
-            ("experts", PositiveInt), ("hidden", PositiveInt), ("groups", PositiveInt), ("entropy_loss", NonNegativeFloat),
-            ("balance_loss", NonNegativeFloat), ("expert_dropout", ProperFraction),
+            ("experts", PositiveInt), ("top_k", PositiveInt), ("hidden", PositiveInt), ("shared", NonNegativeInt), ("groups", PositiveInt),
+            ("top_groups", PositiveInt), ("group_best", PositiveInt), ("route_scale", PositiveFloat), ("bias_rate", NonNegativeFloat | None),
+            ("entropy_loss", NonNegativeFloat), ("balance_loss", NonNegativeFloat), ("expert_dropout", ProperFraction),
         ):  # fmt: skip
             check(f"moe.{name}", getattr(self, name), kind)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"moe.activation = {self.activation!r} is not known; choose {', '.join(ACTIVATIONS)}")
         if self.experts % self.groups:
             raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
+        if self.top_groups > self.groups:
+            raise ValueError(f"moe.top_groups = {self.top_groups} is more than the {self.groups} groups: lower it")
         reachable = self.experts // self.groups * self.top_groups
-        if not 1 <= self.top_k <= reachable:
+        if self.top_k > reachable:
             raise ValueError(f"top_k = {self.top_k} must lie between 1 and the {reachable} experts of the best groups")
 
 
@@ -139,11 +142,14 @@ class BaseRouter(nn.Module):
         return loss
 
     def without_dropped(self, scores: Tensor, part: float) -> Tensor:
-        """Return ``scores`` for choosing, in training without a ``part`` of them at random, the same where tokens are the same."""
+        """Return ``scores`` for choosing, in training without a ``part`` of them at random, the same where tokens are the same.
+
+        Dropped ones are finite, so that they come before what cannot be chosen at all.
+        """
         if not (self.training and part):
             return scores
         dropped = self.groups.first((torch.rand_like(scores) < part).to(torch.uint8))
-        return scores.masked_fill(dropped.bool(), float("-inf"))
+        return scores.masked_fill(dropped.bool(), torch.finfo(scores.dtype).min)
 
 
 class Router(BaseRouter):
