@@ -63,9 +63,9 @@ class _Weigh(torch.autograd.Function):
 def balance_group(strategy: Any) -> dist.ProcessGroup | None:
     """Return the processes of a strategy whose tokens differ, for `update_expert_bias`; None for one process."""
     mesh = getattr(strategy, "mesh", None)
-    if isinstance(mesh, Mesh):
-        return mesh.loss_group
-    return dist.group.WORLD if strategy.world_size > 1 else None
+    everyone = dist.group.WORLD if strategy.world_size > 1 else None
+    group: dist.ProcessGroup | None = mesh.loss_group if isinstance(mesh, Mesh) else everyone
+    return group
 
 
 @torch.no_grad()
