@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import get_worker_info
@@ -19,6 +20,51 @@ class Fetch(NamedTuple):
     batch: int
     seed: int
     indices: Any
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A data set that fetches samples before they are needed, where it is told which."""
+
+    read_ahead: int
+    """Batches ahead that it wants to know; 0 for none."""
+
+    def expect(self, samples: Sequence[int]) -> Any:
+        """Begin to fetch the samples of a batch, and return what `release` is given."""
+        ...
+
+    def release(self, expected: Any) -> None: ...
+
+
+def expecting(batches: Iterator[Any], dataset: Any, in_flight: int) -> Iterator[Any]:
+    """Yield batches of indices, of which a data set that reads ahead is told earlier.
+
+    in_flight: batches that are asked for and may not have been read when the next one is asked for.
+    """
+    ahead = dataset.read_ahead if isinstance(dataset, ReadsAhead) else 0
+    if ahead < 1:
+        yield from batches
+        return
+    waiting: deque[tuple[Any, Any]] = deque()
+    unread: deque[Any] = deque()
+    try:
+        for indices in batches:
+            waiting.append((indices, dataset.expect(indices)))
+            if len(waiting) > ahead:
+                yield from _next(waiting, unread, dataset, in_flight)
+        while waiting:
+            yield from _next(waiting, unread, dataset, in_flight)
+    finally:
+        for expected in [*unread, *(expected for _, expected in waiting)]:
+            dataset.release(expected)
+
+
+def _next(waiting: deque[tuple[Any, Any]], unread: deque[Any], dataset: ReadsAhead, in_flight: int) -> Iterator[Any]:
+    indices, expected = waiting.popleft()
+    unread.append(expected)
+    yield indices
+    while len(unread) > in_flight:
+        dataset.release(unread.popleft())
 
 
 class Fetcher:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, identity
+from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, expecting, identity
 from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
@@ -228,6 +228,10 @@ class ResumableLoader:
     def _fetches(self, where: _Pass, start: int) -> Iterator[Fetch]:
         order = (where.cycle_seed, where.seed_epoch)
         sampled = self._sampler.batches(where.epoch, start, seed=where.seed, order=order)
+        workers = self.loader.num_workers
+        sampled = expecting(
+            sampled, self.loader.dataset, workers * (self.loader.prefetch_factor or 0) if workers else 0
+        )
         for batch, indices in enumerate(sampled, start):
             if self.indices is not None:
                 self.indices.append(indices)

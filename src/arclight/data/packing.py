@@ -66,7 +66,7 @@ class Packed:
         folder = _folder(shards, length)
         if not (folder / "about.json").is_file():
             raise FileNotFoundError(
-                f"{shards.folder} is not packed for samples of {length} tokens: arclight data pack {shards.folder} --length {length}"
+                f"{shards.place} is not packed for samples of {length} tokens: arclight data pack {shards.place} --length {length}"
             )
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         if about["corpus"] != shards.digest:
@@ -89,7 +89,7 @@ class Packed:
             "firsts": np.cumsum(np.concatenate([[0], *(counts for _, _, counts in found)]), dtype=np.int64),
         }
         if not arrays["starts"].size:
-            raise TokenShardError(f"{shards.folder} has nothing to pack: no document has as many as two tokens")
+            raise TokenShardError(f"{shards.place} has nothing to pack: no document has as many as two tokens")
         folder = _folder(shards, length)
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
         try:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from arclight.data.computed_order import PADDING
 from arclight.data.packing import Layout
+from arclight.data.token_shards import TokenShards
 
 IGNORED = -100
 """The label of a position that predicts nothing, as PyTorch's cross-entropy has it."""
@@ -65,6 +66,31 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
             batch["positions"] = columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
             batch["documents"] = np.cumsum(begins, axis=1, dtype=np.int64)
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    @property
+    def read_ahead(self) -> int:
+        """Batches ahead that `expect` wants to know: those of its shards that wants most."""
+        return max((layout.shards.read_ahead for layout in self.layouts), default=0)
+
+    def expect(self, samples: Sequence[int]) -> list[tuple[TokenShards, Sequence[Any]]]:
+        """Let shards at an address fetch what the samples of a batch will need."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for sample in samples:
+            if sample != PADDING:
+                part = bisect_right(self._firsts, sample) - 1
+                pieces = self.layouts[part].pieces(sample - self._firsts[part])
+                spans.setdefault(part, []).extend((start, start + size + 1) for start, size in pieces)
+        found = []
+        for part, wanted in spans.items():
+            layout = self.layouts[part]
+            boundaries = self.mask_documents and not layout.inside_documents
+            found.append((layout.shards, layout.shards.expect(wanted, boundaries=boundaries)))
+        return found
+
+    def release(self, expected: list[tuple[TokenShards, Sequence[Any]]]) -> None:
+        """Let go of what `expect` returned."""
+        for shards, wanted in expected:
+            shards.release(wanted)
 
     def _fill(self, sample: int, tokens: npt.NDArray[Any], labels: npt.NDArray[Any], begins: npt.NDArray[Any]) -> None:
         part = bisect_right(self._firsts, sample) - 1

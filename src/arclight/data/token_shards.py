@@ -1,7 +1,8 @@
 """Write and memory-map shards of tokens; read a folder of them as one long stream.
 
 A shard is one file: a header of 4,096 bytes (a magic word, then JSON), the tokens (uint16 or uint32, little-endian, filled up
-to 8 bytes), then the end of each document (uint64, counted in tokens from the shard's start). ``corpus.json`` beside
+to 8 bytes), then the end of each document (uint64, counted in tokens from the shard's start). ``NAME.sums`` beside it has the
+SHA-256 of each 65,536 bytes behind the header, by which a part that was read alone is verified. ``corpus.json`` beside
 the shards lists them in order with their SHA-256.
 """
 
@@ -23,9 +24,15 @@ import numpy.typing as npt
 from arclight.data.permutation import Ints
 
 INDEX = "corpus.json"
+HEADER_BYTES = 4096
+BLOCK_BYTES = 2**16
+"""Bytes behind a shard's header that have a digest of their own."""
+SUMS = ".sums"
+"""Ends the name of the file with the digests of a shard's blocks."""
 _STAMPS = ".verified.json"
 _MAGIC = b"arclight tokens 1\n"
-_HEADER = 4096
+_MOST = 2**48
+"""No shard has as many tokens, documents or bytes."""
 _FIX = "delete the folder and tokenize again (arclight data tokenize)"
 
 
@@ -50,13 +57,66 @@ class ShardFacts:
     sha256: str
     """Of everything behind the header."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what no shard can have: headers and indexes may come from anywhere."""
+        if self.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"tokens of dtype {self.dtype!r}, need uint16 or uint32")
+        for name in ("tokens", "documents", "text_bytes", "longest", "vocab_size"):
+            count = getattr(self, name)
+            if type(count) is not int or not 0 <= count < _MOST:
+                raise ValueError(f"{name} {count!r}, need a number from 0 to {_MOST - 1:,}")
+        if not isinstance(self.tokenizer, str) or not is_sha256(self.sha256):
+            raise ValueError("tokenizer or sha256 is no digest")
+
     @property
     def token_bytes(self) -> int:
         return self.tokens * np.dtype(self.dtype).itemsize
 
     @property
     def file_bytes(self) -> int:
-        return _HEADER + self.token_bytes + -self.token_bytes % 8 + 8 * self.documents
+        return HEADER_BYTES + self.body_bytes
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes behind the header."""
+        return self.ends_at + 8 * self.documents
+
+    @property
+    def ends_at(self) -> int:
+        """The byte behind the header at which the ends of documents begin."""
+        return self.token_bytes + -self.token_bytes % 8
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.body_bytes // BLOCK_BYTES)
+
+
+class _BodyDigests:
+    """SHA-256 of all bytes that pass, and of each block of them."""
+
+    def __init__(self) -> None:
+        self._all, self._block, self._filled = hashlib.sha256(), hashlib.sha256(), 0
+        self._sums = bytearray()
+
+    def update(self, data: bytes) -> None:
+        self._all.update(data)
+        rest = memoryview(data)
+        while rest:
+            piece = rest[: BLOCK_BYTES - self._filled]
+            self._block.update(piece)
+            self._filled, rest = self._filled + len(piece), rest[len(piece) :]
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> tuple[str, bytes]:
+        """Return the digest of all, and those of the blocks one after another."""
+        if self._filled:
+            self._end_block()
+        return self._all.hexdigest(), bytes(self._sums)
+
+    def _end_block(self) -> None:
+        self._sums += self._block.digest()
+        self._block, self._filled = hashlib.sha256(), 0
 
 
 def write_shard(
@@ -69,10 +129,11 @@ def write_shard(
     path = Path(path)
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.saving")
-    digest, ends, longest, total = hashlib.sha256(), [], 0, 0
+    sums_at = path.with_name(path.name + SUMS)
+    digest, ends, longest, total = _BodyDigests(), [], 0, 0
     try:
         with temporary.open("wb") as file:
-            file.write(bytes(_HEADER))
+            file.write(bytes(HEADER_BYTES))
             for number, document in enumerate(documents):
                 ids = np.asarray(document)
                 if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
@@ -85,14 +146,16 @@ def write_shard(
             rest = bytes(-total * dtype.itemsize % 8) + np.array(ends, "<u8").tobytes()
             digest.update(rest)
             file.write(rest)
+            sha256, sums = digest.finish()
             facts = ShardFacts(
                 dtype=dtype.name, tokens=total, documents=len(ends), text_bytes=text_bytes, longest=longest,
-                tokenizer=tokenizer, vocab_size=vocab_size, sha256=digest.hexdigest(),
+                tokenizer=tokenizer, vocab_size=vocab_size, sha256=sha256,
             )  # fmt: skip
             file.seek(0)
-            file.write(_MAGIC + json.dumps(asdict(facts)).encode().ljust(_HEADER - len(_MAGIC)))
+            file.write(_MAGIC + json.dumps(asdict(facts)).encode().ljust(HEADER_BYTES - len(_MAGIC)))
             file.flush()
             os.fsync(file.fileno())
+        _replace_bytes(sums_at, sums)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -103,7 +166,7 @@ def read_header(path: Path) -> ShardFacts:
     """Read a shard's header. Raises TokenShardError if it is no shard, or cut off."""
     try:
         with path.open("rb") as file:
-            header, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
+            header, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except FileNotFoundError as error:
         raise TokenShardError(f"{path} is missing, though {INDEX} lists it: {_FIX}") from error
     try:
@@ -118,23 +181,93 @@ def read_header(path: Path) -> ShardFacts:
     return facts
 
 
-def hash_shard(path: Path) -> str:
-    """SHA-256 of what is behind the header, read again."""
+def hash_shard(path: Path) -> tuple[str, bytes]:
+    """SHA-256 of what is behind the header, and those of its blocks one after another, read again."""
+    digest = _BodyDigests()
     with path.open("rb") as file:
-        file.seek(_HEADER)
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(HEADER_BYTES)
+        while data := file.read(16 * BLOCK_BYTES):
+            digest.update(data)
+    return digest.finish()
+
+
+def write_sums(folder: str | Path) -> int:
+    """Write the digests of blocks that a corpus of an older version lacks, after checking every byte of those shards.
+
+    Returns the number of files written. Raises TokenShardError for a damaged shard.
+    """
+    folder = Path(folder)
+    shards = TokenShards(folder)
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    lacking = [entry for entry in index["shards"] if "sums" not in entry]
+    for entry, name in ((entry, entry["file"]) for entry in lacking):
+        sha256, sums = hash_shard(folder / name)
+        if sha256 != entry["sha256"]:
+            raise TokenShardError(f"{folder / name} is damaged: its content is not what was written; {_FIX}")
+        _replace_bytes(folder / (name + SUMS), sums)
+        entry["sums"] = hashlib.sha256(sums).hexdigest()
+    if lacking:
+        _write_json(shards.folder / INDEX, index)
+    return len(lacking)
 
 
 def write_index(folder: str | Path, names: Sequence[str], **about: Any) -> None:
     """Make the shards ``names`` in ``folder`` one corpus, in that order; ``about``: what else to note of it (JSON)."""
     folder = Path(folder)
-    shards = [{"file": name, **asdict(read_header(folder / name))} for name in names]
+    shards = []
+    for name in names:
+        sums = hashlib.sha256((folder / (name + SUMS)).read_bytes()).hexdigest()
+        shards.append({"file": name, "sums": sums, **asdict(read_header(folder / name))})
     _write_json(folder / INDEX, {"format": 1, **about, "shards": shards})
     _stamp(folder, names)
 
 
+@dataclass(frozen=True)
+class Listed:
+    """A shard as the index lists it."""
+
+    file: str
+    sums: str | None
+    """SHA-256 of its file of digests; None in a corpus of a version that wrote none."""
+    facts: ShardFacts
+
+
+def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[Listed]]:
+    """Read an index: what it notes of the corpus, and its shards in order.
+
+    place: its name in errors. Raises TokenShardError for a damaged one, and for names that are not those of files beside it.
+    """
+    try:
+        about: dict[str, Any] = json.loads(text)
+        listed = []
+        for entry in about.pop("shards"):
+            entry = dict(entry)
+            name, sums = entry.pop("file"), entry.pop("sums", None)
+            if not _is_file_name(name):
+                raise ValueError(f"{name!r} is not the name of a file beside it")
+            if sums is not None and not is_sha256(sums):
+                raise ValueError(f"{name} has sums {sums!r}, which is no digest")
+            listed.append(Listed(name, sums, ShardFacts(**entry)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TokenShardError(f"{place} cannot be read ({error!r}): {_FIX}") from error
+    return about, listed
+
+
+def is_sha256(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _is_file_name(name: object) -> bool:
+    """Return True for a plain name: no path, nothing hidden, nothing that a shell or an address would read otherwise."""
+    if not isinstance(name, str) or not 0 < len(name) <= 200 or name.startswith("."):
+        return False
+    return name.isprintable() and not set(name) & set("/\\:?#%*")
+
+
 class TokenShards:
     """A folder of shards, read as one stream of tokens in which documents follow one another.
+
+    folder: where what is made of the shards lies (samples that were packed), beside them here. place: their name in messages.
 
     Opening checks every shard's header and size, which costs next to nothing; `verify` checks every byte. Raises
     FileNotFoundError where there is no corpus and TokenShardError where it is damaged, or where ``tokenizer`` (the
@@ -143,21 +276,26 @@ class TokenShards:
 
     def __init__(self, folder: str | Path, tokenizer: str | None = None) -> None:
         self.folder = Path(folder)
+        self.place = str(folder)
         try:
-            self.about: dict[str, Any] = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-            listed = self.about.pop("shards")
+            text = (self.folder / INDEX).read_bytes()
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.folder} is no folder of token shards: it has no {INDEX}") from error
-        except (ValueError, KeyError) as error:
-            raise TokenShardError(f"{self.folder / INDEX} cannot be read ({error!r}): {_FIX}") from error
-        self.names: list[str] = [entry["file"] for entry in listed]
-        self.facts = [read_header(self.folder / name) for name in self.names]
-        for entry, facts in zip(listed, self.facts, strict=True):
-            if entry["sha256"] != facts.sha256:
-                raise TokenShardError(f"{self.folder / entry['file']} is not the shard that {INDEX} lists: {_FIX}")
+        about, listed = read_listing(text, str(self.folder / INDEX))
+        for entry in listed:
+            if read_header(self.folder / entry.file).sha256 != entry.facts.sha256:
+                raise TokenShardError(f"{self.folder / entry.file} is not the shard that {INDEX} lists: {_FIX}")
+        self._open(about, listed, tokenizer)
+
+    def _open(self, about: dict[str, Any], listed: Sequence[Listed], tokenizer: str | None) -> None:
+        """Take what an index lists. Raises TokenShardError where it was made with another tokenizer."""
+        self.about = about
+        self.names: list[str] = [entry.file for entry in listed]
+        self.facts = [entry.facts for entry in listed]
+        for facts in self.facts:
             if tokenizer is not None and facts.tokenizer != tokenizer:
                 raise TokenShardError(
-                    f"{self.folder} was made with another tokenizer (vocabulary {facts.tokenizer[:12]}, not "
+                    f"{self.place} was made with another tokenizer (vocabulary {facts.tokenizer[:12]}, not "
                     f"{tokenizer[:12]}): use that one, or translate the shards (arclight data retokenize)"
                 )
         self.tokens = sum(facts.tokens for facts in self.facts)
@@ -176,14 +314,14 @@ class TokenShards:
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens ``start`` up to ``stop`` of the stream; a view of the file where they lie in one shard."""
-        parts = [self._map(shard)[0][a:b] for shard, a, b in self._spans(self._first_token, start, stop)]
+        parts = [self._tokens(shard, a, b) for shard, a, b in self._spans(self._first_token, start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
     def ends(self, first: int = 0, last: int | None = None) -> Ints:
         """Return the ends of documents ``first`` up to ``last`` in the stream (int64)."""
         last = self.documents if last is None else last
         parts = [
-            self._map(shard)[1][a:b].astype(np.int64) + self._first_token[shard]
+            self._ends(shard)[a:b].astype(np.int64) + self._first_token[shard]
             for shard, a, b in self._spans(self._first_document, first, last)
         ]
         return np.concatenate([np.empty(0, np.int64), *parts])
@@ -194,7 +332,7 @@ class TokenShards:
         spans = self._spans(self._first_token, start, stop)
         for shard in range(spans[0][0], spans[-1][0] + 1) if spans else ():  # also those of empty documents alone
             if self.facts[shard].documents:
-                ends, first = self._map(shard)[1], self._first_token[shard]
+                ends, first = self._ends(shard), self._first_token[shard]
                 a, b = max(start - first, 0), min(stop - first, self.facts[shard].tokens)
                 low, high = np.searchsorted(ends, np.array([a, b + 1], ends.dtype))
                 found.append(ends[low:high].astype(np.int64) + first)
@@ -214,26 +352,44 @@ class TokenShards:
         stamps = {} if again else _read_stamps(self.folder)
         for name, facts in zip(self.names, self.facts, strict=True):
             path = self.folder / name
-            if stamps.get(name) != _identity(path) and hash_shard(path) != facts.sha256:
+            if stamps.get(name) != _identity(path) and hash_shard(path)[0] != facts.sha256:
                 raise TokenShardError(f"{path} is damaged: its content is not what was written; {_FIX}")
         _stamp(self.folder, self.names)
+
+    read_ahead = 0
+    """Batches before it is needed that what will be read should be named to `expect`; 0 where that helps nothing."""
+
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Sequence[Any]:
+        """Fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return that for `release`."""
+        return ()
+
+    def release(self, expected: Sequence[Any]) -> None:
+        """Let go of what `expect` returned: it was read, or will not be."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # another process maps the files itself
 
+    def _tokens(self, shard: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return tokens of one shard, counted from its start."""
+        return self._map(shard)[0][start:stop]
+
+    def _ends(self, shard: int) -> npt.NDArray[Any]:
+        """Return the ends of a shard's documents, in tokens from its start."""
+        return self._map(shard)[1]
+
     def _map(self, shard: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         if shard not in self._maps:
             facts = self.facts[shard]
-            data = np.memmap(self.folder / self.names[shard], np.uint8, "r", _HEADER).view(np.ndarray)
+            data = np.memmap(self.folder / self.names[shard], np.uint8, "r", HEADER_BYTES).view(np.ndarray)
             tokens = data[: facts.token_bytes].view(np.dtype(facts.dtype).newbyteorder("<"))
-            ends = data[facts.token_bytes + -facts.token_bytes % 8 :].view("<u8")
+            ends = data[facts.ends_at :].view("<u8")
             self._maps[shard] = (tokens, ends)
         return self._maps[shard]
 
     def _spans(self, firsts: list[int], start: int, stop: int) -> list[tuple[int, int, int]]:
         """(shard, from, to) within each shard, for the range [start, stop) of the whole."""
         if not 0 <= start <= stop <= firsts[-1]:
-            raise IndexError(f"{start}..{stop} of {firsts[-1]} in {self.folder}")
+            raise IndexError(f"{start}..{stop} of {firsts[-1]} in {self.place}")
         shard = bisect_right(firsts, start) - 1
         found = []
         while start < stop:
@@ -264,9 +420,13 @@ def _stamp(folder: Path, names: Sequence[str]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
+    _replace_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def _replace_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.saving")
     try:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -45,6 +45,9 @@ def add_verbs(verbs: Any) -> None:
     verb = verbs.add_parser("inspect", help="summarise shards; status 1 if --verify finds damage")
     verb.add_argument("corpus", type=Path)
     verb.add_argument("--verify", action="store_true", help="read and verify every byte")
+    verb.add_argument(
+        "--sums", action="store_true", help="write the digests of blocks that a corpus of an older version lacks"
+    )
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=inspect)
 
@@ -110,10 +113,13 @@ def pack(options: Namespace) -> int:
 
 
 def inspect(options: Namespace) -> int:
-    from arclight.data.token_shards import TokenShardError
+    from arclight.data.token_shards import TokenShardError, write_sums
     from arclight.text.data.corpus import shards_in
 
     found = shards_in(options.corpus)
+    if options.sums:
+        for shards in found.values():
+            write_sums(shards.folder)
     facts = {split: _facts(shards) for split, shards in found.items()}
     problems = []
     for shards in found.values() if options.verify else ():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.checkpoint.files import discard, make_staging, sweep
+from arclight.data.remote.block_reader import BlockReader
+from arclight.data.remote.ranges import RemoteFiles, is_address
+from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.data.sources import Document
-from arclight.text.data.tokenizer import Tokenizer
+from arclight.text.data.tokenizer import FILES, Tokenizer
 
 SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
@@ -185,16 +190,43 @@ def shards_in(folder: str | Path) -> dict[str, TokenShards]:
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Return True if ``folder`` is a corpus that `write_corpus` wrote."""
+    """Return True if ``folder`` is a corpus that `write_corpus` wrote, or an address, which can be nothing else."""
+    if is_address(folder):
+        return True
     return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
 
 
-def open_split(folder: str | Path, split: str, tokenizer: Tokenizer | None = None) -> TokenShards:
-    """Open one split of a corpus.
+def open_split(
+    folder: str | Path, split: str, tokenizer: Tokenizer | None = None, reader: BlockReader | None = None
+) -> TokenShards:
+    """Open one split of a corpus; one at an address is read through ``reader``.
 
     Raises FileNotFoundError where it has none, TokenShardError for another tokenizer's.
     """
-    return TokenShards(Path(folder) / split, None if tokenizer is None else tokenizer.digest)
+    digest = None if tokenizer is None else tokenizer.digest
+    if is_address(folder):
+        assert reader is not None
+        return RemoteTokenShards(f"{str(folder).rstrip('/')}/{split}", reader, digest)
+    return TokenShards(Path(folder) / split, digest)
+
+
+_TOKENIZER_BYTES = 2**28
+"""No file of a tokenizer has more bytes."""
+
+
+def open_tokenizer(folder: str | Path, reader: BlockReader) -> Tokenizer:
+    """Load the tokenizer of a corpus, also of one at an address. Raises FileNotFoundError where it has none."""
+    if not is_address(folder):
+        return Tokenizer.load(Path(folder) / "tokenizer")
+    address = f"{str(folder).rstrip('/')}/tokenizer"
+    files = RemoteFiles(address, patience_s=reader.patience_s, request_timeout_s=reader.request_timeout_s)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in FILES:
+            with suppress(FileNotFoundError):
+                (Path(temporary) / name).write_bytes(files.read_whole(name, _TOKENIZER_BYTES))
+        if not any(Path(temporary).iterdir()):
+            raise FileNotFoundError(f"{folder} is no corpus: there is no tokenizer at {address}")
+        return Tokenizer.load(temporary)
 
 
 _Job = tuple[Path, list[str], int]

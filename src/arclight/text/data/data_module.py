@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,11 +20,13 @@ from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.mixture import MixtureOrder
 from arclight.data.packing import Layout, Packed, Windows
+from arclight.data.remote.block_reader import BlockReader
+from arclight.data.remote.ranges import is_address
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.text.data.corpus import held_out, is_corpus, open_split, with_tails, write_corpus
+from arclight.text.data.corpus import held_out, is_corpus, open_split, open_tokenizer, with_tails, write_corpus
 from arclight.text.data.data_settings import BPE, Bytes, Pretrained, Text
 from arclight.text.data.site_split import SiteSplit
 from arclight.text.data.sources import STDLIB, Document, documents, fingerprint
@@ -51,7 +54,7 @@ class TextDataModule(DataModule):
             name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
         }
         self.selection = SiteSplit(settings.share, self.parts, settings.field)
-        self._ready = [Path(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
+        self._ready = [_place(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
         if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
             raise MisconfigurationError(
                 "data: a folder of tokens cannot stand in a list; name the sources to mix them: data = {first = ..., second = ...}"
@@ -80,10 +83,19 @@ class TextDataModule(DataModule):
         return Path(self.trainer.default_root_dir if self.trainer is not None else "runs") / "data"
 
     @cached_property
+    def _reader(self) -> BlockReader:
+        """Return what all tokens at addresses are read through."""
+        settings = self.settings
+        return BlockReader(
+            self.root / "remote", settings.remote_bytes, connections=settings.remote_connections,
+            patience_s=settings.remote_patience_s,
+        )  # fmt: skip
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
         if self._ready:
-            return Tokenizer.load(self._ready[0] / "tokenizer")
+            return open_tokenizer(self._ready[0], self._reader)
         match self.settings.tokenizer:
             case Bytes():
                 return ByteTokenizer()
@@ -130,7 +142,13 @@ class TextDataModule(DataModule):
             if not self._learned.is_dir():  # else another process was quicker, and learned the same
                 raise
 
-    def _prepare(self, folder: Path, sources: tuple[str, ...], found: Iterator[Document], share: float) -> None:
+    def _prepare(self, folder: Path | str, sources: tuple[str, ...], found: Iterator[Document], share: float) -> None:
+        if isinstance(folder, str):  # at an address, where nothing is written; blocks are verified as they come
+            if self.settings.packing == "pack":
+                for split in ("train", "val"):
+                    with suppress(FileNotFoundError):
+                        self._packed(open_split(folder, split, self.tokenizer, self._reader))
+            return
         if not folder.is_dir():
             _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
             try:
@@ -171,15 +189,17 @@ class TextDataModule(DataModule):
     def setup(self, stage: str) -> None:
         """Open the shards. Raises MisconfigurationError if documents do not suffice for both splits."""
         names = self.selection.names
-        if bare := [str(folder) for folder in map(self._corpus, names) if not (folder / "train").is_dir()]:
+        if bare := [str(folder) for folder in map(self._corpus, names) if self._split(folder, "train") is None]:
             raise MisconfigurationError(
                 f"held_out = {self.settings.held_out} leaves no documents to train with in {', '.join(bare)}: hold out less"
             )
-        self.train = self._samples([open_split(self._corpus(name), "train", self.tokenizer) for name in names])
+        trained = [self._split(self._corpus(name), "train") for name in names]
+        self.train = self._samples([shards for shards in trained if shards is not None])
         if self.settings.val is not None:
-            self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer)])
+            self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer, self._reader)])
         elif self.settings.held_out > 0:
-            folders = [folder for name in names if ((folder := self._corpus(name)) / "val").is_dir()]
+            held = [self._split(self._corpus(name), "val") for name in names]
+            folders = [shards for shards in held if shards is not None]
             if not folders and (site := self.settings.share) is not None:
                 _LOG.warning("site %d of %d has no text to validate with", site.number, site.count)
                 return
@@ -187,7 +207,23 @@ class TextDataModule(DataModule):
                 raise MisconfigurationError(
                     self._without_val(sum(part.shards.documents for part in self.train.layouts))
                 )
-            self.val = self._samples([open_split(folder, "val", self.tokenizer) for folder in folders])
+            self.val = self._samples(folders)
+
+    def teardown(self, stage: str) -> None:
+        """End the threads that fetch tokens at addresses; the next reading begins others."""
+        if "_reader" in self.__dict__:
+            self._reader.close()
+
+    def _split(self, folder: Path | str, split: str) -> TokenShards | None:
+        """Open a split of a corpus; None where it has none."""
+        if isinstance(folder, Path) and not (folder / split).is_dir():
+            return None
+        try:
+            return open_split(folder, split, self.tokenizer, self._reader)
+        except FileNotFoundError:
+            if isinstance(folder, Path):
+                raise
+            return None
 
     def _without_val(self, documents: int) -> str:
         if len(self._ready) == len(self.parts):
@@ -300,12 +336,12 @@ class TextDataModule(DataModule):
     def _fingerprints(self) -> dict[str, list[list[Any]]]:
         return {name: [entry for s in sources for entry in fingerprint(s)] for name, sources in self.parts.items()}
 
-    def _corpus(self, name: str | None) -> Path:
+    def _corpus(self, name: str | None) -> Path | str:
         """Return the folder of a part of the training text; of the validation text for None."""
         settings = self.settings
         given = settings.val if name is None else self.parts[name][0]
         if given is not None and is_corpus(given):
-            return Path(given)
+            return _place(given)
         if name is None:
             assert settings.val is not None
             first, found, share = settings.val, fingerprint(settings.val), 0.0
@@ -316,6 +352,11 @@ class TextDataModule(DataModule):
         divided = [] if name is None or settings.share is None else [repr(settings.share)]
         digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint, *divided)
         return self.root / f"{title}-{digest}"
+
+
+def _place(source: str) -> Path | str:
+    """Return the folder that a source is, or its address."""
+    return source if is_address(source) else Path(source)
 
 
 def _digest(*parts: Any) -> str:

@@ -44,7 +44,8 @@ class Text(Checked):
     data: str | tuple[str, ...] | dict[str, str] = "stdlib"
     """The Python standard library's sources ("stdlib"), a file or folder (text, JSON lines, Parquet, tar, a saved HF data
     set), a list of these read one after another, or a table of named ones to mix. A folder that `arclight data tokenize`
-    has written is used as it is, with its own tokenizer and its own split val."""
+    has written is used as it is, with its own tokenizer and its own split val; so is one at an address ("https://host/corpus",
+    "s3://bucket/corpus"), which is read in parts, ahead of need."""
     val: str | None = None
     """Validation text; none holds out a fraction of the data."""
     held_out: ProperFraction = 0.05
@@ -77,6 +78,12 @@ class Text(Checked):
     """Worker processes that load batches; 0 loads in the training process, which is usually enough."""
     cache: Path | None = None
     """Folder for tokenizers and tokens; none for the folder data beside the runs."""
+    remote_bytes: Annotated[int, Interval(ge=2**20)] = 2**32
+    """Bytes of the folder remote in cache, through which tokens at an address are read; shared by the processes of a machine."""
+    remote_connections: PositiveInt = 8
+    """Connections of a process that fetch tokens at an address ahead of need."""
+    remote_patience_s: NonNegativeFloat = 300.0
+    """Seconds for which a lost connection to an address is tried again."""
     share: SiteShare | None = None
     """One site's share of the documents, as arclight federate partitions them; none for all."""
 

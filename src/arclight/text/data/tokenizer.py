@@ -19,6 +19,8 @@ from arclight.fabric.extras import require
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 _CONFIG, _MODEL, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
+FILES = (_CONFIG, _MODEL, _TEMPLATE)
+"""Names of the files that `Tokenizer.load` reads in a folder."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token that is one byte, as SentencePiece names it
 _ROLES = ("bos_token", "eos_token", "pad_token")
 

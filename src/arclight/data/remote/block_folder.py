@@ -1,0 +1,214 @@
+"""Keep blocks in a local folder that never grows beyond a bound, and that several processes share."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_HOLDERS, _LOCKS, _USAGE = ".holders", ".locks", ".usage"
+_STRIPES = 256
+_LOCK_TIMEOUT_S = 60.0
+"""Seconds that counting and clearing by another process may take."""
+_POLL_S = 0.01
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
+
+
+class BlockFolder:
+    """Files of bytes by key (``shard/block``), together at most ``bound_bytes`` long.
+
+    A file is complete when it is seen. Room for a new one is made by deleting the ones that were used longest ago and that no
+    process holds. A process holds a file by a hard link in a folder of its own, which counts until it ends, also by a kill. (Where
+    a file system has no hard links nothing is held: what was deleted too early is fetched again.)
+    Nothing is synchronised to the disk: who reads a block verifies it.
+    """
+
+    def __init__(self, root: Path, bound_bytes: int) -> None:
+        self.root, self.bound_bytes = root, bound_bytes
+        root.mkdir(parents=True, exist_ok=True)
+        (root / _LOCKS).mkdir(exist_ok=True)
+        self._own = root / _HOLDERS / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        with self._usage():  # nobody takes a holder without its lock for dead
+            self._own.mkdir(parents=True)
+            self._alive = (self._own / "lock").open("xb")
+            fcntl.flock(self._alive, fcntl.LOCK_EX)
+
+    def get(self, key: str) -> bytes | None:
+        """Return a block, which counts as used now; None where it is not here."""
+        path = self.root / key
+        try:
+            content = path.read_bytes()
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        return content
+
+    def reserve(self, size: int) -> Path | None:
+        """Make room and return a file of this size to write to; None where other files that are held leave none.
+
+        It becomes a block by `put`, or is given back by `give_back`.
+        """
+        with self._usage() as usage:
+            total = _total(usage)
+            if total is None or total + size > self.bound_bytes:
+                total = self._clear(self.bound_bytes - size)
+            if total + size > self.bound_bytes:
+                _set_total(usage, total)
+                return None
+            path = self._own / f"{uuid.uuid4().hex}.saving"
+            with path.open("xb") as file:
+                file.truncate(size)  # seen by others who count
+            _set_total(usage, total + size)
+        return path
+
+    def put(self, key: str, reserved: Path, content: bytes, *, hold: bool = False) -> None:
+        """Let the content be the block ``key``, held or not."""
+        reserved.write_bytes(content)
+        path = self.root / key
+        path.parent.mkdir(exist_ok=True)
+        if path.exists():  # another process brought the same
+            self.give_back(reserved)
+            if hold:
+                self.hold(key)
+            return
+        if hold:
+            _link(reserved, self._held(key))
+        os.replace(reserved, path)
+
+    def give_back(self, reserved: Path) -> None:
+        with self._usage() as usage, suppress(FileNotFoundError):
+            size = reserved.stat().st_size
+            reserved.unlink()
+            if (total := _total(usage)) is not None:
+                _set_total(usage, max(0, total - size))
+
+    def hold(self, key: str) -> bool:
+        """Keep a block from being deleted until `release`; False where it is not here."""
+        path = self.root / key
+        try:
+            _link(path, self._held(key))
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def release(self, key: str) -> None:
+        self._held(key).unlink(missing_ok=True)
+
+    def drop(self, key: str) -> None:
+        """Delete a block that is damaged."""
+        self.release(key)
+        (self.root / key).unlink(missing_ok=True)  # counted until the next clearing
+
+    @contextmanager
+    def claim(self, key: str, timeout_s: float, cancel: threading.Event) -> Iterator[None]:
+        """Keep other processes and threads from fetching the same block meanwhile.
+
+        Waits until they are done, for ``timeout_s`` at most and not when ``cancel`` is set: then it is fetched twice.
+        """
+        stripe = zlib.crc32(key.encode()) % _STRIPES
+        with (self.root / _LOCKS / f"{stripe:02x}").open("ab") as file:
+            until = time.monotonic() + timeout_s
+            while not _locked(file) and time.monotonic() < until and not cancel.wait(_POLL_S):
+                pass
+            yield
+
+    def close(self) -> None:
+        """Let go of everything that is held."""
+        self._alive.close()
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _held(self, key: str) -> Path:
+        return self._own / key.replace("/", "-")
+
+    @contextmanager
+    def _usage(self) -> Iterator[BinaryIO]:
+        """Open the count of bytes for one process and thread at a time."""
+        descriptor = os.open(self.root / _USAGE, os.O_RDWR | os.O_CREAT, 0o644)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            until = time.monotonic() + _LOCK_TIMEOUT_S
+            while not _locked(file):
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"{self.root / _USAGE} is locked by another process for {_LOCK_TIMEOUT_S:g} s: is one stopped?"
+                    )
+                time.sleep(_POLL_S)
+            yield file
+
+    def _clear(self, wanted: int) -> int:
+        """Delete until a tenth more than needed is free, and return the bytes that are left; what dead processes left goes too."""
+        total = sum(self._sweep(holder) for holder in (self.root / _HOLDERS).iterdir())
+        free: list[tuple[int, int, str]] = []
+        for folder in os.scandir(self.root):
+            if folder.name.startswith(".") or not folder.is_dir(follow_symlinks=False):
+                continue
+            for file in os.scandir(folder):
+                with suppress(FileNotFoundError):
+                    found = file.stat(follow_symlinks=False)
+                    total += found.st_size
+                    if found.st_nlink == 1:
+                        free.append((found.st_mtime_ns, found.st_size, file.path))
+        if total > wanted:
+            goal = max(0, wanted - self.bound_bytes // 10)
+            for _, size, path in sorted(free):
+                if total <= goal:
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= size
+        return total
+
+    def _sweep(self, holder: Path) -> int:
+        """Return the bytes of what only this holder has; delete all of one that is no more."""
+        if holder != self._own:
+            with suppress(FileNotFoundError), (holder / "lock").open("rb") as file:
+                if _locked(file):
+                    shutil.rmtree(holder, ignore_errors=True)
+                    return 0
+        size = 0
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(holder):
+                with suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    size += found.st_size if found.st_nlink == 1 else 0
+        return size
+
+
+def _locked(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _link(path: Path, link: Path) -> None:
+    try:
+        os.link(path, link)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+
+
+def _total(usage: BinaryIO) -> int | None:
+    usage.seek(0)
+    text = usage.read(32).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _set_total(usage: BinaryIO, total: int) -> None:
+    usage.seek(0)
+    usage.write(f"{total:<31}\n".encode())

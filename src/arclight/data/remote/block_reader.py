@@ -1,0 +1,287 @@
+"""Read blocks through a local folder, and fetch those that will be needed on threads, in the order of need."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from arclight.data.remote.block_folder import BlockFolder
+from arclight.data.remote.ranges import ReadCancelledError
+
+_IN_MEMORY = 64
+"""Blocks that a process keeps in memory: samples that lie beside each other are in one."""
+_AHEAD_SHARE = 4
+"""The folder is at most filled to a fourth with what one process has fetched and not read yet."""
+_CLOSING_S = 30.0
+"""Seconds that threads have to end in; a request in flight is left after a moment."""
+
+
+class BlockSource(Protocol):
+    """Origin of blocks, such as the shards at an address."""
+
+    def key(self, block: tuple[int, int]) -> str:
+        """Return a name that this content alone has, on every machine."""
+        ...
+
+    def size(self, block: tuple[int, int]) -> int: ...
+
+    def digest(self, block: tuple[int, int], cancel: threading.Event) -> bytes:
+        """Return the SHA-256 of a block; may read to know it."""
+        ...
+
+    def is_intact(self, content: bytes, digest: bytes) -> bool: ...
+
+    def fetch(self, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+        """Return the verified content."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """A block that will be read."""
+
+    source: BlockSource
+    block: tuple[int, int]
+    key: str
+
+
+class BlockReader:
+    """Blocks by way of ``folder``, which holds at most ``bound_bytes`` and may be shared with other processes.
+
+    connections: threads that fetch ahead, which start when something is expected. patience_s, request_timeout_s: see
+    `arclight.data.remote.ranges.RemoteFiles`. `close` ends the threads; reading again starts others. In another process (forked, or
+    where it was unpickled) it begins with nothing expected.
+    """
+
+    def __init__(
+        self, folder: Path, bound_bytes: int = 2**32, *, connections: int = 8, patience_s: float = 300.0,
+        request_timeout_s: float = 60.0,
+    ) -> None:  # fmt: skip
+        self.folder, self.bound_bytes, self.connections = folder, bound_bytes, connections
+        self.patience_s, self.request_timeout_s = patience_s, request_timeout_s
+        self._made = threading.Lock()
+        self._running: _Running | None = None
+
+    def read(self, source: BlockSource, block: tuple[int, int]) -> bytes:
+        """Return a block. An error of fetching it ahead is raised here, with its cause."""
+        return self._state().read(Wanted(source, block, source.key(block)))
+
+    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> list[Wanted]:
+        """Fetch blocks ahead, in this order behind what is expected already, and keep them until `release`."""
+        return self._state().expect([Wanted(source, block, source.key(block)) for source, block in blocks])
+
+    def release(self, expected: Iterable[Wanted]) -> None:
+        """Let go of what `expect` returned."""
+        if (running := self._running) is not None and running.pid == os.getpid():
+            running.release(expected)
+
+    def close(self) -> None:
+        """End the threads and let go of all that is held."""
+        with self._made:
+            running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_running": None, "_made": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _made=threading.Lock())
+
+    def _state(self) -> _Running:
+        running = self._running
+        if running is not None and running.pid == os.getpid():
+            return running
+        if running is not None:  # forked: its locks and threads are the other process's
+            self._made = threading.Lock()
+        with self._made:
+            if self._running is running:
+                folder = BlockFolder(self.folder, self.bound_bytes)
+                self._running = _Running(folder, self.connections, self.patience_s)
+                weakref.finalize(self, self._running.close)
+            assert self._running is not None
+            return self._running
+
+
+class _Job:
+    """The fetching of a block, waiting or begun."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted, self.begun = wanted, False
+        self.result: Future[bytes | None] = Future()
+
+
+class _Running:
+    """What one process has of a reader: threads, the blocks that are expected, the latest ones in memory."""
+
+    def __init__(self, folder: BlockFolder, connections: int, patience_s: float) -> None:
+        self.pid = os.getpid()
+        self._folder, self._patience_s = folder, patience_s
+        self._ahead = max(1, folder.bound_bytes // _AHEAD_SHARE)
+        self._connections = connections
+        self._changed = threading.Condition()
+        self._cancel = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._queue: deque[_Job] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._expected: dict[str, int] = {}
+        self._expected_bytes = 0
+        self._failed: dict[str, BaseException] = {}
+        self._memory: OrderedDict[str, bytes] = OrderedDict()
+
+    def read(self, wanted: Wanted) -> bytes:
+        with self._changed:
+            if wanted.key in self._memory:
+                self._memory.move_to_end(wanted.key)
+                return self._memory[wanted.key]
+            error, job = self._failed.pop(wanted.key, None), self._jobs.get(wanted.key)
+            if job is not None and not job.begun:  # behind others in the queue: whoever needs it now fetches it
+                self._queue.remove(job)
+                self._jobs.pop(wanted.key)
+                job.result.cancel()
+                job = None
+        if error is not None:
+            _raise_again(error)
+        found = None
+        if job is not None:
+            try:
+                found = job.result.result()  # which has its own deadlines
+            except BaseException as failed:
+                with self._changed:
+                    self._failed.pop(wanted.key, None)
+                _raise_again(failed)
+        content = self._obtain(wanted, ahead=False) if found is None else found
+        assert content is not None
+        with self._changed:
+            self._memory[wanted.key] = content
+            while len(self._memory) > _IN_MEMORY:
+                self._memory.popitem(last=False)
+        return content
+
+    def expect(self, blocks: list[Wanted]) -> list[Wanted]:
+        taken = []
+        with self._changed:
+            for wanted in blocks:
+                size = wanted.source.size(wanted.block)
+                if wanted.key not in self._expected:
+                    if self._expected_bytes + size > self._ahead:
+                        continue  # read when it is needed
+                    self._expected_bytes += size
+                    if wanted.key not in self._jobs:
+                        job = self._jobs[wanted.key] = _Job(wanted)
+                        self._queue.append(job)
+                self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
+                taken.append(wanted)
+            while len(self._threads) < min(self._connections, len(self._queue)):
+                name = f"arclight-read-ahead-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
+            self._changed.notify_all()
+        return taken
+
+    def release(self, expected: Iterable[Wanted]) -> None:
+        with self._changed:
+            for wanted in expected:
+                left = self._expected.get(wanted.key, 0) - 1
+                if left > 0:
+                    self._expected[wanted.key] = left
+                elif left == 0:
+                    del self._expected[wanted.key]
+                    self._expected_bytes -= wanted.source.size(wanted.block)
+                    self._failed.pop(wanted.key, None)
+                    job = self._jobs.get(wanted.key)
+                    if job is not None and not job.begun:
+                        self._queue.remove(job)
+                        self._jobs.pop(wanted.key)
+                        job.result.cancel()
+                    self._folder.release(wanted.key)
+
+    def close(self) -> None:
+        if self.pid != os.getpid():
+            return
+        self._cancel.set()
+        with self._changed:
+            for job in self._queue:
+                job.result.cancel()
+            self._queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSING_S)
+        self._folder.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._cancel.is_set():
+                    self._changed.wait()
+                if self._cancel.is_set():
+                    return
+                job = self._queue.popleft()
+                job.begun = True
+            try:
+                found = self._obtain(job.wanted, ahead=True)
+            except BaseException as error:  # of whatever kind: it is the reader's of that block, not this thread's
+                self._end(job, error)
+                job.result.set_exception(error)
+            else:
+                self._end(job, None)
+                job.result.set_result(found)
+
+    def _end(self, job: _Job, error: BaseException | None) -> None:
+        key = job.wanted.key
+        with self._changed:
+            self._jobs.pop(key, None)
+            if key not in self._expected:
+                self._folder.release(key)  # let go of meanwhile
+            elif error is not None:
+                self._failed[key] = error
+
+    def _obtain(self, wanted: Wanted, *, ahead: bool) -> bytes | None:
+        """Return a block, from the folder or fetched; None for one ahead that is there, or has no room yet."""
+        source, block, key = wanted
+        digest = source.digest(block, self._cancel)  # before the claim: it may need a block itself
+        if ahead and self._folder.hold(key):
+            return None
+        if not ahead and (found := self._from_folder(wanted, digest)) is not None:
+            return found
+        with self._folder.claim(key, self._patience_s, self._cancel):
+            if self._cancel.is_set():
+                raise ReadCancelledError(f"{key}: the reader was closed")
+            if (found := self._from_folder(wanted, digest)) is not None:  # another process was quicker
+                if ahead:
+                    self._folder.hold(key)
+                return found
+            reserved = self._folder.reserve(source.size(block))
+            if ahead and reserved is None:
+                return None
+            try:
+                content = source.fetch(block, digest, self._cancel)
+            except BaseException:
+                if reserved is not None:
+                    self._folder.give_back(reserved)
+                raise
+            if reserved is not None:
+                self._folder.put(key, reserved, content, hold=ahead)
+        return content
+
+    def _from_folder(self, wanted: Wanted, digest: bytes) -> bytes | None:
+        found = self._folder.get(wanted.key)
+        if found is None or wanted.source.is_intact(found, digest):
+            return found
+        self._folder.drop(wanted.key)  # torn by a crash, or changed by somebody
+        return None
+
+
+def _raise_again(error: BaseException) -> NoReturn:
+    """Raise an error of another thread here: a new one of its kind, with it as the cause, where that can be made."""
+    try:
+        told = type(error)(*error.args)
+    except Exception:
+        raise error from error.__cause__
+    raise told from error

@@ -1,0 +1,225 @@
+"""Read token shards at an address as those on disk: the same order, the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.data.remote.block_reader import BlockReader, Wanted
+from arclight.data.remote.ranges import Found, RemoteFiles
+from arclight.data.token_shards import (
+    BLOCK_BYTES,
+    HEADER_BYTES,
+    INDEX,
+    SUMS,
+    Listed,
+    TokenShardError,
+    TokenShards,
+    read_listing,
+)
+
+_SUMS = -1
+"""The block of a shard that is its file of digests."""
+_DIGEST_BYTES = 32
+_INDEX_BYTES = 2**28
+"""An index has no more bytes; one of 500,000 shards has 200 MB."""
+_ENDS_AHEAD_BYTES = 2**26
+"""Ends of documents that are fetched ahead: those of 8 million in a shard."""
+_SHARDS_IN_MEMORY = 64
+"""Shards of which digests and ends of documents are in memory."""
+_ATTEMPTS = 3
+"""Times that a block is fetched whose content is not what the index lists: it may have been damaged on the way."""
+
+
+class ShardBlocks:
+    """The blocks of the shards at an address, each by shard and number; implements `BlockSource`."""
+
+    def __init__(self, files: RemoteFiles, listed: Sequence[Listed], reader: BlockReader) -> None:
+        self._files, self._listed, self._reader = files, list(listed), reader
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[int, Found] = {}
+        self._sums: OrderedDict[int, bytes] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_found", "_sums")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def name_of(self, shard: int) -> str:
+        """Return the address of a shard."""
+        return f"{self._files.address}/{self._listed[shard].file}"
+
+    def key(self, block: tuple[int, int]) -> str:
+        shard, number = block
+        return f"{self._listed[shard].facts.sha256[:32]}/{'sums' if number == _SUMS else f'{number:08d}'}"
+
+    def size(self, block: tuple[int, int]) -> int:
+        shard, number = block
+        facts = self._listed[shard].facts
+        if number == _SUMS:
+            return _DIGEST_BYTES * facts.blocks
+        return min(BLOCK_BYTES, facts.body_bytes - number * BLOCK_BYTES)
+
+    def digest(self, block: tuple[int, int], cancel: threading.Event) -> bytes:
+        shard, number = block
+        self.check_size(shard, cancel)
+        if number == _SUMS:
+            return bytes.fromhex(self._listed[shard].sums or "")
+        with self._lock:
+            sums = self._sums.get(shard)
+        if sums is None:
+            sums = self._reader.read(self, (shard, _SUMS))
+            with self._lock:
+                _keep(self._sums, shard, sums)
+        return sums[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
+
+    def is_intact(self, content: bytes, digest: bytes) -> bool:
+        return hashlib.sha256(content).digest() == digest
+
+    def fetch(self, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+        shard, number = block
+        found, listed = self.check_size(shard, cancel), self._listed[shard]
+        name = listed.file + (SUMS if number == _SUMS else "")
+        start = 0 if number == _SUMS else HEADER_BYTES + number * BLOCK_BYTES
+        size = self.size(block) if number == _SUMS else listed.facts.file_bytes
+        for _ in range(_ATTEMPTS):
+            content = self._files.read(name, start, start + self.size(block), size=size, cancel=cancel)
+            if self.is_intact(content, digest):
+                return content
+        now = self._files.find(listed.file, cancel)
+        tags = f", its ETag was {found.etag} and is {now.etag}" if found.etag != now.etag else ""
+        raise self._changed(name, f"its content is not what {INDEX} lists{tags}")
+
+    def check_size(self, shard: int, cancel: threading.Event) -> Found:
+        """Raise TokenShardError for a shard of another size than the index lists; asks once."""
+        if (found := self._found.get(shard)) is None:
+            name, size = self._listed[shard].file, self._listed[shard].facts.file_bytes
+            try:
+                found = self._files.find(name, cancel)
+            except FileNotFoundError as error:
+                raise TokenShardError(
+                    f"{self.name_of(shard)} is missing, though {INDEX} lists it: upload it"
+                ) from error
+            if found.size_bytes not in (None, size):
+                raise self._changed(name, f"it has {found.size_bytes:,} bytes, {INDEX} lists {size:,}")
+            self._found[shard] = found
+        return found
+
+    def _changed(self, name: str, told: str) -> TokenShardError:
+        return TokenShardError(
+            f"{self._files.address}/{name} changed at its address: {told}; put back what was tokenized, or begin a new run with the "
+            "corpus that is there now"
+        )
+
+
+class RemoteTokenShards(TokenShards):
+    """A corpus at an address, such as ``https://host/corpus/train`` or ``s3://bucket/corpus/train``.
+
+    Only the index is read at once. Blocks of 65,536 bytes come when they are needed, or ahead of need after `expect`, and are
+    verified by the digests beside the shards. Reading raises TokenShardError for a shard that is not what the index
+    lists (changed at its address) and RemoteReadError for one that cannot be read. Raises FileNotFoundError where there is no corpus.
+    """
+
+    def __init__(self, address: str, reader: BlockReader, tokenizer: str | None = None) -> None:
+        self.address = self.place = address.rstrip("/")
+        self.reader = reader
+        files = RemoteFiles(self.address, patience_s=reader.patience_s, request_timeout_s=reader.request_timeout_s)
+        try:
+            text = files.read_whole(INDEX, _INDEX_BYTES)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.address} is no folder of token shards: it has no {INDEX}") from error
+        about, listed = read_listing(text, f"{self.address}/{INDEX}")
+        if older := [entry.file for entry in listed if entry.sums is None]:
+            raise TokenShardError(
+                f"{self.address} lists no digests of the blocks of {older[0]}, by which parts are verified: write them where the "
+                "corpus lies (arclight data inspect CORPUS --sums) and upload it again"
+            )
+        self._origin = ShardBlocks(files, listed, reader)
+        self._open(about, listed, tokenizer)
+        self.folder = reader.folder / ".made" / self.digest[:32]
+        self._ends_of: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
+
+    read_ahead = 64
+
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> list[Wanted]:
+        blocks: dict[tuple[int, int], None] = {}
+        for start, stop in spans:
+            for shard, a, b in self._spans(self._first_token, start, stop):
+                if boundaries:
+                    facts = self.facts[shard]
+                    stop_at = min(facts.body_bytes, facts.ends_at + _ENDS_AHEAD_BYTES)
+                    blocks |= dict.fromkeys(self._blocks(shard, facts.ends_at, stop_at))
+                itemsize = np.dtype(self.facts[shard].dtype).itemsize
+                blocks |= dict.fromkeys(self._blocks(shard, a * itemsize, b * itemsize))
+        return self.reader.expect((self._origin, block) for block in blocks)
+
+    def release(self, expected: Sequence[Wanted]) -> None:
+        self.reader.release(expected)
+
+    def verify(self, *, again: bool = False) -> None:
+        """Fetch and verify every block that is not in the local folder; raises what reading does."""
+        ahead = 4 * self.reader.connections
+        for shard, facts in enumerate(self.facts):
+            self._origin.check_size(shard, threading.Event())
+            every = range(facts.blocks)
+            for first in range(0, len(every), ahead):
+                expected = self.reader.expect((self._origin, (shard, block)) for block in every[first : first + ahead])
+                try:
+                    for block in every[first : first + ahead]:
+                        self.reader.read(self._origin, (shard, block))
+                finally:
+                    self.reader.release(expected)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ends_of": OrderedDict(), "_maps": {}}
+
+    # -- tokens and documents ------------------------------------------------------------------------------------------
+
+    def _tokens(self, shard: int, start: int, stop: int) -> npt.NDArray[Any]:
+        dtype = np.dtype(self.facts[shard].dtype).newbyteorder("<")
+        return np.frombuffer(self._body(shard, start * dtype.itemsize, stop * dtype.itemsize), dtype)
+
+    def _ends(self, shard: int) -> npt.NDArray[Any]:
+        if (found := self._ends_of.get(shard)) is not None:
+            return found
+        facts = self.facts[shard]
+        found = np.frombuffer(self._body(shard, facts.ends_at, facts.body_bytes), "<u8")
+        if found.size and not (int(found[-1]) == facts.tokens and bool((found[:-1] <= found[1:]).all())):
+            raise TokenShardError(
+                f"{self._origin.name_of(shard)} has ends of documents that are not those of its tokens"
+            )
+        _keep(self._ends_of, shard, found)
+        return found
+
+    def _body(self, shard: int, start: int, stop: int) -> bytes:
+        """Return bytes behind the header of a shard."""
+        if start >= stop:
+            return b""
+        self._origin.check_size(shard, threading.Event())
+        blocks = self._blocks(shard, start, stop)
+        parts = [self.reader.read(self._origin, block) for block in blocks]
+        first = blocks[0][1] * BLOCK_BYTES
+        return (parts[0] if len(parts) == 1 else b"".join(parts))[start - first : stop - first]
+
+    def _blocks(self, shard: int, start: int, stop: int) -> list[tuple[int, int]]:
+        return (
+            [(shard, number) for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))] if start < stop else []
+        )
+
+
+def _keep(cache: OrderedDict[int, Any], shard: int, value: Any) -> None:
+    cache[shard] = value
+    cache.move_to_end(shard)
+    while len(cache) > _SHARDS_IN_MEMORY:
+        cache.popitem(last=False)

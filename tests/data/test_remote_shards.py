@@ -1,0 +1,455 @@
+"""Token shards at an address: the same order and bits as on disk, whatever the connection does."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from tests.data.range_server import serving
+from tests.waiting import wait_until
+from torch.utils.data import DataLoader
+
+from arclight.data import ResumableLoader, TokenShards
+from arclight.data.computed_order import EpochOrder
+from arclight.data.fetching import identity
+from arclight.data.packing import Packed, Windows
+from arclight.data.remote.block_folder import BlockFolder
+from arclight.data.remote.block_reader import BlockReader
+from arclight.data.remote.ranges import RemoteReadError, is_transient
+from arclight.data.remote.remote_shards import RemoteTokenShards
+from arclight.data.token_samples import TokenSamples
+from arclight.data.token_shards import BLOCK_BYTES, HEADER_BYTES, TokenShardError, write_index, write_shard
+
+pytest.importorskip("aiohttp")
+VOCAB = 1000
+
+
+def write(folder: Path, seed: int = 0) -> TokenShards:
+    """Three shards of 7 blocks in all, of documents of all lengths."""
+    folder.mkdir(parents=True)
+    rng, names = np.random.default_rng(seed), []
+    for number, size in enumerate((90_000, 30_000, 70_000)):
+        cuts = np.sort(rng.integers(0, size, 300))
+        documents = np.split(rng.integers(0, VOCAB, size), cuts)
+        names.append(f"{number:05d}.tokens")
+        write_shard(folder / names[-1], documents, tokenizer="abc", vocab_size=VOCAB, text_bytes=size)
+    write_index(folder, names)
+    return TokenShards(folder)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    return write(tmp_path_factory.mktemp("remote") / "corpus")
+
+
+def reader(folder: Path, bound_bytes: int = 2**22, **options: Any) -> BlockReader:
+    return BlockReader(folder, bound_bytes, **{"patience_s": 20.0, "connections": 3} | options)
+
+
+def samples(shards: TokenShards, length: int = 512, packed: bool = False) -> TokenSamples:
+    layout = Packed.build(shards, length) if packed else Windows(shards, length)
+    return TokenSamples([layout], np.ones(VOCAB, np.int64))
+
+
+def batches(data: TokenSamples, *, start: int = 0, rank: int = 0, world_size: int = 1, workers: int = 0) -> list[Any]:
+    loader = DataLoader(data, 4, sampler=EpochOrder(len(data)), collate_fn=identity, num_workers=workers)
+    resumable = ResumableLoader(loader, seed=3, rank=rank, world_size=world_size)
+    return list(resumable.batches(1, start))
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, other)
+    )
+
+
+def stored(folder: Path) -> int:
+    """Bytes of all that lies in the folder, each file once."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != ".usage" and ".locks" not in path.parts:
+            facts = path.stat()
+            found[facts.st_ino] = facts.st_size
+    return sum(found.values())
+
+
+def read_ahead_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("arclight-read-ahead")]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_order_and_bits_are_those_on_disk(local: TokenShards, tmp_path: Path, world_size: int, packed: bool) -> None:
+    with serving(local.folder) as server:
+        through = reader(tmp_path / "blocks")
+        remote = RemoteTokenShards(server.address, through)
+        assert (remote.tokens, remote.digest, remote.documents) == (local.tokens, local.digest, local.documents)
+        assert (remote.ends() == local.ends()).all()
+        for rank in range(world_size):
+            there, here = (
+                batches(samples(s, packed=packed), rank=rank, world_size=world_size) for s in (remote, local)
+            )
+            assert here
+            assert same(there, here)
+        through.close()
+
+
+def test_it_resumes_at_any_batch(local: TokenShards, tmp_path: Path) -> None:
+    whole = batches(samples(local))
+    with serving(local.folder) as server:
+        through = reader(tmp_path)
+        data = samples(RemoteTokenShards(server.address, through))
+        loader = DataLoader(data, 4, sampler=EpochOrder(len(data)), collate_fn=identity)
+        first = ResumableLoader(loader, seed=3).batches(1)
+        begun = [next(first) for _ in range(5)]  # and no more of it
+        through.close()
+        assert same(begun + batches(data, start=5), whole)
+        through.close()
+
+
+def test_workers_read_through_the_same_folder(local: TokenShards, tmp_path: Path) -> None:
+    with serving(local.folder) as server:
+        through = reader(tmp_path)
+        data = samples(RemoteTokenShards(server.address, through))
+        assert same(batches(data, workers=2), batches(samples(local)))
+        through.close()
+        blocks = sum(facts.blocks for facts in local.facts)
+        gets = sum(n for (method, path), n in server.requests.items() if method == "GET" and path.endswith(".tokens"))
+        assert gets == blocks  # whoever needs a block that another process fetches waits for it
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+def test_any_file_system_does(local: TokenShards, tmp_path: Path, protocol: str) -> None:
+    address = f"{protocol}://{local.folder if protocol == 'file' else '/tokens'}"
+    if protocol == "memory":
+        for path in filter(Path.is_file, local.folder.iterdir()):
+            fsspec.filesystem("memory").pipe_file(f"/tokens/{path.name}", path.read_bytes())
+    remote = RemoteTokenShards(address, reader(tmp_path))
+    assert (remote.read(0, remote.tokens) == local.read(0, local.tokens)).all()
+    again = pickle.loads(pickle.dumps(remote))
+    assert (again.document(400) == local.document(400)).all()
+    assert again.boundaries(5, 80_000).tolist() == local.boundaries(5, 80_000).tolist()
+
+
+# -- the connection ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [503, 429, 500, "cut", "drop", "short"])
+def test_a_lost_connection_changes_nothing(local: TokenShards, tmp_path: Path, fault: Any) -> None:
+    with serving(local.folder, lambda method, path, number: fault if number in (1, 3) else None) as server:
+        through = reader(tmp_path)
+        remote = RemoteTokenShards(server.address, through)
+        expected = remote.expect([(0, remote.tokens)], boundaries=True)
+        assert (remote.read(0, remote.tokens) == local.read(0, local.tokens)).all()
+        remote.release(expected)
+        through.close()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_what_will_not_change_is_asked_for_once(local: TokenShards, tmp_path: Path, status: int) -> None:
+    def fault(method: str, path: str, number: int) -> Any:
+        return status if path.endswith("1.tokens") and method == "GET" else None
+
+    with serving(local.folder, fault) as server:
+        remote = RemoteTokenShards(server.address, reader(tmp_path, patience_s=60.0))
+        remote.read(0, 10)
+        with pytest.raises((RemoteReadError, FileNotFoundError), match=r"00001\.tokens"):
+            remote.read(95_000, 95_010)
+        assert server.requests["GET", "/00001.tokens"] == 1
+
+
+def test_a_server_that_stays_away_is_named(local: TokenShards, tmp_path: Path) -> None:
+    with serving(local.folder) as server:
+        remote = RemoteTokenShards(server.address, reader(tmp_path, patience_s=0.3))
+        server.fault = lambda *_: 503
+        with pytest.raises(RemoteReadError, match=r"00000\.tokens.*503.*tried again for 0.3 s") as raised:
+            remote.read(0, 10)
+        assert raised.value.__cause__ is not None
+        server.fault = None
+        assert remote.read(0, 10).tolist() == local.read(0, 10).tolist()
+
+
+def test_a_server_without_ranges_is_refused(local: TokenShards, tmp_path: Path) -> None:
+    with serving(local.folder, lambda method, path, number: "whole" if path.endswith(".tokens") else None) as server:
+        remote = RemoteTokenShards(server.address, reader(tmp_path))
+        with pytest.raises(RemoteReadError, match="ignores ranges"):
+            remote.read(0, 10)
+
+
+def test_errors_are_told_apart() -> None:
+    wrapped = FileNotFoundError("x")
+    wrapped.__cause__ = ConnectionResetError()
+    assert is_transient(wrapped)
+    assert is_transient(TimeoutError())
+    assert is_transient(OSError(16, "slow down"))
+    for permanent in (FileNotFoundError("x"), PermissionError("x"), ValueError("x"), OSError(28, "disk full")):
+        assert not is_transient(permanent)
+
+
+# -- what is at the address --------------------------------------------------------------------------------------------
+
+
+def test_a_changed_shard_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "00001.tokens"
+    with serving(tmp_path / "corpus") as server:
+        remote = RemoteTokenShards(server.address, reader(tmp_path / "blocks"))
+        remote.read(0, 10)
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(TokenShardError, match=r"00001\.tokens changed at its address: its content"):
+            remote.ends()
+        path.write_bytes(content[:-8])
+        again = RemoteTokenShards(server.address, reader(tmp_path / "blocks"))
+        with pytest.raises(TokenShardError, match=r"00001\.tokens changed at its address: it has [\d,]+ bytes"):
+            again.ends()
+        path.unlink()
+        with pytest.raises(TokenShardError, match=r"00001\.tokens is missing"):
+            RemoteTokenShards(server.address, reader(tmp_path / "blocks")).ends()
+
+
+def test_a_change_that_reading_ahead_meets_reaches_the_reader(tmp_path: Path) -> None:
+    write(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "00000.tokens"
+    content = bytearray(path.read_bytes())
+    content[HEADER_BYTES] ^= 1
+    with serving(tmp_path / "corpus") as server:
+        through = reader(tmp_path / "blocks")
+        remote = RemoteTokenShards(server.address, through)
+        path.write_bytes(content)
+        remote.expect([(0, 10)], boundaries=False)
+        wait_until(lambda: server.requests["GET", "/00000.tokens"] >= 3, "three attempts")
+        with pytest.raises(TokenShardError, match=r"00000\.tokens changed"):
+            remote.read(0, 10)
+        path.write_bytes(bytes([*content[:HEADER_BYTES], content[HEADER_BYTES] ^ 1, *content[HEADER_BYTES + 1 :]]))
+        remote.read(0, 10)  # mended
+        through.close()
+
+
+def test_any_error_of_a_thread_reaches_the_reader(local: TokenShards, tmp_path: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> bytes:
+        raise SystemExit("out of order")
+
+    through = reader(tmp_path)
+    remote = RemoteTokenShards(f"file://{local.folder}", through)
+    monkeypatch.setattr("arclight.data.remote.remote_shards.ShardBlocks.fetch", broken)
+    remote.expect([(0, 10)], boundaries=False)
+    with pytest.raises(SystemExit, match="out of order"):
+        remote.read(0, 10)
+    monkeypatch.undo()
+    assert remote.read(0, 10).size == 10
+    assert len(read_ahead_threads()) >= 1  # it did not end the thread
+    through.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "../0.tokens"}, {"file": "/etc/passwd"}, {"file": "a/b"}, {"file": ".."}, {"file": ""}, {"file": 3},
+        {"tokens": 2**60}, {"documents": -1}, {"tokens": True}, {"dtype": "object"}, {"sha256": "../.."}, {"sums": "zz"},
+        {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_hostile_index_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    write(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "corpus.json"
+    index = json.loads(path.read_text())
+    index["shards"][0] |= change
+    path.write_text(json.dumps(index))
+    for opened in (
+        lambda: RemoteTokenShards(f"file://{tmp_path / 'corpus'}", reader(tmp_path / "b")),
+        lambda: TokenShards(path.parent),
+    ):
+        with pytest.raises(TokenShardError, match=r"corpus\.json cannot be read"):
+            opened()
+
+
+def test_counts_that_no_shard_has_take_no_memory(tmp_path: Path) -> None:
+    write(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "corpus.json"
+    index = json.loads(path.read_text())
+    index["shards"][0]["documents"] = 2**46
+    path.write_text(json.dumps(index))
+    through = reader(tmp_path / "b")
+    remote = RemoteTokenShards(f"file://{tmp_path / 'corpus'}", through)
+    remote.release(remote.expect([(0, 10)], boundaries=True))
+    with pytest.raises(TokenShardError, match=r"00000\.tokens changed at its address: it has"):
+        remote.boundaries(0, 10)
+    through.close()
+
+
+def test_a_corpus_without_digests_of_blocks_says_how_to_get_them(tmp_path: Path) -> None:
+    from arclight.data.token_shards import write_sums
+
+    before = write(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "corpus.json"
+    original, index = path.read_text(), json.loads(path.read_text())
+    for entry in index["shards"]:
+        del entry["sums"]
+    path.write_text(json.dumps(index))
+    for sums in path.parent.glob("*.sums"):
+        sums.rename(tmp_path / sums.name)
+    with pytest.raises(TokenShardError, match="arclight data inspect CORPUS --sums"):
+        RemoteTokenShards(f"file://{path.parent}", reader(tmp_path / "b"))
+    assert write_sums(path.parent) == 3
+    assert all((tmp_path / sums.name).read_bytes() == sums.read_bytes() for sums in path.parent.glob("*.sums"))
+    assert {tuple(sorted(e.items())) for e in json.loads(path.read_text())["shards"]} == {
+        tuple(sorted(e.items())) for e in json.loads(original)["shards"]
+    }
+    assert RemoteTokenShards(f"file://{path.parent}", reader(tmp_path / "b")).digest == before.digest
+
+
+# -- the local folder --------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_never_grows_beyond_its_bound(local: TokenShards, tmp_path: Path) -> None:
+    bound = 3 * BLOCK_BYTES + 5000
+    with serving(local.folder) as server:
+        through = reader(tmp_path, bound, connections=2)
+        data = samples(RemoteTokenShards(server.address, through))
+        loader = DataLoader(data, 4, sampler=EpochOrder(len(data)), collate_fn=identity)
+        found = []
+        for batch in ResumableLoader(loader, seed=3).batches(1):
+            found.append(batch)
+            assert stored(tmp_path) <= bound
+        through.close()
+        assert same(found, batches(samples(local)))
+        assert stored(tmp_path) <= bound
+
+
+def test_the_longest_unused_goes_first_and_nothing_that_is_held(tmp_path: Path) -> None:
+    one, other = BlockFolder(tmp_path, 1000), BlockFolder(tmp_path, 1000)
+    for number in range(3):
+        one.put(f"s/{number}", one.reserve(300), bytes(300))
+        os.utime(tmp_path / "s" / str(number), ns=(number, number))
+    assert other.hold("s/0")
+    os.utime(tmp_path / "s" / "0", ns=(0, 0))
+    assert one.get("s/1") is not None  # used now
+    one.put("s/3", one.reserve(300), bytes(300))
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["0", "1", "3"]
+    for key in ("s/1", "s/3"):
+        assert one.hold(key)
+    assert one.reserve(300) is None  # all of it is held
+    other.close()
+    assert one.reserve(300) is not None
+    one.close()
+
+
+def _hold_and_die(folder: Path) -> None:
+    mine = BlockFolder(folder, 1000)
+    mine.put("s/0", mine.reserve(600), bytes(600), hold=True)
+    mine.reserve(300)
+    os._exit(0)
+
+
+def test_what_a_killed_process_held_is_free(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_hold_and_die, args=(tmp_path,))
+    process.start()
+    process.join()
+    mine = BlockFolder(tmp_path, 1000)
+    assert mine.get("s/0") == bytes(600)
+    assert mine.reserve(900) is not None
+    assert stored(tmp_path) == 900
+    mine.close()
+
+
+def _read_all(address: str, folder: Path, results: Any) -> None:
+    remote = RemoteTokenShards(address, reader(folder))
+    results.put(remote.read(0, remote.tokens).tobytes())
+
+
+def test_two_processes_share_the_folder(local: TokenShards, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with serving(local.folder) as server:
+        processes = [context.Process(target=_read_all, args=(server.address, tmp_path, results)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        found = [results.get(timeout=120) for _ in processes]
+        for process in processes:
+            process.join()
+        assert found == [local.read(0, local.tokens).tobytes()] * 2
+        blocks = {-(-facts.token_bytes // BLOCK_BYTES) for facts in local.facts}
+        gets = [n for (method, path), n in server.requests.items() if method == "GET" and path.endswith(".tokens")]
+        assert set(gets) == blocks  # each block once
+
+
+def test_a_block_that_was_damaged_here_is_fetched_again(local: TokenShards, tmp_path: Path) -> None:
+    address = f"file://{local.folder}"
+    RemoteTokenShards(address, reader(tmp_path)).read(0, 10)
+    (block,) = (path for path in tmp_path.rglob("00000000"))
+    for content in (b"", bytes(BLOCK_BYTES)):
+        block.write_bytes(content)
+        assert (RemoteTokenShards(address, reader(tmp_path)).read(0, 10) == local.read(0, 10)).all()
+        assert len(block.read_bytes()) == BLOCK_BYTES
+
+
+# -- ahead of need -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_there_before_it_is_needed(local: TokenShards, tmp_path: Path) -> None:
+    with serving(local.folder) as server:
+        through = reader(tmp_path)
+        remote = RemoteTokenShards(server.address, through)
+        expected = remote.expect([(0, 100), (100_000, 100_100)], boundaries=True)
+        assert expected
+        wait_until(lambda: all((tmp_path / wanted.key).exists() for wanted in expected), "all that is expected")
+        wait_until(lambda: not through._running._jobs, "the end of all jobs")
+        asked = sum(server.requests.values())
+        remote.read(0, 100), remote.boundaries(100_000, 100_100)
+        assert sum(server.requests.values()) == asked
+        links = list((tmp_path / ".holders").rglob("*-0*"))
+        remote.release(expected)
+        assert len([link for link in links if link.is_file()]) == 0
+        through.close()
+
+
+def test_threads_end_with_the_reader(local: TokenShards, tmp_path: Path) -> None:
+    with serving(local.folder) as server:
+        through = reader(tmp_path, patience_s=600.0)
+        remote = RemoteTokenShards(server.address, through)
+        server.fault = lambda *_: 503  # threads wait for better times
+        remote.expect([(0, remote.tokens)], boundaries=True)
+        wait_until(lambda: any(path.endswith(".tokens") for _, path in list(server.requests)), "the first request")
+        assert read_ahead_threads()
+        through.close()
+        assert not read_ahead_threads()
+        assert not list((tmp_path / ".holders").iterdir())
+        server.fault = None
+        assert (remote.read(0, 10) == local.read(0, 10)).all()  # and it can be taken up
+        through.close()
+
+
+def test_a_data_module_reads_an_address_as_a_folder(tmp_path: Path) -> None:
+    from arclight.text import Text, TextDataModule
+    from arclight.text.data.corpus import held_out, write_corpus
+    from arclight.text.data.sources import Document
+    from arclight.text.data.tokenizer import ByteTokenizer
+
+    texts = [f"document {number} " * (1 + number % 9) for number in range(200)]
+    documents = [Document(str(number), text, len(text)) for number, text in enumerate(texts)]
+    write_corpus(tmp_path / "corpus", documents, ByteTokenizer(), split=held_out(0.2), shard_bytes=3000)
+    found = []
+    with serving(tmp_path / "corpus") as server:
+        for place in (str(tmp_path / "corpus"), server.address):
+            data = TextDataModule(Text(data=place, sequence_length=32, batch_size=4, cache=tmp_path / "cache"))
+            data.prepare_data()
+            data.setup("fit")
+            found.append(
+                [
+                    list(ResumableLoader(loader).batches(0))
+                    for loader in (data.train_dataloader(), data.val_dataloader())
+                ]
+            )
+            data.teardown("fit")
+    assert not read_ahead_threads()
+    assert all(same(here, there) for here, there in zip(*found, strict=True))
