@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
-from arclight.deploy import Int8, QuantizeError, WeightOnly, quantize
+from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
 
 
 def x86(**options: Any) -> Any:
@@ -49,6 +50,14 @@ def test_a_quantizer_is_for_its_runtime_and_layers_are_named(model: nn.Module) -
         assert (found.target, found.quantizer) == (target, type(quantizer).__name__)
         assert (found.quantized_layers, found.float_layers) == (("0", "4"), ("2",))
         assert found.sqnr_db > 25
+
+
+def test_a_refused_placement_is_not_blamed_on_a_field_that_nobody_reads(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Conv2d(8, 4, 1)).eval()
+    placed = quantize(model, [X], quantizer=x86(), target="onnxruntime")
+    with pytest.raises(ExportError, match="quantized layers became integer kernels in ONNX Runtime") as refused:
+        export(placed, tmp_path / "x86.onnx", example_inputs=X)
+    assert "skip" not in str(refused.value), "a quantizer of torchao does not read Int8.skip"
 
 
 def test_embeddings_alone_and_composed() -> None:

@@ -433,7 +433,8 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
     if sum(found.values()) < INTEGER_SHARE * planned:
         recipe = quantized.recipe
         kind = "bfloat16" if isinstance(recipe, BFloat16) else "integer"
-        field = "" if isinstance(recipe, BFloat16) else f" ({type(recipe).__name__}.skip)"
+        unread = isinstance(recipe, BFloat16) or quantized.quantizer is not None  # neither reads a field skip
+        field = "" if unread else f" ({type(recipe).__name__}.skip)"
         raise ExportError(
             f"only {sum(found.values())} of {planned} quantized layers became {kind} kernels in {NAMES[program.runtime]}, so the program "
             f"would be called {precision_of(recipe)} without running as that: keep the modules around operators that it cannot run on "
