@@ -181,17 +181,19 @@ def random_inputs(
             "name fewer with --dim"
         )
     others = size if size is not None else program.metadata.get("image_size")
+    if others is not None:
+        asked = dict.fromkeys(free, int(others)) | asked
     drawn = torch.Generator().manual_seed(0)
     highest = values or program.metadata.get("vocab_size", 1)
     inputs = []
     for spec in program.inputs:
         lengths = shapes[spec.name][1:]
-        shape = [batch, *(asked.get(length, others) if isinstance(length, str) else length for length in lengths)]
-        if None in shape:
-            names = [length for length in lengths if isinstance(length, str) and asked.get(length, others) is None]
+        names = [length for length in lengths if isinstance(length, str) and length not in asked]
+        if names:
             raise UsageError(
                 f"{program.path}: input {spec} has dynamic dimensions: set {', '.join(names)} with --size or --dim"
             )
+        shape = [batch, *(asked[length] if isinstance(length, str) else length for length in lengths)]
         padding = language and spec.name == "padding"
         inputs.append(_drawn(program, spec, shape[: len(spec.shape)], 1 if padding else highest, drawn))
     return inputs

@@ -117,7 +117,7 @@ class _Job:
 
 
 class _Running:
-    """What one process has of a reader: threads, the blocks that are expected, the latest ones in memory."""
+    """Run a reader in one process: threads, the blocks that are expected, the latest ones in memory."""
 
     def __init__(self, folder: BlockFolder, connections: int, patience_s: float) -> None:
         self.pid = os.getpid()
