@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,18 +106,26 @@ def own(folder: Path) -> Iterator[Path]:
     sys.modules.pop("own_net", None)
 
 
-def test_a_trained_network_is_exported_and_quantized_from_its_run(own: Path, typed: Typed) -> None:
+@pytest.fixture
+def trained(own: Path, typed: Typed) -> Any:
+    """The network of a run of two epochs in runs/net/1."""
     quick = "--trainer.max_epochs 2 --trainer.accelerator cpu --trainer.enable_progress_bar false"
     status, _, err = typed(f"train own_net:Net --data own_net:Points --model.hidden 48 {quick}")
     assert status == 0, err
+    return sys.modules["own_net"].Net.load_from_checkpoint(best_checkpoint(Path("runs/net/1")))
+
+
+def test_a_trained_network_is_exported_from_its_run(trained: Any, typed: Typed) -> None:
     status, out, err = typed("export runs/net/1 --out net.onnx")
     assert status == 0, err
     assert "wrote net.onnx: fp32" in out
-    checkpoint = best_checkpoint(Path("runs/net/1"))
-    trained = sys.modules["own_net"].Net.load_from_checkpoint(checkpoint)
     x = torch.randn(5, 16)
     torch.testing.assert_close(Program.load("net.onnx")(x), trained.model(x).detach())
 
+
+@pytest.mark.slow
+def test_a_trained_network_is_quantized_and_its_checkpoints_are_named(trained: Any, typed: Typed) -> None:
+    x = torch.randn(5, 16)
     status, out, err = typed("quantize runs/net/1 --out int8 --format onnx --calibration-batches 2 --sign k.pem")
     assert status == 0, err
     assert "made k.pem, a private key that stays with you" in out
@@ -125,7 +134,7 @@ def test_a_trained_network_is_exported_and_quantized_from_its_run(own: Path, typ
     program = Program.load("int8", trusted=key.public)
     assert (program.precision, program.metadata["quantization"]["calibration_batches"]) == ("int8", 2)
 
-    for named in ("last", "runs/net/1", str(checkpoint)):
+    for named in ("last", "runs/net/1", str(best_checkpoint(Path("runs/net/1")))):
         status, out, err = typed(
             f"export own_net:Net --config runs/net/1/config.toml --ckpt_path {named} --out again --format openvino --batch-size 2"
         )
