@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -48,14 +49,16 @@ HOLDERS = {
 }
 """Tables that only one kind of the table above them has."""
 tables = {setting.path.rpartition(".")[0] for _, setting in settings}
-fields = [
-    pytest.param(task, setting, id=f"{task}-{setting.path}-{setting.kind}")
-    for task, setting in settings
-    if setting.path not in tables and not setting.path.endswith(".kind")
+FIELDS: dict[str, list[tuple[str, Setting]]] = defaultdict(list)
+"""The fields of each task, and of each table that all tasks share: well over a thousand, so a test takes a table."""
+for task, setting in settings:
+    if setting.path in tables or setting.path.endswith(".kind"):
+        continue
     if not any(
         name in setting.path for name in ("groups", ".mix", "loggers")
-    )  # lists of tables have tests of their own
-]
+    ):  # lists of tables have tests of their own
+        first = setting.path.partition(".")[0]
+        FIELDS[task if first == "task" else first].append((task, setting))
 
 
 def holders(setting: Setting) -> list[tuple[str, str]]:
@@ -80,9 +83,25 @@ def test_a_recipe_is_written_and_read(tmp_path: Path) -> None:
     assert read(Recipe, tmp_path / "r.toml") == recipe
 
 
-@pytest.mark.parametrize(("task", "setting"), fields)
-def test_every_field_refuses_what_it_cannot_be(task: str, setting: Setting) -> None:
+def test_there_are_fields_of_every_table() -> None:
+    assert {*TASKS, "trainer", "stopping", "seed"} <= set(FIELDS)
+    assert sum(map(len, FIELDS.values())) > 1500
+
+
+@pytest.mark.parametrize("table", FIELDS)
+def test_every_field_refuses_what_it_cannot_be(table: str) -> None:
     """A nested list is no value of any field; its default, typed as a flag, is one of each."""
+    wrong = []
+    for task, setting in FIELDS[table]:
+        with pytest.raises(RecipeError) as caught:
+            read(Recipe, recipe_with(task, setting, [[[]]]))
+        if caught.value.problems != [f"{setting.path}: need {setting.type}, got [[[]]]"]:
+            wrong.append((task, setting.path, setting.kind, caught.value.problems))
+    assert not wrong
+
+
+def recipe_with(task: str, setting: Setting, value: object) -> dict[str, object]:
+    """A recipe of this task that sets one field."""
     parents = setting.path.split(".")
     table: dict[str, object] = {"task": dict(BASE[task])}
     inner = table
@@ -93,25 +112,30 @@ def test_every_field_refuses_what_it_cannot_be(task: str, setting: Setting) -> N
                 inner["kind"] = kind
     if setting.kind:
         inner["kind"] = setting.kind
-    inner[parents[-1]] = [[[]]]
-    with pytest.raises(RecipeError) as caught:
-        read(Recipe, table)
-    assert caught.value.problems == [f"{setting.path}: need {setting.type}, got [[[]]]"]
+    inner[parents[-1]] = value
+    return table
 
 
-@pytest.mark.parametrize(("task", "setting"), fields)
-def test_every_default_may_be_typed(task: str, setting: Setting) -> None:
+@pytest.mark.parametrize("table", FIELDS)
+def test_every_default_may_be_typed(table: str) -> None:
+    wrong = []
+    for task, setting in FIELDS[table]:
+        if setting.default is not MISSING and (typed := typed_default(task, setting)) != setting.default:
+            wrong.append((task, setting.path, setting.kind, typed))
+    assert not wrong
+
+
+def typed_default(task: str, setting: Setting) -> object:
+    """The field of a recipe whose default was typed as a flag."""
     from arclight.cli.help import shown
 
-    if setting.default is MISSING:
-        return
     table = setting.path.rpartition(".")[0]
     kind = [f"--{table}.kind", setting.kind] if setting.kind else []
     kind += [word for holder, chosen in holders(setting) for word in (f"--{holder}.kind", chosen)]
     typed: object = read(Recipe, {"task": BASE[task]}, [*kind, f"--{setting.path}={shown(setting.default)}"])
     for name in setting.path.split("."):
         typed = getattr(typed, name)
-    assert typed == setting.default
+    return typed
 
 
 def test_a_task_must_be_able_to_build(folder: Path, tiny: Path) -> None:

@@ -204,6 +204,7 @@ def test_infinite_activations_do_not_widen_ranges(trained: tuple[Normed, Tensor]
     assert all(one.low.isfinite() and one.high.isfinite() for one in prepared.ranges())
 
 
+@pytest.mark.slow
 def test_a_detector_trains_on_one_output_and_deploys_another(model: nn.Module, images: Tensor, tmp_path: Path) -> None:
     prepared = prepare_qat(model, images).train()
     optimizer = torch.optim.SGD(prepared.parameters(), 1e-3)
