@@ -1,6 +1,6 @@
 """Partition data among the sites of a federation: disjoint, complete, the same on every machine.
 
-Which share something lies in depends on the settings and on the thing itself, never on the order of reading.
+The site of a sample depends on the settings and on the sample itself, never on the order of reading.
 """
 
 from __future__ import annotations

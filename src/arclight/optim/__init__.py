@@ -1,8 +1,8 @@
 """Optimizers, learning-rate schedules and parameter groups.
 
-In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say.
-They assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``), ``schedules`` are curves of the
-learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
+In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say. They
+assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``; ``stochastic_rounding`` for weights and
+states in bfloat16), ``schedules`` are curves of the learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Choose ranges: of activations in calibration, with the least rounding error, and of both while a model trains."""
+"""Choose the ranges in which tensors are quantized.
+
+In calibration the least rounding error of activations decides, in quantization-aware training a moving average for activations and the
+range that weights have now. `placement` and `qat` hand these observers to PT2E.
+"""
 
 from __future__ import annotations
 

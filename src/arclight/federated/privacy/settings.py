@@ -29,10 +29,7 @@ class Trimmed(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Krum(Checked):
-    """The mean of the updates that lie closest to others (Blanchard et al.
-
-    2017, arXiv 1703.02757).
-    """
+    """Average the updates that lie closest to others (Blanchard et al. 2017, arXiv 1703.02757)."""
 
     byzantine: NonNegativeInt = 1
     """Number of Byzantine clients tolerated; a round needs at least 2 byzantine + 3 updates."""
