@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.deploy import Int8, QuantizedModel, QuantizeError, quantize
+from arclight.deploy import DynamicInt8, Int8, QuantizedModel, QuantizeError, quantize
+from arclight.deploy.settings import Quantization
 
 
 class Net(nn.Module):
@@ -191,3 +192,26 @@ def test_many_branches_take_no_longer_than_their_operators(monkeypatch: pytest.M
     monkeypatch.setattr(graphs, "stored_tensor", counted)
     quantize(Doubling(), [torch.rand(2, 4, 3, 3)], recipe=Int8(min_sqnr_db=-50))
     assert looked < 100
+
+
+@pytest.mark.parametrize("recipe", [Int8(), DynamicInt8()])
+def test_a_model_that_does_not_take_its_data_is_refused_by_their_type(recipe: Quantization) -> None:
+    pixels = torch.zeros(4, 8, dtype=torch.uint8)
+    data = {"calibration": [pixels]} if isinstance(recipe, Int8) else {"example": pixels}
+    with pytest.raises(QuantizeError, match=r"cannot be run on its own data, uint8 \(4, 8\): .* give inputs as"):
+        quantize(nn.Sequential(nn.Linear(8, 8)), recipe=recipe, **data)
+
+
+def test_a_metric_may_leave_the_model_in_training_mode() -> None:
+    """Dropout or batch statistics would else be a part of what the quantized model is compared with."""
+
+    def score(model: nn.Module) -> float:
+        model.train()
+        return 1.0
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.9), nn.Linear(32, 8)).eval()
+    x = torch.rand(16, 8)
+    plain, scored = quantize(network, [x]), quantize(network, [x], metric=score)
+    assert scored.sqnr_db == plain.sqnr_db
+    assert not scored.reference.training

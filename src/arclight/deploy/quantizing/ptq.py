@@ -208,6 +208,7 @@ def quantize(
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
+    expected = _run(reference, batches[0] if batches else inputs)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
@@ -220,10 +221,22 @@ def quantize(
         quantized = _within(source, quantized, metric, max_drop)
     judged = source.judged
     with torch.no_grad():
-        found = compare(as_outputs(reference(*judged)), as_outputs(quantized(*judged)), parts)
+        found = compare(expected, as_outputs(quantized(*judged)), parts)
     quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
+
+
+def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of the float model; QuantizeError where it does not take ``inputs``, before torch traces it."""
+    try:
+        with torch.no_grad():
+            return as_outputs(model(*inputs))
+    except Exception as error:  # the model's own
+        given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
+        raise QuantizeError(
+            f"the model cannot be run on its own data, {given}: {error}; give inputs as its forward takes them"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +281,9 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
 
     Raises QuantizeError where none does.
     """
-    before = float(metric(source.reference))
+    before = _scored(metric, source.reference)
     _check_finite(before, "float model")
-    after = float(metric(quantized))
+    after = _scored(metric, quantized)
     _check_finite(after, "quantized model")
     scores = Scores(metric=metric, float_model=before, quantized_model=after, max_drop=max_drop)
     recipe = quantized.recipe
@@ -293,6 +306,14 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
     return quantized
 
 
+def _scored(metric: Metric, model: nn.Module) -> float:
+    """Return the score of ``model``, which is in evaluation mode on the CPU again whatever the metric did with it."""
+    try:
+        return float(metric(model))
+    finally:
+        model.cpu().eval().requires_grad_(False)
+
+
 def _search(
     source: _Source, recipe: _Skippable, metric: Metric, least: float, first: float
 ) -> tuple[Search, QuantizedModel, float] | None:  # fmt: skip
@@ -309,7 +330,7 @@ def _search(
 
     def score(kept: tuple[str, ...]) -> float:
         model = source.quantized(_keeping(recipe, kept))
-        found = float(metric(model))
+        found = _scored(metric, model)
         _check_finite(found, f"model with {len(kept)} layers in float")
         log.info("%d of %d layers in float: the metric is %.6g", len(kept), len(sensitivity), found)
         if found >= least:
