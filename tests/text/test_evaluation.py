@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from tests.ranks import Ranks
 from tests.text.test_language_model import SMALL, fit
 
 from arclight.fabric.errors import MisconfigurationError
@@ -33,6 +35,9 @@ CSQA: dict[str, Any] = {
 PRO: dict[str, Any] = {
     "question_id": 70, "question": "What is 1 + 1?", "options": ["1", "2", "3", "N/A"], "answer": "B", "answer_index": 1,
     "cot_content": "A: Let's think step by step. 1 + 1 = 2. The answer is (B).", "category": "math", "src": "x",
+}  # fmt: skip
+HELLA: dict[str, Any] = {
+    "activity_label": "Ice", "ctx_a": "A man.", "ctx_b": "then", "endings": ["a", "b", "c", "d"], "label": 1,
 }  # fmt: skip
 GSM = {"question": "Two cats and 1,000 dogs?", "answer": "2 + 1000 = <<2+1000=1002>>1,002\n#### 1,002"}
 MATH = {"problem": "What is $1/2$?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{\frac{1}{2}}$."}
@@ -57,6 +62,29 @@ def test_commonsenseqa_and_mmlu_pro(tmp_path: Path) -> None:
     (pro,) = read_items(lines(tmp_path / "test.jsonl", PRO), "mmlu-pro")
     assert (pro.choices, pro.group, pro.final) == (("1", "2", "3"), "math", "B")
     assert pro.solution.startswith("Let's think")
+
+
+def test_mmlu_pro_counts_the_right_answer_without_options_that_are_none(tmp_path: Path) -> None:
+    """By hand: of N/A, 1, N/A, 2, 3 the answer D is the second that is left, B."""
+    record = {
+        **PRO,
+        "options": ["N/A", "1", "N/A", "2", "3"],
+        "answer": "D",
+        "answer_index": 3,
+        "cot_content": "A: 1 + 1 = 2. The answer is (D).",
+    }
+    (item,) = read_items(lines(tmp_path / "a.jsonl", record), "mmlu-pro")
+    assert (item.choices, item.answer, item.final) == (("1", "2", "3"), 1, "B")
+    assert item.solution == "1 + 1 = 2. The answer is (B)."
+
+
+def test_labels_are_whole_numbers_or_their_digits(tmp_path: Path) -> None:
+    for label in (1, "1"):
+        piqa = {"goal": "a", "sol1": "b", "sol2": "c", "label": label}
+        mmlu = {"question": "a", "choices": ["x", "y"], "answer": label}
+        for kind, record in (("hellaswag", {**HELLA, "label": label}), ("piqa", piqa), ("mmlu", mmlu)):
+            (item,) = read_items(lines(tmp_path / "a.jsonl", record), cast(Any, kind))
+            assert item.answer == 1
 
 
 def test_piqa_takes_labels_from_the_file_beside(tmp_path: Path) -> None:
@@ -115,13 +143,34 @@ def test_files_of_another_kind_are_refused_by_file_and_line(tmp_path: Path, kind
     ("record", "kind", "message"),
     [
         ({**PRO, "answer": "C"}, "mmlu-pro", "answer 'C', answer_index 1"),
-        ({**PRO, "options": ["1", "N/A"]}, "mmlu-pro", "2 to 10 choices"),
+        ({**PRO, "options": ["1", "N/A"], "answer": "A", "answer_index": 0}, "mmlu-pro", "2 to 10 choices"),
         ({**CSQA, "answerKey": "Z"}, "commonsenseqa", "line 1 is no question"),
         ({**GSM, "answer": "2"}, "gsm8k", "no number behind ####"),
         ({**MATH, "solution": "2"}, "math", "no .boxed"),
         ({"goal": "a", "sol1": "b", "sol2": "c"}, "piqa", "KeyError 'label'"),
         ({"goal": "a", "sol1": "b", "sol2": "c", "label": 2}, "piqa", "answer 2 of 2 choices"),
         ([1], "gsm8k", "line 1 is no question of gsm8k"),
+        ({**PRO, "answer": "D", "answer_index": 3}, "mmlu-pro", r"line 1 is no .*the right answer, D, is N/A"),
+        ({**PRO, "answer_index": True}, "mmlu-pro", r"line 1 is no .*answer_index True"),
+        ({**PRO, "answer": "", "answer_index": 0}, "mmlu-pro", r"line 1 is no .*answer ''"),
+        ({**PRO, "options": "12"}, "mmlu-pro", r"line 1 is no .*need a list of texts, got '12'"),
+        ({**PRO, "options": ["1", "2", None]}, "mmlu-pro", r"line 1 is no .*choice 2 is no text: None"),
+        ({"question": "a", "choices": "wxyz", "answer": 1}, "mmlu", r"line 1 is no .*need a list of texts, got 'wxyz'"),
+        ({"question": "a", "choices": ["x", None], "answer": 0}, "mmlu", r"line 1 is no .*choice 1 is no text: None"),
+        ({"question": "a", "choices": ["x", "y"], "answer": True}, "mmlu", r"line 1 is no .*got True"),
+        ({"question": "a", "choices": ["x", "y"], "answer": 0.0}, "mmlu", r"line 1 is no .*got 0\.0"),
+        (
+            {"question": "a", "choices": {"label": "AB", "text": "xy"}, "answerKey": "A"},
+            "arc",
+            r"line 1 is no .*got 'xy'",
+        ),
+        ({**HELLA, "label": 1.7}, "hellaswag", r"line 1 is no .*got 1\.7"),
+        ({**HELLA, "label": "1_0"}, "hellaswag", r"line 1 is no .*got '1_0'"),
+        ({**HELLA, "label": True}, "hellaswag", r"line 1 is no .*got True"),
+        ({**HELLA, "endings": "abcd"}, "hellaswag", r"line 1 is no .*need a list of texts, got 'abcd'"),
+        ({"goal": "a", "sol1": "b", "sol2": "c", "label": 0.5}, "piqa", r"line 1 is no .*got 0\.5"),
+        ({"goal": "a", "sol1": "b", "sol2": "c", "label": True}, "piqa", r"line 1 is no .*got True"),
+        ({"goal": "a", "sol1": "b", "sol2": None, "label": 0}, "piqa", r"line 1 is no .*choice 1 is no text: None"),
     ],
 )
 def test_broken_rows_are_named(tmp_path: Path, record: Any, kind: Any, message: str) -> None:
@@ -152,10 +201,14 @@ def test_prompts_of_each_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extract", "text", "answer"),
     [
-        (answers.letter, "so A or B; the answer is (C).", "C"),
-        (answers.letter, "A, no. Answer: B", "B"),
-        (answers.letter, "A is wrong\nB", "B"),
-        (answers.letter, "none", None),
+        (partial(answers.letter, choices=4), "so A or B; the answer is (C).", "C"),
+        (partial(answers.letter, choices=4), "A, no. Answer: B", "B"),
+        (partial(answers.letter, choices=4), "A is wrong\nB", "B"),
+        (partial(answers.letter, choices=4), "none", None),
+        (partial(answers.letter, choices=4), "A is wrong; the answer is (E).", None),
+        (partial(answers.letter, choices=4), "A is wrong. Answer: J", None),
+        (partial(answers.letter, choices=5), "the answer is (E).", "E"),
+        (partial(answers.letter, choices=3), "B, as I say", None),
         (answers.after_answer_is, "x. So the answer is (B).\nQ: y", "(B)"),
         (answers.after_answer_is, " valid \nmore", "valid"),
         (answers.after_answer_is, " \n", None),
@@ -322,6 +375,40 @@ def test_shares_of_processes_add_up(suite: Path) -> None:
     both = iter([*zip(*kept, strict=True)])
     found = run_suite(settings, asked, model, TOKENIZER, gather=lambda own: [*next(both)])
     assert found == whole
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(2)
+    yield made
+    made.close()
+
+
+def run_where_one_fails(rank: int, suite: Path, failing: int) -> tuple[str, str]:
+    """Return kind and text of the error that a process ends with."""
+    settings, asked = load_suite(suite)
+    model = small(max_positions=512)
+    if rank == failing:
+        torch.nn.init.constant_(model.output.weight, math.nan)
+
+    def gather(own: Any) -> list[Any]:
+        found = [None, None]
+        dist.all_gather_object(found, own)
+        return found
+
+    with pytest.raises((FloatingPointError, RuntimeError)) as caught:
+        run_suite(settings, asked, model, TOKENIZER, share=(rank, 2), gather=gather)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_process_ends_all(suite: Path, ranks: Ranks, failing: int) -> None:
+    """The other would wait for it in the gather until its time is up."""
+    errors = ranks(run_where_one_fails, suite, failing)
+    own, others = errors[failing], errors[1 - failing]
+    assert own[0] == "FloatingPointError"
+    assert "the log-likelihood of choice" in own[1]
+    assert others == ("RuntimeError", f"rank {failing} could not answer commonsenseqa: FloatingPointError: {own[1]}")
 
 
 @pytest.mark.parametrize(

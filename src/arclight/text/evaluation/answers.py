@@ -11,15 +11,15 @@ _LETTER = (
 )
 
 
-def letter(text: str) -> str | None:
+def letter(text: str, choices: int) -> str | None:
     """Extract the letter of a choice by the three rules of MMLU-Pro (Wang et al. 2024); None where none applies.
 
     They are, in order: "answer is (X)", "answer: X", and the last single letter of the text. Where the authors would guess then,
-    the question counts as not answered.
+    the question counts as not answered, as it does for a letter beyond the first ``choices``.
     """
     for pattern in _LETTER:
         if (found := pattern.search(text)) is not None:
-            return found.group(1)
+            return found.group(1) if ord(found.group(1)) - ord("A") < choices else None
     return None
 
 

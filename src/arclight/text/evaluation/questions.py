@@ -155,7 +155,11 @@ def _group(file: Path, kind: Format) -> str:
 
 def _hellaswag(row: Any) -> dict[str, Any]:
     stem = _without_marks(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-    return {"stem": stem, "choices": tuple(map(_without_marks, row["endings"])), "answer": int(row["label"])}
+    return {
+        "stem": stem,
+        "choices": tuple(map(_without_marks, _texts(row["endings"]))),
+        "answer": _number(row["label"]),
+    }
 
 
 def _without_marks(text: str) -> str:
@@ -169,9 +173,8 @@ def _labelled(row: Any) -> dict[str, Any]:
     stem = row["question"]["stem"] if nested else row["question"]
     choices = row["question"]["choices"] if nested else row["choices"]
     if isinstance(choices, dict):
-        choices = [
-            {"label": label, "text": text} for label, text in zip(choices["label"], choices["text"], strict=True)
-        ]
+        texts = _texts(choices["text"])
+        choices = [{"label": label, "text": text} for label, text in zip(choices["label"], texts, strict=True)]
     answer = [choice["label"] for choice in choices].index(row["answerKey"])
     return _chosen(stem, [choice["text"] for choice in choices], answer)
 
@@ -184,27 +187,53 @@ def _mmlu(row: Any) -> dict[str, Any]:
         stem, answer = row["question"], row["answer"]
         choices = row["choices"] if "choices" in row else [row[letter] for letter in "ABCD"]
         subject = {"group": row["subject"]} if row.get("subject") else {}
-    number = answer if isinstance(answer, int) else _LETTERS.index(answer) if answer in [*_LETTERS] else int(answer)
+    number = _LETTERS.index(answer) if answer in [*_LETTERS] else _number(answer)
     return _chosen(stem.strip(), choices, number) | subject
 
 
 def _mmlu_pro(row: Any) -> dict[str, Any]:
-    choices = [choice for choice in row["options"] if choice != "N/A"]
-    if _LETTERS.index(row["answer"]) != row["answer_index"]:
-        raise ValueError(f"answer {row['answer']!r}, answer_index {row['answer_index']!r}")
+    """Read a question without its options N/A, which fill up to ten; the right answer's letter counts those that are left."""
+    options, letter, given = _texts(row["options"]), row["answer"], row["answer_index"]
+    if letter not in [*_LETTERS] or isinstance(given, bool) or _LETTERS.index(letter) != given:
+        raise ValueError(f"answer {letter!r}, answer_index {given!r}")
+    if options[given] == "N/A":
+        raise ValueError(f"the right answer, {letter}, is N/A")
+    answer = given - options[:given].count("N/A")
     worked = (row.get("cot_content") or "").removeprefix("A: ").strip()
-    return _chosen(row["question"], choices, row["answer_index"]) | {"group": row["category"], "solution": worked}
+    worked = worked.replace(f"answer is ({letter})", f"answer is ({_LETTERS[answer]})")
+    choices = [option for option in options if option != "N/A"]
+    return _chosen(row["question"], choices, answer) | {"group": row["category"], "solution": worked}
 
 
-def _chosen(stem: str, choices: Sequence[str], answer: int) -> dict[str, Any]:
-    if not isinstance(stem, str) or not 2 <= len(choices) <= len(_LETTERS):
-        raise ValueError(f"need a text and 2 to {len(_LETTERS)} choices, got {stem!r} and {len(choices)}")
-    final = _LETTERS[answer] if 0 <= answer < len(choices) else ""
-    return {"stem": stem, "choices": tuple(map(str, choices)), "answer": answer, "final": final}
+def _chosen(stem: str, choices: Any, answer: int) -> dict[str, Any]:
+    texts = _texts(choices)
+    if not isinstance(stem, str) or not 2 <= len(texts) <= len(_LETTERS):
+        raise ValueError(f"need a text and 2 to {len(_LETTERS)} choices, got {stem!r} and {len(texts)}")
+    final = _LETTERS[answer] if 0 <= answer < len(texts) else ""
+    return {"stem": stem, "choices": texts, "answer": answer, "final": final}
+
+
+def _texts(choices: Any) -> tuple[str, ...]:
+    """Return choices as they are; a text by itself would pass for a list of its letters."""
+    if not isinstance(choices, list | tuple):
+        raise ValueError(f"need a list of texts, got {choices!r}")
+    for number, choice in enumerate(choices):
+        if not isinstance(choice, str):
+            raise ValueError(f"choice {number} is no text: {choice!r}")
+    return tuple(choices)
+
+
+def _number(label: Any) -> int:
+    """Return the number of a choice, which some of the authors' files write as digits in a text."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        return label
+    if isinstance(label, str) and label.isascii() and label.isdigit():
+        return int(label)
+    raise ValueError(f"need the number of the right choice, got {label!r}")
 
 
 def _piqa(row: Any) -> dict[str, Any]:
-    return {"stem": row["goal"].strip(), "choices": (row["sol1"], row["sol2"]), "answer": int(row["label"])}
+    return {"stem": row["goal"].strip(), "choices": _texts((row["sol1"], row["sol2"])), "answer": _number(row["label"])}
 
 
 def _bbh(row: Any) -> dict[str, Any]:

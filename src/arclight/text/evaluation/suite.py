@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,16 +113,36 @@ def run_suite(
 
     share: (i, n) of n processes that each hold the whole model: this one answers every n-th question from i on, and ``gather`` collects
     objects of all. Where the model is sharded, all processes have the share (0, 1) and compute the same. Modules are in evaluation
-    mode meanwhile, and random numbers are not drawn. Raises FloatingPointError for likelihoods or logits that are NaN.
+    mode meanwhile, and random numbers are not drawn. Raises FloatingPointError for likelihoods or logits that are NaN; where a
+    process fails, all end with the error of the first that did: itself as it was, the others with RuntimeError.
     """
     scores = []
     with evaluating(model), torch.no_grad():
         for one in asked:
             own = range(len(one.items))[share[0] :: share[1]]
             answer = _generated if one.task.way == "generate" else _likelihoods
-            outcomes = [x for part in gather(list(answer(one, own, suite, model, tokenizer))) for x in part]
+            outcomes = _of_all(one, partial(answer, one, own, suite, model, tokenizer), share[0], gather)
             scores.append(_score(one, sorted(outcomes), suite))
     return scores
+
+
+def _of_all(
+    one: Asked, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
+) -> list[Outcome]:
+    """Gather what all processes answered, or raise on all of them: one that left would keep the others waiting."""
+    outcomes: list[Outcome] = []
+    raised: Exception | None = None
+    try:
+        outcomes = list(answer())
+    except Exception as error:
+        raised = error
+    parts = gather((outcomes, None if raised is None else f"{type(raised).__name__}: {raised}"))
+    for number, (_, said) in enumerate(parts):
+        if said is not None:
+            if raised is not None and number == rank:
+                raise raised
+            raise RuntimeError(f"rank {number} could not answer {one.task.title}: {said}") from raised
+    return [outcome for part, _ in parts for outcome in part]
 
 
 def _likelihoods(
@@ -173,15 +194,21 @@ def _generated(one: Asked, own: Sequence[int], suite: Suite, model: Decoder, tok
             model, tokenizer, [prompts[number] for number in batch], task.new_tokens, temperature=0, stop=stop
         )
         for number, text in zip(batch, texts, strict=True):
-            said, item = extract(text), one.items[own[number]]
+            item = one.items[own[number]]
+            said = extract(text, item)
             right = said is not None and same(said, item.final)
             yield Outcome(own[number], right, right, said is not None)
 
 
-_LETTER = (answers.letter, "Question:")
-_GENERATED: dict[str, tuple[Callable[[str], str | None], str]] = {
-    "arc": _LETTER, "commonsenseqa": _LETTER, "mmlu-pro": _LETTER, "mmlu": (answers.letter, "\n\n"), "bbh": (answers.after_answer_is, "Q:"),
-    "gsm8k": (answers.after_hashes, "Question:"), "math": (answers.boxed, "Problem:"),
+def _letter(text: str, item: Item) -> str | None:
+    return answers.letter(text, len(item.choices))
+
+
+_LETTER = (_letter, "Question:")
+_GENERATED: dict[str, tuple[Callable[[str, Item], str | None], str]] = {
+    "arc": _LETTER, "commonsenseqa": _LETTER, "mmlu-pro": _LETTER, "mmlu": (_letter, "\n\n"),
+    "bbh": (lambda text, _: answers.after_answer_is(text), "Q:"), "gsm8k": (lambda text, _: answers.after_hashes(text), "Question:"),
+    "math": (lambda text, _: answers.boxed(text), "Problem:"),
 }  # fmt: skip
 """Rule that extracts the final answer, and the beginning of a next question, which ends a text."""
 
