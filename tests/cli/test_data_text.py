@@ -78,6 +78,39 @@ def test_damage_is_status_1(texts: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "00000.tokens is damaged" in capsys.readouterr().out
 
 
+def test_sums_that_an_older_corpus_lacks_are_written(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "corpus"
+    words = ["--tokenizer", "bytes", "--held-out", "0.3", "--shard-bytes", "1000"]
+    assert main(["data", "tokenize", str(texts), "--out", str(out), *words]) == 0
+    indexes = {path: json.loads(path.read_text()) for path in out.rglob("corpus.json")}
+    sums = {path: path.read_bytes() for path in out.rglob("*.sums")}
+    assert len(sums) > 2 == len(indexes)
+    for path in sums:
+        path.unlink()
+    for path, index in indexes.items():
+        lacking = [{name: value for name, value in entry.items() if name != "sums"} for entry in index["shards"]]
+        path.write_text(json.dumps({**index, "shards": lacking}))
+    inspected(capsys, out)
+    assert not list(out.rglob("*.sums"))
+    inspected(capsys, out, "--sums")
+    assert {path: path.read_bytes() for path in out.rglob("*.sums")} == sums
+    assert {path: json.loads(path.read_text()) for path in indexes} == indexes
+
+    (out / "train" / "00000.tokens.sums").unlink()
+    index = json.loads((out / "train" / "corpus.json").read_text())
+    del index["shards"][0]["sums"]
+    (out / "train" / "corpus.json").write_text(json.dumps(index))
+    shard = out / "train" / "00000.tokens"
+    content = bytearray(shard.read_bytes())
+    content[4200] ^= 1
+    shard.write_bytes(content)
+    assert main(["data", "inspect", str(out), "--sums"]) == 2
+    assert "00000.tokens is damaged" in capsys.readouterr().err
+    assert not (out / "train" / "00000.tokens.sums").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
