@@ -37,14 +37,15 @@ class ReadsAhead(Protocol):
 
 
 def expecting(batches: Iterator[Any], dataset: Any, in_flight: int) -> Iterator[Any]:
-    """Yield batches of indices, of which a data set that reads ahead is told earlier.
+    """Return an iterator over batches of indices, of which a data set that reads ahead is told earlier.
 
     in_flight: batches that are asked for and may not have been read when the next one is asked for.
     """
     ahead = dataset.read_ahead if isinstance(dataset, ReadsAhead) else 0
-    if ahead < 1:
-        yield from batches
-        return
+    return _expecting(batches, dataset, ahead, in_flight) if ahead > 0 else batches
+
+
+def _expecting(batches: Iterator[Any], dataset: ReadsAhead, ahead: int, in_flight: int) -> Iterator[Any]:
     waiting: deque[tuple[Any, Any]] = deque()
     unread: deque[Any] = deque()
     try:
