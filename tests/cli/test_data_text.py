@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,42 @@ def test_sums_that_an_older_corpus_lacks_are_written(
     assert main(["data", "inspect", str(out), "--sums"]) == 2
     assert "00000.tokens is damaged" in capsys.readouterr().err
     assert not (out / "train" / "00000.tokens.sums").exists()
+
+
+def test_tokens_are_counted_by_source(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    other, out = tmp_path / "[other].txt", tmp_path / "corpus"
+    other.write_text("zzzz")
+    words = [str(texts), str(other), str(texts), "--out", str(out), "--tokenizer", "bytes"]
+    assert main(["data", "tokenize", *words]) == 0
+    found = inspected(capsys, out)["splits"]["train"]["unigrams"]
+    assert list(found["sources"]) == [str(texts), str(other), f"{texts} (2)"]
+    first, second, third = found["sources"].values()
+    assert first == third
+    assert (first["documents"], second["documents"], second["tokens"]) == (30, 1, 6)
+    assert second["most_frequent"][0] == {"id": ord("z"), "token": "<0x7A>", "count": 4}
+    assert second["entropy"] == pytest.approx(math.log(6) - 4 / 6 * math.log(4), abs=1e-6)
+    text = "".join(path.read_text() for path in texts.iterdir())
+    letter, count = Counter(text).most_common(1)[0]
+    assert (first["most_frequent"][0]["id"], first["most_frequent"][0]["count"]) == (ord(letter), count)
+    assert main(["data", "inspect", str(out)]) == 0
+    assert "[other].txt" in capsys.readouterr().out
+
+    counts = out / "train" / "unigrams.counts"
+    content = counts.read_bytes()
+    counts.write_bytes(content[:-8])
+    assert main(["data", "inspect", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "unigrams.counts holds no counts of tokens" in said
+    counts.unlink()
+    assert inspected(capsys, out)["splits"]["train"]["unigrams"] is None
+    assert main(["data", "pack", str(out), "--length", "64"]) == 0
+    again = inspected(capsys, out)["splits"]["train"]["unigrams"]
+    assert again["entropy"] == found["entropy"]
+    assert {name: one["documents"] for name, one in again["sources"].items()} == {"": 61}
 
 
 @pytest.mark.parametrize(

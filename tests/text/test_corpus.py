@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from arclight.data.unigrams import read_unigrams
+from arclight.fabric.errors import MisconfigurationError
 from arclight.text import ByteTokenizer, Tokenizer
 from arclight.text.data.corpus import documents_of, held_out, open_split, retokenize, write_corpus
 from arclight.text.data.sources import Document, SourceError
@@ -85,3 +87,29 @@ def test_from_one_tokenizer_to_another(tmp_path: Path, bpe: Tokenizer) -> None:
         assert open_split(tmp_path / "bpe", split, bpe).digest == open_split(tmp_path / "direct", split).digest
     with pytest.raises(FileNotFoundError, match="is no corpus"):
         retokenize(tmp_path, tmp_path / "x", bpe)
+
+
+def counted(folder: Path, split: str) -> dict[str, tuple[int, list[int]]]:
+    return {one.source: (one.documents, one.counts.tolist()) for one in read_unigrams(open_split(folder, split))}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tokens_are_counted_by_source(tmp_path: Path, bpe: Tokenizer, workers: int) -> None:
+    named = [d._replace(source="first" if number < 23 else "second") for number, d in enumerate(DOCUMENTS)]
+    write_corpus(tmp_path / "c", named, bpe, shard_bytes=700, workers=workers, split=held_out(0.3))
+    split, expected = held_out(0.3), {}
+    for document in named:
+        documents, counts = expected.setdefault(split(document), {}).get(document.source, (0, [0] * bpe.vocab_size))
+        for token in [bpe.bos, *bpe.encode(document.text), bpe.eos]:
+            counts[token] += 1
+        expected[split(document)][document.source] = (documents + 1, counts)
+    assert {name: counted(tmp_path / "c", name) for name in ("train", "val")} == expected
+    retokenize(tmp_path / "c", tmp_path / "again", bpe)
+    assert {name: counted(tmp_path / "again", name) for name in ("train", "val")} == expected
+
+
+def test_sources_that_alternate_are_refused(tmp_path: Path) -> None:
+    mixed = [document._replace(source="ab"[number % 2]) for number, document in enumerate(DOCUMENTS)]
+    with pytest.raises(MisconfigurationError, match=r"^2: a document of source 'a' after those of 'b'"):
+        write_corpus(tmp_path / "c", mixed, ByteTokenizer())
+    assert not list(tmp_path.iterdir())

@@ -73,15 +73,23 @@ def tokenize(options: Namespace) -> int:
     from arclight.text.data.corpus import held_out, write_corpus
     from arclight.text.data.sources import documents
 
+    given = options.sources
+    names = [
+        name if name not in given[:at] else f"{name} ({given[: at + 1].count(name)})" for at, name in enumerate(given)
+    ]
+
     def read() -> Any:
-        return chain.from_iterable(documents(source, options.field) for source in options.sources)
+        return chain.from_iterable(
+            (document._replace(source=name) for document in documents(source, options.field))
+            for name, source in zip(names, given, strict=True)
+        )
 
     started, split = time.monotonic(), held_out(options.held_out)
     _refuse_existing(options.out)
     tokenizer = _tokenizer(options, (document.text for document in read() if split(document) == "train"))
     _write(
         write_corpus, options.out, read(), tokenizer, split=split, shard_bytes=options.shard_bytes,
-        workers=options.workers, about={"sources": options.sources},
+        workers=options.workers, about={"sources": given},
     )  # fmt: skip
     return _report(options.out, started)
 
@@ -102,11 +110,14 @@ def retokenize(options: Namespace) -> int:
 def pack(options: Namespace) -> int:
     from arclight.cli.arguments import UsageError
     from arclight.data.packing import Packed
+    from arclight.data.unigrams import has_unigrams, write_unigrams
     from arclight.text.data.corpus import shards_in
 
     if options.length < 1:
         raise UsageError(f"--length {options.length}: a sample has 1 token or more")
     for split, shards in shards_in(options.corpus).items():
+        if not has_unigrams(shards):  # a corpus of an older version
+            write_unigrams(shards)
         packed = Packed.build(shards, options.length)
         print(f"{split}: {shards.documents:,} documents in {len(packed):,} samples, {packed.padding:.2%} padding")
     return 0
@@ -121,6 +132,7 @@ def inspect(options: Namespace) -> int:
         for shards in found.values():
             write_sums(shards.folder)
     facts = {split: _facts(shards) for split, shards in found.items()}
+    counted = {split: _counted(shards, _token_names(options.corpus)) for split, shards in found.items()}
     problems = []
     for shards in found.values() if options.verify else ():
         try:
@@ -128,9 +140,11 @@ def inspect(options: Namespace) -> int:
         except TokenShardError as error:
             problems.append(str(error))
     if options.json:
-        print(json.dumps({"splits": facts} | ({"problems": problems} if options.verify else {}), indent=2))
+        splits = {split: {**known, "unigrams": counted[split]} for split, known in facts.items()}
+        print(json.dumps({"splits": splits} | ({"problems": problems} if options.verify else {}), indent=2))
     else:
         _show(options.corpus, facts)
+        _show_counts(counted)
         print("\n".join(problems) if problems else "every byte is what was written" if options.verify else "", end="")
         print("\n" if options.verify else "", end="")
     return 1 if problems else 0
@@ -156,6 +170,43 @@ def _facts(shards: Any) -> dict[str, Any]:
     }
 
 
+_MOST_FREQUENT = 8  # tokens that are shown of a source
+
+
+def _token_names(folder: Path) -> list[str]:
+    """Return the tokens of a corpus, or of the one that a split is of; none where its tokenizer is gone."""
+    from arclight.text.data.tokenizer import Tokenizer
+
+    for place in (folder, folder.parent):
+        if (place / "tokenizer").is_dir():
+            return Tokenizer.load(place / "tokenizer").names
+    return []
+
+
+def _counted(shards: Any, names: list[str]) -> dict[str, Any] | None:
+    """Return what is known of the frequencies of tokens, by source; None for a corpus of an older version."""
+    from arclight.data.unigrams import has_unigrams, read_unigrams, whole
+
+    if not has_unigrams(shards):
+        return None
+    sources = read_unigrams(shards)
+    return {
+        "entropy": round(whole(sources).entropy, 6),
+        "sources": {
+            one.source: {
+                "documents": one.documents,
+                "tokens": one.tokens,
+                "entropy": round(one.entropy, 6),
+                "most_frequent": [
+                    {"id": token, "token": names[token] if token < len(names) else None, "count": count}
+                    for token, count in one.most_frequent(_MOST_FREQUENT)
+                ],
+            }
+            for one in sources
+        },
+    }
+
+
 _ROWS = {
     "documents": "documents", "tokens": "tokens", "text_bytes": "bytes of text", "bytes_per_token": "bytes per token",
     "longest": "longest document", "mean_length": "mean document", "vocab_size": "vocabulary", "shards": "shards",
@@ -177,6 +228,22 @@ def _show(folder: Path, facts: dict[str, dict[str, Any]]) -> None:
         packed = [found["packed"].get(length) for found in facts.values()]
         table.add_row(f"padding, packed for {length}", *("-" if p is None else f"{p['padding']:.2%}" for p in packed))
     rich.print(table)
+
+
+def _show_counts(counted: dict[str, dict[str, Any] | None]) -> None:
+    import rich
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="tokens, entropy in nats per token", title_justify="left")
+    for title in ("split", "source", "tokens", "entropy", "most frequent"):
+        table.add_column(title, justify="right" if title in ("tokens", "entropy") else "left")
+    for split, found in counted.items():
+        for name, one in found["sources"].items() if found else ():
+            frequent = " ".join(repr(entry["token"] or entry["id"]) for entry in one["most_frequent"])
+            table.add_row(split, escape(name or "all"), f"{one['tokens']:,}", f"{one['entropy']:.4f}", escape(frequent))
+    if table.row_count:
+        rich.print(table)
 
 
 def _tokenizer(options: Namespace, texts: Any) -> Tokenizer:

@@ -1,7 +1,7 @@
 """Write and open corpora: text tokenized in order into shards, by several processes if need be.
 
 A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
-``val``). What is in it depends on documents and tokenizer alone, not on the number of processes.
+``val``), with counts of tokens by source beside the shards. What is in it depends on documents and tokenizer alone, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import RemoteFiles, is_address
 from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
+from arclight.data.unigrams import has_unigrams, read_unigrams, write_unigrams
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.data.sources import Document
 from arclight.text.data.tokenizer import FILES, Tokenizer
@@ -54,7 +55,8 @@ def write_corpus(
     split: the split of a document, see `held_out`; all are ``train`` by default. workers: processes that tokenize; 1
     does it here, on the tokenizer's own threads. (More of them import the main script: it needs its ``if __name__ ==
     "__main__"``.) about: noted in the index of each split. progress: told documents and bytes so far.
-    Raises FileExistsError where the folder is there already and SourceError for documents that cannot be read.
+    Raises FileExistsError where the folder is there already, SourceError for documents that cannot be read, and
+    MisconfigurationError where there are none, or those of one source do not follow one another.
     """
     folder = Path(folder)
     if folder.exists():
@@ -64,7 +66,8 @@ def write_corpus(
     try:
         tokenizer.save(staging / "tokenizer")
         names: dict[str, list[str]] = {}
-        jobs = _jobs(documents, split, shard_bytes, staging, names, progress)
+        sources: dict[str, dict[str, int]] = {}
+        jobs = _jobs(_counted(documents, split, sources), shard_bytes, staging, names, progress)
         if workers > 1:
             _in_processes(jobs, staging, workers)
         else:
@@ -74,6 +77,7 @@ def write_corpus(
             raise MisconfigurationError(f"there are no documents to make {folder} of")
         for name, shards in names.items():
             write_index(staging / name, shards, vocabulary=tokenizer.digest, **(about or {}))
+            write_unigrams(TokenShards(staging / name), sources[name])
         os.rename(staging, folder)
     except OSError as error:
         if not folder.exists():
@@ -133,18 +137,20 @@ def _cut(document: Document, share: float) -> Iterator[Document]:
         yield document
         return
     for kind, part in ((Head, text[:place]), (Tail, text[place:])):
-        yield kind(document.id, part, len(part.encode()))
+        yield kind(document.id, part, len(part.encode()), document.source)
 
 
 def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
     """Decode the texts that shards were made of.
 
-    Raises TokenShardError where ``tokenizer`` is not the one they were made with.
+    Raises TokenShardError where ``tokenizer`` is not the one they were made with, or the counts beside them are damaged.
     """
     TokenShards(shards.folder, tokenizer.digest)
-    for number in range(shards.documents):
+    found = read_unigrams(shards) if has_unigrams(shards) else []
+    names = chain.from_iterable(repeat(one.source, one.documents) for one in found) if found else repeat("")
+    for number, source in zip(range(shards.documents), names, strict=False):
         text = tokenizer.decode(shards.document(number).tolist())
-        yield Document(f"{shards.folder}, document {number}", text, len(text.encode()))
+        yield Document(f"{shards.folder}, document {number}", text, len(text.encode()), source)
 
 
 def retokenize(
@@ -232,9 +238,25 @@ def open_tokenizer(folder: str | Path, reader: BlockReader) -> Tokenizer:
 _Job = tuple[Path, list[str], int]
 
 
+def _counted(
+    documents: Iterable[Document], split: Callable[[Document], str] | None, sources: dict[str, dict[str, int]]
+) -> Iterator[tuple[str, Document]]:
+    """Yield the split of each document and the document, counting in ``sources`` those of each source by split."""
+    for document in documents:
+        name = split(document) if split else SPLITS[0]
+        counts = sources.setdefault(name, {})
+        if document.source in counts and document.source != next(reversed(counts)):
+            raise MisconfigurationError(
+                f"{document.id}: a document of source {document.source!r} after those of {next(reversed(counts))!r}; "
+                "documents of one source must follow one another"
+            )
+        counts[document.source] = counts.get(document.source, 0) + 1
+        yield name, document
+
+
 def _jobs(
-    documents: Iterable[Document], split: Callable[[Document], str] | None, shard_bytes: int, folder: Path,
-    names: dict[str, list[str]], progress: Callable[[int, int], None] | None,
+    documents: Iterable[tuple[str, Document]], shard_bytes: int, folder: Path, names: dict[str, list[str]],
+    progress: Callable[[int, int], None] | None,
 ) -> Iterator[_Job]:  # fmt: skip
     """Yield the file, the texts and the bytes of each shard, noting the shards of each split in ``names``."""
     waiting: dict[str, list[str]] = {}
@@ -247,8 +269,7 @@ def _jobs(
         (folder / name).mkdir(exist_ok=True)
         return folder / name / shards[-1], waiting.pop(name), sizes.pop(name)
 
-    for document in documents:
-        name = split(document) if split else SPLITS[0]
+    for name, document in documents:
         waiting.setdefault(name, []).append(document.text)
         sizes[name] = sizes.get(name, 0) + document.bytes
         count, total = count + 1, total + document.bytes

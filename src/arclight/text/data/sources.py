@@ -36,6 +36,8 @@ class Document(NamedTuple):
     text: str
     bytes: int
     """Its length in UTF-8."""
+    source: str = ""
+    """The source that it is counted for (`arclight.data.unigrams`)."""
 
 
 def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
