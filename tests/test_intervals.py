@@ -17,7 +17,7 @@ import arclight as al
 from arclight._intervals import Interval, describe, fits
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
-from arclight.data.sites import IID, Dirichlet
+from arclight.data.sites import IID, Dirichlet, Size
 from arclight.deploy.settings import Int8
 from arclight.federated.privacy.settings import Noise
 from arclight.federated.simulation.fleet import Fleet
@@ -42,6 +42,7 @@ ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {
     (IID, "seed"): "any integer names another division",
     (Dirichlet, "seed"): "any integer names another division",
+    (Size, "seed"): "any integer names another division",
     (AdamW, "seed"): "any integer names another sequence of draws",
     (ADOPT, "seed"): "any integer names another sequence of draws",
     (QHADOPT, "seed"): "any integer names another sequence of draws",

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from arclight.data.sites import IID, Dirichlet, Numbered, drawn, packed
+from arclight.data.sites import IID, Dirichlet, Numbered, Size, divided, drawn, packed
 
 
 def test_sites_drawn_alike_have_alike_shares():
@@ -45,3 +45,35 @@ def test_what_cannot_be_divided_is_said():
         Numbered(number=4, count=4)
     with pytest.raises(ValueError, match="alpha: need number > 0, got 0"):
         Dirichlet(alpha=0)
+
+
+@pytest.mark.parametrize("shares", [(), (4.0, 2.0, 1.0), (1.0, 1.0, 100.0), (0.5, 3.0, 0.5, 2.0)])
+def test_sizes_are_divided_exactly(shares):
+    sizes = {f"t{i}".encode(): random.Random(i).randrange(0, 1000) for i in range(3000)}
+    count = len(shares or "four")
+    division = divided(Size(shares=shares, seed=7), sizes.items(), count)
+    total, parts = sum(sizes.values()), shares or [1.0] * count
+    loads = [sum(size for key, size in sizes.items() if division.site_of(key) == site) for site in range(count)]
+    assert sum(loads) == total
+    for load, part in zip(loads, parts, strict=True):
+        assert abs(load - total * part / sum(parts)) <= max(sizes.values())
+    shuffled = random.Random(3).sample(list(sizes.items()), len(sizes))
+    assert divided(Size(shares=shares, seed=7), shuffled, count) == division
+    other = divided(Size(shares=shares, seed=8), sizes.items(), count)
+    assert [other.site_of(key) for key in sizes] != [division.site_of(key) for key in sizes]
+
+
+def test_equal_things_stay_together_and_few_things_are_whole():
+    division = divided(Size(), [(b"same", 5)] * 9 + [(b"other", 40)], 2)
+    assert {division.site_of(b"same"), division.site_of(b"other")} == {0, 1}
+    assert divided(Size(), [], 3).site_of(b"x") in range(3)
+    for number in range(20):
+        assert divided(Size(shares=(9.0, 1.0)), [(str(number).encode(), 3)], 2).site_of(str(number).encode()) == 0
+
+
+def test_shares_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="one for each of 3 sites, got 2"):
+        divided(Size(shares=(1.0, 2.0)), [], 3)
+    for wrong in ((1.0, 0.0), (1.0, float("nan")), (-1.0,), (float("inf"), 1.0)):
+        with pytest.raises(ValueError, match="shares"):
+            Size(shares=wrong)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arclight.data.sites import IID, Dirichlet
+from arclight.data.sites import IID, Dirichlet, Size
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.data.corpus import documents_of, open_split
 from arclight.text.data.data_module import TextDataModule
@@ -49,7 +49,7 @@ def written(language: LanguageTask) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "partition", [Source(), Source(by="file"), IID(), Dirichlet(alpha=1.0), Dirichlet(by="file"), None]
+    "partition", [Source(), Source(by="file"), IID(), Dirichlet(alpha=1.0), Dirichlet(by="file"), Size(), None]
 )
 def test_sites_are_disjoint_and_together_all(texts, tmp_path, partition):
     whole = task(texts, tmp_path)
@@ -58,6 +58,21 @@ def test_sites_are_disjoint_and_together_all(texts, tmp_path, partition):
     for split in ("train", "val"):
         assert sum(len(site[split]) for site in sites) == len(central[split])
         assert set.union(*(site[split] for site in sites)) == central[split]
+
+
+def test_sizes_of_sites_are_those_asked_for(texts, tmp_path):
+    partition = Size(shares=(3.0, 1.0, 2.0), seed=4)
+    whole = task(texts, tmp_path)
+    sites = [written(whole.site(number, 3, partition)) for number in range(3)]
+    sizes = [sum(len(text) for split in site.values() for text in split) for site in sites]
+    longest = max(len(text) for site in sites for split in site.values() for text in split)
+    for size, share in zip(sizes, partition.shares, strict=True):
+        assert abs(size - sum(sizes) * share / 6) <= longest
+    whole.check_sites(3, partition)
+    with pytest.raises(ValueError, match="one for each of 2 sites, got 3"):
+        whole.site(0, 2, partition)
+    with pytest.raises(MisconfigurationError, match="site 1 of 2 gets no document"):
+        task(texts / "alone.txt", tmp_path).check_sites(2, Size(shares=(9.0, 1.0)))
 
 
 def test_whole_folders_stay_together(texts, tmp_path):

@@ -6,7 +6,9 @@ The site of a sample depends on the settings and on the sample itself, never on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from arclight._intervals import Checked, NonNegativeInt, PositiveFloat, PositiveInt
@@ -28,6 +30,16 @@ class Dirichlet(Checked):
     """Concentration: a small one gives most of a source to one site, a large one equal shares."""
     by: str | None = None
     """Definition of a source, as in partition.kind = source or merchant; none for their default."""
+    seed: int = 0
+    """Seed of the partition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Checked):
+    """Give each site a given share of the size, at random otherwise: sites differ in how much they have, not in kind."""
+
+    shares: tuple[PositiveFloat, ...] = ()
+    """Sizes of the sites relative to each other, such as [4, 2, 1]; empty: equal ones."""
     seed: int = 0
     """Seed of the partition."""
 
@@ -57,6 +69,44 @@ def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> in
     entropy = int(_uniform(partition.seed, b"arclight/source", source.encode()) * 2**53)
     shares = np.random.default_rng(entropy).dirichlet([partition.alpha] * count)
     return min(int(np.searchsorted(np.cumsum(shares), share, side="right")), count - 1)
+
+
+def divided(partition: Size, things: Iterable[tuple[bytes, int]], count: int) -> Division:
+    """Cut things, drawn up in an order of the seed's, where each site has its share of their size.
+
+    things: the key (name or content) and the size of every one. A site's size is off by less than the largest thing, or the
+    largest group of things with equal keys, which stay together. Raises ValueError where there are not as many shares as sites.
+    """
+    import numpy as np
+
+    shares = np.array(partition.shares or (1.0,) * count, np.float64)
+    if len(shares) != count:
+        raise ValueError(f"shares: need one for each of {count} sites, got {len(shares)}")
+    places, sizes = array("d"), array("q")
+    for key, size in things:
+        places.append(_uniform(partition.seed, b"arclight/thing", key))
+        sizes.append(size)
+    at, where = np.unique(np.frombuffer(places, np.float64), return_inverse=True)
+    groups = np.zeros(len(at), np.int64)
+    np.add.at(groups, where, np.frombuffer(sizes, np.int64))
+    ends = np.cumsum(groups)
+    total = int(ends[-1]) if len(ends) else 0
+    wanted = np.cumsum(shares)[:-1] / shares.sum() * total
+    middles = ends - groups / 2  # a thing is at the site that its middle lies at
+    cuts = [float(at[place]) if place < len(at) else 1.0 for place in np.searchsorted(middles, wanted)]
+    return Division(partition.seed, tuple(cuts))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Places between 0 and 1 at which the things of one site end and those of the next begin."""
+
+    seed: int
+    cuts: tuple[float, ...]
+
+    def site_of(self, key: bytes) -> int:
+        """Return the site that the thing ``key`` lies at."""
+        return bisect_right(self.cuts, _uniform(self.seed, b"arclight/thing", key))
 
 
 def enough(sources: Collection[str], count: int) -> None:

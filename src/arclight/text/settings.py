@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, PositiveInt
-from arclight.data.sites import IID, Dirichlet
+from arclight.data.sites import IID, Dirichlet, Size
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import ADOPT, QHADOPT, SGD, AdamW, Mixed, Muon, NorMuon
 from arclight.text.data.data_settings import BPE, Text
@@ -60,17 +60,17 @@ class LanguageTask(Checked):
     evaluation: Evaluation | None = None
     """Evaluate a suite of questions every n steps; none for no evaluation."""
 
-    def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> LanguageTask:
+    def site(self, number: int, count: int, partition: Source | IID | Dirichlet | Size | None = None) -> LanguageTask:
         """Return the task on one site's documents; ValueError for a partition that divides no text.
 
         Its weights come from elsewhere.
         """
-        if not isinstance(partition, Source | IID | Dirichlet | None):
-            raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
+        if not isinstance(partition, Source | IID | Dirichlet | Size | None):
+            raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid, dirichlet and size do")
         share = SiteShare(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 
-    def check_sites(self, count: int, partition: Source | IID | Dirichlet | None = None) -> None:
+    def check_sites(self, count: int, partition: Source | IID | Dirichlet | Size | None = None) -> None:
         """Raise MisconfigurationError if not each of ``count`` sites would get some text."""
         from arclight.text.data.data_module import TextDataModule
 

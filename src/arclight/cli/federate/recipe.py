@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from arclight.cli.schema import Recipe
-from arclight.data.sites import IID, Dirichlet
+from arclight.data.sites import IID, Dirichlet, Size
 from arclight.federated.settings import Federation
 from arclight.text.data.site_split import Source
 from arclight.vision.data.site_split import Merchant
@@ -23,7 +23,7 @@ class FederatedRecipe(Recipe):
 
     federation: Federation = field(default_factory=Federation)
     """Federated training: clients, rounds, strategy, exchange."""
-    partition: Source | Merchant | IID | Dirichlet | None = None
+    partition: Source | Merchant | IID | Dirichlet | Size | None = None
     """Partition of the task's data among clients; none: the task's own, which is at random for texts and
     images. A client that joins with data of its own takes all of them."""
 

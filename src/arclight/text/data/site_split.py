@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.data.sites import IID, Dirichlet, Numbered, drawn, enough, packed
+from arclight.data.sites import IID, Dirichlet, Division, Numbered, Size, divided, drawn, enough, packed
 
 if TYPE_CHECKING:
     from arclight.text.data.sources import Document
@@ -34,13 +34,15 @@ class Source:
 class SiteShare(Numbered):
     """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
 
-    partition: Source | IID | Dirichlet = dataclasses.field(default_factory=IID)
+    partition: Source | IID | Dirichlet | Size = dataclasses.field(default_factory=IID)
     """Partition of the documents."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "folder", "file", "name", "field"):
             raise ValueError(f"by = {self.partition.by!r} tells no texts apart: folder, file, name or field do")
+        if isinstance(self.partition, Size):
+            divided(self.partition, (), self.count)
 
 
 class SiteSplit:
@@ -51,6 +53,7 @@ class SiteSplit:
 
     def __init__(self, site: SiteShare | None, parts: dict[str, tuple[str, ...]], field: str) -> None:
         self.site, self.parts, self.field = site, parts, field
+        self._divisions: dict[str, Division] = {}
 
     @cached_property
     def names(self) -> list[str]:
@@ -93,7 +96,7 @@ class SiteSplit:
         for name in self.parts:
             without = set(range(self.site.count))
             for source, document in self._told_apart(name):
-                without.discard(drawn(self.site.partition, document.text.encode(), source, self.site.count))
+                without.discard(self._site_of(name, source, document))
                 if not without:
                     break
             else:
@@ -109,15 +112,30 @@ class SiteSplit:
             return
         empty = True
         for source, document in self._told_apart(name):
-            if isinstance(site.partition, Source):
-                at = self._home[source]
-            else:
-                at = drawn(site.partition, document.text.encode(), source, site.count)
-            if at == site.number:
+            if self._site_of(name, source, document) == site.number:
                 empty = False
                 yield document
         if empty:
             raise self._gets_nothing(site.number, name)
+
+    def _site_of(self, name: str, source: str, document: Document) -> int:
+        """Return the site that a document of a part lies at."""
+        assert self.site is not None
+        partition = self.site.partition
+        if isinstance(partition, Source):
+            return self._home[source]
+        key = document.text.encode()
+        if isinstance(partition, Size):
+            return self._division(partition, name).site_of(key)
+        return drawn(partition, key, source, self.site.count)
+
+    def _division(self, partition: Size, name: str) -> Division:
+        """Divide the documents of a part by their size; reads all of them, once."""
+        assert self.site is not None
+        if name not in self._divisions:
+            sizes = ((document.text.encode(), document.bytes) for _, document in self._told_apart(name))
+            self._divisions[name] = divided(partition, sizes, self.site.count)
+        return self._divisions[name]
 
     def _gets_nothing(self, number: int, name: str) -> Exception:
         from arclight.fabric.errors import MisconfigurationError
