@@ -17,6 +17,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
 from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
+from arclight.deploy.programs import processor
 
 
 def x86(**options: Any) -> Any:
@@ -58,6 +59,41 @@ def test_a_refused_placement_is_not_blamed_on_a_field_that_nobody_reads(tmp_path
     with pytest.raises(ExportError, match="quantized layers became integer kernels in ONNX Runtime") as refused:
         export(placed, tmp_path / "x86.onnx", example_inputs=X)
     assert "skip" not in str(refused.value), "a quantizer of torchao does not read Int8.skip"
+
+
+VNNI = {"avx", "avx2", "avx512_vnni"}
+
+
+@pytest.mark.parametrize(
+    ("present", "target", "refused"),
+    [
+        (VNNI, "onnxruntime", True),
+        (VNNI | {"avx_vnni_int8"}, "onnxruntime", False),
+        (VNNI, "executorch", False),
+        ({"asimd", "asimddp"}, "onnxruntime", False),
+        (set(), "onnxruntime", False),
+    ],
+)
+def test_signed_activations_are_refused_where_their_kernels_are_slow(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, present: set[str], target: Any, refused: bool
+) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset(present))
+    xnnpack = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    if refused:
+        with pytest.raises(QuantizeError, match=r"no AVX-VNNI-INT8: 0, 4; leave quantizer out, since Int8\(\)"):
+            quantize(model, [X], quantizer=xnnpack, target=target)
+    else:
+        assert quantize(model, [X], quantizer=xnnpack, target=target).quantized_layers == ("0", "4")
+
+
+def test_unsigned_activations_and_signed_tables_are_taken_without_avx_vnni_int8(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset(VNNI))
+    assert quantize(model, [X], quantizer=x86(), target="onnxruntime").quantized_layers == ("0", "4")
+    assert quantize(model, [X]).target == "onnxruntime"
+    words = quantize(Words().eval(), [TOKENS], quantizer=EmbeddingQuantizer(), target="onnxruntime")
+    assert words.quantized_layers == ("table",)
 
 
 def test_embeddings_alone_and_composed() -> None:

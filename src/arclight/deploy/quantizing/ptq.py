@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, free_dimensions, frozen_copy, quiet
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
+from arclight.deploy.programs import processor
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.bfloat16 import round_layers
 from arclight.deploy.quantizing.graphs import (
@@ -194,9 +195,10 @@ def quantize(
     the quantizer is for). ``model`` itself is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names nothing,
-    a target without kernels for the recipe, a model that is quantized already or has no layer to quantize, a quantizer that rounds
-    nothing, groups that do not divide a layer's inputs, an output or part noisier than ``min_sqnr_db``, and a metric that drops too
-    far with all layers but one in float; ExportError for a model that cannot be captured.
+    a target without kernels for the recipe, signed activations for ONNX Runtime on an x86 processor without AVX-VNNI-INT8, a model
+    that is quantized already or has no layer to quantize, a quantizer that rounds nothing, groups that do not divide a layer's
+    inputs, an output or part noisier than ``min_sqnr_db``, and a metric that drops too far with all layers but one in float;
+    ExportError for a model that cannot be captured.
     """
     recipe = recipe or Int8()
     if max_drop is not None and metric is None:
@@ -262,7 +264,7 @@ class _Source:
         graph = shared_copy(self.graph) if self.shared else self.graph
         if is_calibrated(recipe):
             quantizer = placement(recipe, self.target) if self.quantizer is None else self.quantizer
-            return _calibrated(graph, self.batches, quantizer, type(self.reference).__name__)
+            return _calibrated(graph, self.batches, quantizer, type(self.reference).__name__, self.target)
         assert not isinstance(recipe, Int8)
         return graph, *(round_layers(graph) if isinstance(recipe, BFloat16) else quantize_linears(graph, recipe))
 
@@ -450,7 +452,7 @@ def _inputs(
 
 
 def _calibrated(
-    graph: GraphModule, batches: Sequence[Inputs], quantizer: Any, name: str
+    graph: GraphModule, batches: Sequence[Inputs], quantizer: Any, name: str, target: Target
 ) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
     """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
     with torch.no_grad():
@@ -465,6 +467,8 @@ def _calibrated(
                 f"no layer of {name} can run on integers: a convolution needs {STEM_CHANNELS} input "
                 f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
+        if target == "onnxruntime":
+            _check_signed(prepared, type(quantizer).__name__, quantized_layers)
         calibration_run = Calibration(prepared)
         for batch in batches:
             calibration_run.run(*batch)
@@ -494,6 +498,32 @@ def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], l
         )
     left = [name for node, name in layers if node not in rounded]
     return [name for node, name in layers if node in rounded], list(dict.fromkeys(left))
+
+
+def _check_signed(prepared: GraphModule, quantizer: str, quantized_layers: Sequence[str]) -> None:
+    """Raise QuantizeError for quantized layers with signed activations if ONNX Runtime's kernels for them are no faster than float32.
+
+    On x86 it multiplies signed by signed bytes fast with AVX-VNNI-INT8 alone; ARM has instructions for them.
+    """
+    present = processor.instruction_sets()
+    if "avx" not in present or "avx_vnni_int8" in present:
+        return
+
+    def is_signed(source: Node) -> bool:
+        observer = prepared.get_submodule(str(source.target)) if source.op == "call_module" else None
+        if not isinstance(observer, pt2e.OBSERVERS) or getattr(observer, "is_dynamic", False):
+            return False
+        observed = source.args[0]
+        return observer.dtype == torch.int8 and isinstance(observed, Node) and observed.op != "get_attr"
+
+    signed = {name for node, name in weighted(prepared) if any(map(is_signed, node.all_input_nodes))}
+    layers = [name for name in quantized_layers if name in signed]
+    if layers:
+        raise QuantizeError(
+            f"{quantizer} gives these layers signed 8-bit activations, which ONNX Runtime multiplies no faster than float32 on this "
+            f"processor, as it has no AVX-VNNI-INT8: {', '.join(layers)}; leave quantizer out, since Int8() places unsigned ones, or take "
+            "the target that the quantizer is for"
+        )
 
 
 class Calibration(torch.fx.Interpreter):
