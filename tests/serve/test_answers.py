@@ -6,11 +6,15 @@ import signal
 import threading
 
 import httpx
+import numpy as np
 import pytest
 from tests.waiting import wait_until
 
 from arclight.serve import Limits
 from arclight.serve.settings import is_loopback
+from arclight.serve.tasks.detection import top_k
+from arclight.vision.results.detections import Boxes, Detections, OrientedBoxes
+from arclight.vision.results.masks import Masks, Patch
 
 
 def test_a_photo_is_answered_with_its_boxes_and_what_its_codes_say(server, sample):
@@ -55,6 +59,31 @@ def test_codes_are_looked_for_in_the_surest_boxes_only(serve_with, sample):
     answer = server.detect(sample("counter")).json()
     assert [box["confidence"] for box in answer["boxes"]] == [0.9, 0.3]
     assert [code["text"] is None for code in answer["codes"]] == [False]
+
+
+def test_the_surest_boxes_keep_their_keypoints_masks_and_angles():
+    order = [2, 0, 3]  # by confidence
+    xyxy = np.array([[0, 0, 9, 9], [1, 1, 8, 8], [2, 0, 7, 9], [3, 2, 9, 9]], np.float32)
+    points = np.arange(4 * 4 * 3, dtype=np.float32).reshape(4, 4, 3)
+    planes = np.arange(4 * 6 * 6).reshape(4, 6, 6) % np.array([2, 3, 4, 5])[:, None, None] == 1
+    turned = np.array([[4, 4, 6, 3, 0.1], [5, 5, 7, 2, 0.2], [3, 5, 4, 2, 0.3], [6, 6, 3, 1, 0.4]], np.float32)
+    found = Detections(
+        Boxes(xyxy, np.array([0.8, 0.2, 0.9, 0.5]), np.array([0, 1, 1, 0])),
+        ("code", "print"),
+        ids=np.array([7, 8, 9, 10]),
+        masks=Masks(tuple(Patch(0, 0, plane) for plane in planes), (6, 6)),
+        keypoints=points,
+        obb=OrientedBoxes(turned),
+    )
+    best = top_k(found, 3)
+    assert best.boxes.xyxy.tolist() == xyxy[order].tolist()
+    assert best.labels == ["print", "code", "code"]
+    assert best.keypoints.tolist() == points[order].tolist()
+    assert best.obb.xywhr.tolist() == turned[order].tolist()
+    assert best.ids.tolist() == [9, 7, 10]
+    assert np.array_equal(np.stack(list(best.masks)), planes[order])
+    assert len(top_k(found, 0)) == 0
+    assert len(top_k(found, 9)) == 4
 
 
 def test_codes_that_the_deadline_leaves_untried_are_named(serve_with, sample):

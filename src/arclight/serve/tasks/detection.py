@@ -90,10 +90,8 @@ def decode(photo: bytes, limits: Limits) -> Image:
 
 
 def top_k(detections: Detections, most: int) -> Detections:
-    """Keep the ``most`` boxes of highest confidence."""
-    found = detections.boxes
-    kept = np.argsort(-found.conf, kind="stable")[:most]
-    return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
+    """Keep the ``most`` boxes of highest confidence, with all that belongs to them."""
+    return detections[np.argsort(-detections.boxes.conf, kind="stable")[:most]]
 
 
 def boxes(detections: Detections) -> list[Box]:
