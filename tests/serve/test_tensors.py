@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +22,8 @@ from torch import nn
 
 from arclight import cli
 from arclight.deploy import Program, export
-from arclight.serve import Limits
+from arclight.serve import Limits, models
+from arclight.serve.admission import Pace
 from arclight.serve.app import ServedModel, build_app
 from arclight.serve.middleware import Access
 from arclight.serve.server import listen
@@ -172,7 +177,7 @@ def test_programs_are_warmed_up_before_the_server_is_ready(tmp_path, monkeypatch
 
     async def start() -> None:
         async with app.router.lifespan_context(app):
-            assert ready == [(1, 3)]
+            assert set(ready) == {(1, 3)}
 
     asyncio.run(start())
 
@@ -255,3 +260,87 @@ def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
                 return await found
 
     assert asyncio.run(no_delay()) != 0
+
+
+def test_programs_share_the_cores_among_the_workers(tmp_path):
+    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3))
+    threads = [
+        models.load("affine", tmp_path / "affine.onnx", limits).loaded.threads
+        for limits in (Limits(workers=1), Limits(workers=1000), Limits(workers=1, threads=3))
+    ]
+    assert threads == [len(psutil.Process().cpu_affinity()), 1, 3]
+
+
+def test_threads_depend_on_how_a_runtime_computes_several_requests():
+    limits, given = Limits(workers=1000), Limits(threads=3)
+    assert models.threads_of("onnxruntime", {}, limits) == 1
+    assert models.threads_of("openvino", {}, limits) is models.threads_of("torch", {}, limits) is None
+    assert models.threads_of("openvino", {}, given) == models.threads_of("torch", {}, given) == 3
+    assert models.threads_of("onnxruntime", {"task": "language"}, given) is None
+
+
+def test_the_threads_of_models_are_listed(two):
+    threads = {model["name"]: model["threads"] for model in two.get("/models").json()}
+    assert threads["affine"] == max(1, len(psutil.Process().cpu_affinity()) // Limits().workers)
+
+
+def test_a_model_is_quick_by_the_median_of_its_recent_requests():
+    pace = Pace()
+    assert not pace.is_quick()
+    for _ in range(Pace.RECENT):
+        pace.timed(lambda: None)
+    assert pace.is_quick()
+    pace.timed(lambda: time.sleep(2 * Pace.QUICK_S))  # such as of a machine that was busy
+    assert pace.is_quick()
+    for _ in range(Pace.RECENT):
+        pace.timed(lambda: time.sleep(2 * Pace.QUICK_S))
+    assert not pace.is_quick()
+
+
+@pytest.mark.parametrize(
+    ("rows", "slow", "is_here"),
+    [(1, False, True), (2000, False, False), (1, True, False)],
+    ids=["small", "large", "slow"],
+)
+def test_only_small_requests_to_quick_models_are_computed_on_the_loop(tmp_path, rows, slow, is_here):
+    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
+    program, threads = Program.load(tmp_path / "affine.onnx"), []
+
+    class Watched(Program):
+        def __call__(self, *inputs: np.ndarray) -> object:
+            threads.append(threading.current_thread() is threading.main_thread())
+            time.sleep(0.003 if slow else 0)
+            return program(*inputs)
+
+    watched = Watched.__new__(Watched)
+    watched.__dict__ = program.__dict__
+    app = build_app([ServedModel(name="affine", program=watched)], Limits(), Access())
+    content = json.dumps({"inputs": [tensor(shape=[rows, 3], data=[0.25] * rows * 3)]}).encode()
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+        ):
+            threads.clear()
+            for _ in range(2):
+                answer = await client.post("/v2/models/affine/infer", content=content)
+                assert answer.json()["outputs"][0]["data"] == [1.5] * rows * 3
+
+    asyncio.run(ask())
+    assert threads == [is_here] * 2
+
+
+def test_many_clients_get_their_own_answers(two):
+    def ask(number: int) -> tuple[int, list[float]]:
+        wrong = number % 7 == 3
+        content = json.dumps({"inputs": [tensor(data=[number] * (5 if wrong else 6))]}).encode()
+        while (answer := infer(two, content)).status_code == 429:
+            time.sleep(0.05)
+        assert answer.status_code == (400 if wrong else 200)
+        return number, [] if wrong else answer.json()["outputs"][0]["data"]
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, data in pool.map(ask, range(48)):
+            assert data == ([] if number % 7 == 3 else [2 * number + 1] * 6)

@@ -6,14 +6,13 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
 from arclight.fabric.extras import require
 from arclight.serve.settings import Limits
@@ -88,30 +87,21 @@ async def read_body(request: Request, body: bytearray, buffered: Buffered, limit
     too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
     if int(request.headers.get("content-length", 0)) > limits.body_bytes:
         raise too_large
-    try:
-        async with asyncio.timeout(limits.body_total_s):
-            async for chunk in chunks(request, limits.body_idle_s):
-                if len(body) + len(chunk) > limits.body_bytes:
-                    raise too_large
-                buffered.append(body, chunk)
-    except TimeoutError:
-        raise Refusal(408, "The upload stalled or took too long; send it again over a faster connection.") from None
-    except ClientDisconnect:
-        raise Refusal(400, "The connection closed before the whole upload had arrived.") from None
-
-
-async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
-    """Pieces of the body as they arrive; raises TimeoutError when none comes for ``idle_s``."""
-    stream = request.stream()
-    while True:
+    deadline = time.monotonic() + limits.body_total_s
+    more = True
+    while more:
         try:
-            # not wait_for: in Python 3.11 it loses a cancellation, such as that of the total deadline, which comes
-            # at the same moment as a piece, and a client that sends byte by byte could then go on for ever
-            async with asyncio.timeout(idle_s):
-                piece = await anext(stream)
-        except StopAsyncIteration:
-            return
-        yield piece
+            # not wait_for, which in Python 3.11 may lose the cancellation when the server ends as a piece arrives
+            async with asyncio.timeout(min(limits.body_idle_s, deadline - time.monotonic())):
+                message = await request.receive()
+        except TimeoutError:
+            raise Refusal(408, "The upload stalled or took too long; send it again over a faster connection.") from None
+        if message["type"] == "http.disconnect":
+            raise Refusal(400, "The connection closed before the whole upload had arrived.")
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        if len(body) + len(piece) > limits.body_bytes:
+            raise too_large
+        buffered.append(body, piece)
 
 
 def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:
@@ -202,6 +192,36 @@ class ServiceTimes:
         return self._mean_s.get(model, 0.0)
 
 
+class Pace:
+    """How long a model takes for small requests: where that is next to nothing, the event loop computes them itself.
+
+    A worker's thread costs such a request more than its answer does, and under load waits for Python's lock again and again.
+    """
+
+    QUICK_S = 0.001
+    """Median seconds below which no thread is taken; what the loop computes holds up everybody else."""
+    SMALL_BYTES = 16_384
+    """Largest body of a request for the loop."""
+    RECENT = 5
+    """Requests whose median counts: one that the machine held up changes nothing."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=self.RECENT)
+
+    def timed(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work()``, a small request, and note its time."""
+        started = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._seconds.append(time.monotonic() - started)
+
+    def is_quick(self) -> bool:
+        """Return True if the loop may compute the next one; False before any was timed."""
+        found = sorted(self._seconds)
+        return bool(found) and found[len(found) // 2] < self.QUICK_S
+
+
 class Workers:
     """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served."""
 
@@ -222,6 +242,19 @@ class Workers:
     def retry_after_s(self) -> int:
         """Return whole seconds, at least one, after which the requests that are here now have been answered."""
         return max(1, math.ceil(self.wait_s()))
+
+    def run_here(self, model: str, work: Callable[[], T]) -> T:
+        """Return the result of ``work()``, which nobody has to wait for, on the event loop's own thread."""
+        started = time.monotonic()
+        try:
+            return work()
+        finally:
+            self.times.add(model, time.monotonic() - started)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a request would begin at once."""
+        return self._idle > 0
 
     async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Callable[[], Awaitable[None]]) -> T:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.

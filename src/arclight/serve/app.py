@@ -13,9 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from arclight import __version__
-from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
+from arclight.serve.admission import Buffered, Pace, Refusal, Turn, Workers, failure, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.models import Models, ServedModel, proof, start
@@ -50,13 +51,20 @@ class Described:
     task: str
     """detect, language, or tensors for any other."""
     precision: str
+    threads: int | None
+    """CPU threads that compute a request; null for as many as its runtime takes."""
     proof: list[str]
     """What was measured of its program when it was exported; empty for one from elsewhere."""
 
     @classmethod
     def of(cls, model: ServedModel) -> Described:
         return cls(
-            name=model.name, version=model.version, task=model.task, precision=model.precision, proof=proof(model)
+            name=model.name,
+            version=model.version,
+            task=model.task,
+            precision=model.precision,
+            threads=None if model.loaded is None else model.loaded.threads,
+            proof=proof(model),
         )
 
 
@@ -245,14 +253,23 @@ class Service:
             raise Refusal(404, f"There is no model {name[:40]!r} here; there are {', '.join(self.models)}.")
         return self.models[name]
 
-    async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
-        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full."""
+    async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T], pace: Pace | None = None) -> T:
+        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full.
+
+        Where ``pace`` says that the model is quick, a small body is worked on here, once a worker is idle.
+        """
         with self.buffered.upload() as body:
             await read_body(request, body, self.buffered, self.limits)
             turn = Turn(self.limits.deadline_s)
-            return await self.workers.run(
-                model, lambda: work(bytes(body), turn), turn=turn, left=lambda: disconnected(request)
-            )
+
+            def job() -> T:
+                return work(bytes(body), turn)
+
+            if pace is None or len(body) > pace.SMALL_BYTES:
+                return await self.workers.run(model, job, turn=turn, left=lambda: disconnected(request))
+            if self.workers.has_idle and pace.is_quick():
+                return self.workers.run_here(model, lambda: pace.timed(job))
+            return await self.workers.run(model, lambda: pace.timed(job), turn=turn, left=lambda: disconnected(request))
 
 
 async def disconnected(request: Request) -> None:
@@ -317,14 +334,21 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         service.tensors(model)
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
+    async def infer_tensors(request: Request) -> Response:
+        return await inferred(request, request.path_params["model"])
+
+    # first of all routes, and without FastAPI around it, which costs as much as a small program; its own is for /openapi.json
+    app.router.routes.insert(0, Route(INFER, infer_tensors, methods=["POST"], include_in_schema=False))
+
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
-    async def infer_tensors(request: Request, model: str) -> Response:
+    async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
         (program, version), json_size = service.tensors(model), request.headers.get(JSON_SIZE)
         content, size = await service.run(
             request,
             model,
             lambda body, _: infer(decode(body, json_size, program, service.limits), program, model, version),
+            service.models[model].pace,
         )
         if size is None:
             return Response(content, media_type="application/json")

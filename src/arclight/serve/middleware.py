@@ -35,6 +35,9 @@ SECURITY_HEADERS = {
 }
 
 
+_SECURITY = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+
+
 class Envelope:
     """Counts every answer, adds the security headers, and turns a fault of ours into a 500 with one sentence.
 
@@ -63,10 +66,9 @@ class Envelope:
                 answered = True
                 self.metrics.answered(address, message["status"], time.perf_counter() - begun)
                 self.metrics.ended(address)
-                headers = MutableHeaders(scope=message)
-                headers.update(SECURITY_HEADERS)
+                message["headers"] = [*message["headers"], *_SECURITY]  # no route sets any of them
                 if self.is_draining():
-                    headers["Connection"] = "close"
+                    MutableHeaders(scope=message)["Connection"] = "close"
             await send(message)
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arclight.serve.admission import Pace
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.detection import Detect
 from arclight.serve.tasks.tensors import zeros
@@ -20,6 +22,7 @@ from arclight.serve.tasks.tensors import zeros
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.folder import Mark, Trusted
+    from arclight.deploy.programs.session import Runtime
     from arclight.serve.tasks.scheduler import Scheduler
 
 log = logging.getLogger("arclight.serve")
@@ -37,6 +40,8 @@ class ServedModel:
     text: Scheduler | None = None
     loaded: Program | None = None
     """The program that all of these run; None for a detector of the caller's own."""
+    pace: Pace = field(default_factory=Pace)
+    """How long it computes small requests for tensors, measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))
     """When it was loaded, seconds since 1970."""
 
@@ -55,7 +60,7 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
     """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path, trusted=trusted)
+    program = Program.load(path, threads=lambda *about: threads_of(*about, limits), trusted=trusted)
     task = program.metadata.get("task")
     if lone and task not in ("detect", "language"):
         raise ProgramError(
@@ -68,6 +73,22 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
     detector = program.predict_one if task == "detect" else None
     return ServedModel(name=name, precision=program.precision, detector=detector, program=program, loaded=program)
+
+
+def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) -> int | None:
+    """Return the CPU threads of one request to a program; None for as many as its runtime takes.
+
+    A program in ONNX Runtime computes each request by itself, so several at once share the cores. OpenVINO lets requests take turns on
+    all cores, torch's threads are those of the whole process, and a language program computes all of its texts in one call.
+    """
+    if metadata.get("task") == "language":
+        return None
+    if limits.threads:
+        return limits.threads
+    if runtime != "onnxruntime":
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // limits.workers)
 
 
 def proof(model: ServedModel) -> list[str]:
@@ -94,7 +115,11 @@ def start(model: ServedModel) -> None:
         model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
     elif model.program is not None:
         try:
-            model.program(*zeros(model.program))
+            program, given = model.program, zeros(model.program)
+            program(*given)
+            if "parity" in program.metadata:  # of our export: what it computes is bounded by the sizes of its inputs
+                for _ in range(model.pace.RECENT):
+                    model.pace.timed(lambda: program(*given))
         except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
             log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
 

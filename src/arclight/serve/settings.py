@@ -25,6 +25,9 @@ class Limits:
     """Bodies held in memory at one time, bytes, over all clients."""
     workers: int = 2
     """Requests worked on at the same time, each in a thread."""
+    threads: int = 0
+    """CPU threads of one request to a program in ONNX Runtime; 0: the cores shared among ``workers``. Language programs keep all
+    cores, as programs in other runtimes do unless this is given."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
     streams: int = 8
@@ -57,7 +60,7 @@ class Limits:
             if not math.isfinite(value) or (type(field.default) is int and type(value) is not int):
                 kind = "whole" if type(field.default) is int else "finite"
                 raise ValueError(f"limits.{field.name} must be a {kind} number, not {value}")
-            if value < 0 or (value == 0 and field.name != "queue"):
+            if value < 0 or (value == 0 and field.name not in ("queue", "threads")):
                 raise ValueError(f"limits.{field.name} must be above 0, not {value}")
         if self.body_bytes > self.buffered_bytes:
             raise ValueError(

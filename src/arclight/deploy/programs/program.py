@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -66,13 +66,14 @@ class Program:
         cls,
         path: str | os.PathLike[str],
         processing: Processing | None = None,
-        threads: int | None = None,
+        threads: int | Callable[[Runtime, dict[str, Any]], int | None] | None = None,
         device: Device = "auto",
         runtime: Runtime | None = None,
         trusted: Trusted | None = None,
     ) -> Program:
         """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
 
+        ``threads`` may be a function that gives them for the program's runtime and metadata.
         ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
         except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
         names (default: ONNX Runtime). ``trusted``: load it only if one of these public keys signed it, which formats that run
@@ -98,14 +99,15 @@ class Program:
         check_processor(metadata)
         runtime = runtime or metadata.get("runtime", "onnxruntime")
         device = "cpu" if device == "auto" and "quantization" in metadata else device
+        count = threads(runtime, metadata) if callable(threads) else threads
         with folder.unchanged(marks):
-            session = _session(file, threads, device, runtime, contents)
+            session = _session(file, count, device, runtime, contents)
         if contents is None and session.stored(KEY) != text:  # the runtime must read what was checked
             raise changed(path)
         if contents is not None:
             _check_described(path, contents, session)
         return cls(
-            path, session, metadata, processing, runtime, contents=contents, threads=threads, marks=marks, digest=digest
+            path, session, metadata, processing, runtime, contents=contents, threads=count, marks=marks, digest=digest
         )
 
     def with_processing(self, processing: Processing) -> Program:
