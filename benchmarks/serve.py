@@ -4,8 +4,9 @@ Every server is a process of its own on loopback, and so are its clients' connec
 next request when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as JSON;
 the peer is one `async def` endpoint of FastAPI under uvicorn, without limits, metrics, access rules or a queue. Rounds of the two
 alternate, and the ratio is within a round. Clients and servers share the machine's cores. In overload, 64 clients send 16 rows
-each to a program of three layers of 1024 as fast as they are refused; what recovers is the time of one request right after they have
-stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and one after another.
+each to a program of three layers of 1024 and ask again as soon as they are refused, without regard to Retry-After; what recovers is
+the time of one request right after they have stopped, and what is kept is answers per second beside those of two clients. Texts: 8
+of 48 tokens each, together and one after another.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def beside_fastapi(folder: Path, quick: bool) -> tuple[list[float], list[float]]
     seconds, rounds = (0.3, 2) if quick else (1.5, 9)
     small, ours, peer = program(folder / "small.onnx", 32, 1), [], []
     plain = request("/infer", {"data": [0.5] * 64})
-    with serving(f"m={small}", queue=32) as (port, _), process(PEER, str(small), "PORT") as (other, _):
+    with serving(f"m={small}", queue=32, threads=1) as (port, _), process(PEER, str(small), "PORT") as (other, _):
         for number in range(rounds + 1):  # the first does not count
             for own, message, found in ((port, infer("m"), ours), (other, plain, peer)):
                 done, statuses = rate(own, message, 16, seconds)

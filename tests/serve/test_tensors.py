@@ -344,3 +344,42 @@ def test_many_clients_get_their_own_answers(two):
     with ThreadPoolExecutor(8) as pool:
         for number, data in pool.map(ask, range(48)):
             assert data == ([] if number % 7 == 3 else [2 * number + 1] * 6)
+
+
+def test_refusals_of_a_full_server_are_held_back_and_others_are_not(tmp_path, monkeypatch):
+    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
+    model, going, slept = models.load("affine", tmp_path / "affine.onnx", Limits()), threading.Event(), []
+    begun = threading.Event()
+    app = build_app([model], Limits(workers=1, queue=0, refusal_s=0.25), Access())
+    content = {"inputs": [tensor(shape=[2000, 3], data=[1] * 6000)]}  # too large for the loop, which must go on
+    sleep, compute = asyncio.sleep, Program.__call__
+
+    async def watched(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    def gated(self: Program, *inputs: np.ndarray) -> object:
+        begun.set()
+        assert going.wait(20)
+        return compute(self, *inputs)
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://t") as client,
+        ):
+            monkeypatch.setattr(Program, "__call__", gated)
+            monkeypatch.setattr("arclight.serve.app.asyncio.sleep", watched)
+            first = asyncio.create_task(client.post("/v2/models/affine/infer", json=content))
+            while not begun.is_set():
+                await sleep(0.01)
+            slept.clear()
+            wrong = await client.post("/v2/models/affine/infer", headers={"Content-Encoding": "gzip"})
+            assert 0.25 not in slept
+            second = await client.post("/v2/models/affine/infer", json=content)
+            going.set()
+            return [(await first).status_code, wrong.status_code, second.status_code]
+
+    assert asyncio.run(ask()) == [200, 415, 429]
+    assert slept.count(0.25) == 1

@@ -193,7 +193,7 @@ class ServiceTimes:
 
 
 class Pace:
-    """How long a model takes for small requests: where that is next to nothing, the event loop computes them itself.
+    """Times of a model's small requests: where they are next to nothing, the event loop computes them itself.
 
     A worker's thread costs such a request more than its answer does, and under load waits for Python's lock again and again.
     """
@@ -253,7 +253,7 @@ class Workers:
 
     @property
     def has_idle(self) -> bool:
-        """Whether a request would begin at once."""
+        """True if a request would begin at once."""
         return self._idle > 0
 
     async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Callable[[], Awaitable[None]]) -> T:

@@ -258,6 +258,14 @@ class Service:
 
         Where ``pace`` says that the model is quick, a small body is worked on here, once a worker is idle.
         """
+        try:
+            return await self._admitted(request, model, work, pace)
+        except Refusal as refusal:
+            if refusal.status == 429:
+                await asyncio.sleep(self.limits.refusal_s)
+            raise
+
+    async def _admitted(self, request: Request, model: str, work: Callable[[bytes, Turn], T], pace: Pace | None) -> T:
         with self.buffered.upload() as body:
             await read_body(request, body, self.buffered, self.limits)
             turn = Turn(self.limits.deadline_s)

@@ -30,6 +30,9 @@ class Limits:
     cores, as programs in other runtimes do unless this is given."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
+    refusal_s: float = 0.3
+    """How long a request for which the queue is full waits for its 429, seconds, its body dropped: a client that asks again at once
+    would take the cores from those that are served."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
     deadline_s: float = 10.0
