@@ -48,6 +48,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.vision
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.language_programs
+	$(BIN)/python -m benchmarks.deploy
 	$(BIN)/python -m benchmarks.serve
 	$(BIN)/python -m benchmarks.moe
 	$(BIN)/python -m benchmarks.pipeline

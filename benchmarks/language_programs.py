@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,18 @@ FASTEST = "LowBit(group_size=128)"
 Call = Callable[[], Any]
 
 
-def decode_ratios(quick: bool) -> tuple[list[list[str]], dict[str, Ratio]]:
-    """Return rows of the table, and the ratios of the eager model's time over those of programs with 4-bit weights."""
+def decode_ratios(
+    quick: bool, names: Sequence[str] | None = None, lengths: Sequence[tuple[int, int]] | None = None
+) -> tuple[list[list[str]], dict[str, Ratio]]:
+    """Return rows of the table, and the ratios of the eager model's time over those of programs with 4-bit weights.
+
+    ``names`` are recipes (default: all), ``lengths`` pairs of new tokens and those before them.
+    """
     model: Any = build_model("llama3-debug", **(QUICK if quick else SIZES))
     initialize(model, 0)
     model.eval().requires_grad_(False)
     texts = torch.randint(0, model.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-    names = ["float32", FASTEST] if quick else list(RECIPES)
+    names = names or (["float32", FASTEST] if quick else list(RECIPES))
     rows, found = [], {}
     with tempfile.TemporaryDirectory() as folder:
         programs = {}
@@ -61,10 +66,9 @@ def decode_ratios(quick: bool) -> tuple[list[list[str]], dict[str, Ratio]]:
             for runtime in ("onnxruntime", "openvino"):
                 label = f"{name}, {'ONNX Runtime' if runtime == 'onnxruntime' else 'OpenVINO'}"
                 programs[label] = Program.load(program.path, threads=1, device="cpu", runtime=runtime)
-        lengths = ((1, 32), (32, 0)) if quick else ((1, 64), (1, 512), (128, 0))
-        for new, past in lengths:
+        for new, past in lengths or (((1, 32), (32, 0)) if quick else ((1, 64), (1, 512), (128, 0))):
             title = f"a token after {past}" if past else f"a prompt of {new}"
-            times = _times(_calls(model, programs, new, past), 3 if quick else (25 if new == 1 else 9))
+            times = timed_in_turns(_calls(model, programs, new, past), 3 if quick else (25 if new == 1 else 9))
             for label, own in times.items():
                 ratio = paired(times["eager"], own)
                 rate = f"{new / sorted(own)[len(own) // 2]:.1f}"
@@ -98,8 +102,8 @@ def _calls(model: Any, programs: dict[str, Program], new: int, past: int) -> dic
     return calls
 
 
-def _times(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turns, after two that do not count."""
+def timed_in_turns(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Return CPU seconds of each call, in turns, after two that do not count."""
     for call in calls.values():
         call()
         call()
@@ -112,13 +116,16 @@ def _times(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     return times
 
 
+def fastest(ratios: dict[str, Ratio], phase: str) -> Ratio:
+    """Return the ratio of the faster runtime at the shortest length of decode or prefill."""
+    both = [ratio for name, ratio in ratios.items() if f"_{phase}_" in name][:2]
+    return max(both, key=lambda ratio: ratio.value)
+
+
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rows, ratios = decode_ratios(options.quick)
-    best = {}
-    for phase in ("decode", "prefill"):  # in the faster runtime, at the shortest length
-        first, second = [ratio for name, ratio in ratios.items() if f"_{phase}_" in name][:2]
-        best[f"w4_{phase}_over_eager"] = max(first, second, key=lambda ratio: ratio.value)
+    best = {f"w4_{phase}_over_eager": fastest(ratios, phase) for phase in ("decode", "prefill")}
     publish(
         "language_programs", "Language programs beside the eager model, one thread",
         ("call", "contender", "tokens/s", f"speed over eager: {SPREAD}"), rows, best | ratios,
