@@ -1,6 +1,6 @@
 """Text on its way to a model: documents become tokens, tokens become batches.
 
-Files come in through `sources`; `tokenizer` turns their text into ids; `corpus` keeps these in shards on disk; `site_split`
-picks the documents of one federated site. Out go the batches of `data_module`, as `data_settings` says. Open `data_module`
-first.
+Files come in through `sources` (Mosaic data shards through `mds`); `tokenizer` turns their text into ids; `corpus` keeps these
+in shards on disk; `site_split` picks the documents of one federated site. Out go the batches of `data_module`, as
+`data_settings` says. Open `data_module` first.
 """

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from arclight.fabric.extras import require
+from arclight.text.data.mds import MDSError, is_mds, read_column, shards_of
 
 STDLIB = "stdlib"
 """The source that every machine has: the Python standard library's own modules, without its tests."""
@@ -46,7 +47,8 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
     where: ``"stdlib"``; a file; or a folder, all of whose files are read in the order of their names (those that begin
     with a dot are not). By its name a file is JSON lines (.jsonl, .ndjson), Parquet (.parquet), an archive of text files
     (.tar, .tgz, .tar.gz) or one document of plain text, UTF-8; lines and text may be compressed (.gz). A folder that HF
-    ``datasets`` has saved is read as such. field: the field of a row that holds the text.
+    ``datasets`` has saved is read as such, and so is one of MDS shards (`arclight.text.data.mds`). field: the field of a row
+    that holds the text.
     Raises SourceError for what cannot be read, FileNotFoundError for what is not there.
     """
     for path in files(where):
@@ -70,7 +72,7 @@ def files(where: str | Path) -> list[Path]:
         return sorted(found, key=lambda p: p.relative_to(root).parts)
     if not root.exists():
         raise FileNotFoundError(f'{root} does not exist: data is "{STDLIB}", a file or a folder')
-    if root.is_file() or _is_saved_dataset(root):
+    if root.is_file() or _is_saved_dataset(root) or is_mds(root):
         return [root]
     inside = sorted(
         (p for p in root.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(root).parts)),
@@ -116,8 +118,10 @@ _Reader = Callable[[Path, str], Iterator[tuple[str, str]]]
 
 def _reader(path: Path) -> _Reader:
     if path.is_dir():
-        return _saved_dataset
+        return _saved_dataset if _is_saved_dataset(path) else _mds
     name = path.name.lower()
+    if name.endswith((".mds", ".mds.zst", ".mds.zstd")):
+        raise SourceError(f"{path} is a shard of a folder: give the folder itself, whose index.json lists it")
     if name.endswith((".tar", ".tgz", ".tar.gz")):
         return _archive
     if name.endswith(_UNPACK_FIRST):
@@ -208,6 +212,16 @@ def _archive(path: Path, field: str) -> Iterator[tuple[str, str]]:
             if file is not None:
                 place = f"{path}, {member.name}"
                 yield place, _decode(file.read(), place)
+
+
+def _mds(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    try:
+        for shard in shards_of(path):
+            for place, value in read_column(shard, field):
+                text = _decode(value, place) if isinstance(value, bytes) else value
+                yield place, _text_of({field: text}, field, place)
+    except MDSError as error:
+        raise SourceError(str(error)) from error
 
 
 def _saved_dataset(path: Path, field: str) -> Iterator[tuple[str, str]]:
