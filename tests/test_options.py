@@ -22,7 +22,16 @@ from arclight.deploy.settings import Quantization
 from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim import ADOPT, QHADOPT, SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
-from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
+from arclight.trainer.callbacks.settings import (
+    EMA,
+    Activations,
+    Checkpointing,
+    Curvature,
+    Diloco,
+    Guard,
+    Stopping,
+    Timeline,
+)
 
 SOURCE = Path(arclight.__file__).parent
 ROOMS = (
@@ -194,6 +203,7 @@ SPECIAL: dict[tuple[type, str], Any] = {
     (Muon, "others"): AdamW(lr=0.5), (Muon, "not_hidden"): "^blocks", (Muon, "stacks"): "^none$", (Stopping, "monitor"): "val/other",
     (NorMuon, "others"): AdamW(lr=0.5), (NorMuon, "not_hidden"): "^blocks", (NorMuon, "stacks"): "^none$",
     (WSD, "shape"): "1-sqrt", (Constant, "warmup"): 0.4, (Guard, "policy"): "stop", (EMA, "decay"): 0.5, (Checkpointing, "save_top_k"): -1,
+    (Activations, "modules"): "model",
 }  # fmt: skip
 
 
@@ -277,7 +287,9 @@ def plain(value: Any, depth: int = 3) -> Any:
     return type(value).__name__
 
 
-@pytest.mark.parametrize(("cls", "name"), changes(Checkpointing, Stopping, EMA, Guard, Timeline, Diloco))
+@pytest.mark.parametrize(
+    ("cls", "name"), changes(Checkpointing, Stopping, EMA, Guard, Timeline, Diloco, Activations, Curvature)
+)
 def test_every_option_of_a_callbacks_settings_reaches_it(cls: Any, name: str) -> None:
     def made(settings: Any) -> Any:
         stepwise = settings.build_stepwise() if cls is Checkpointing else None

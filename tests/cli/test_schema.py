@@ -55,7 +55,7 @@ for task, setting in settings:
     if setting.path in tables or setting.path.endswith(".kind"):
         continue
     if not any(
-        name in setting.path for name in ("groups", ".mix", "loggers")
+        name in setting.path for name in ("groups", ".mix", "loggers", "monitors")
     ):  # lists of tables have tests of their own
         first = setting.path.partition(".")[0]
         FIELDS[task if first == "task" else first].append((task, setting))

@@ -151,7 +151,15 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
     from arclight import LearningRateMonitor
 
     # the guard first: others must see only what it lets pass
-    parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.timeline, recipe.checkpoint]
+    parts = [
+        recipe.guard,
+        recipe.diloco,
+        recipe.ema,
+        recipe.stopping,
+        recipe.timeline,
+        *recipe.monitors,
+        recipe.checkpoint,
+    ]
     stepwise = recipe.checkpoint.build_stepwise()
     made: list[Callback] = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
     return made if stepwise is None else [*made, stepwise]

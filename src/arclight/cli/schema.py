@@ -12,7 +12,16 @@ from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
 from arclight.text.settings import LanguageTask
-from arclight.trainer.callbacks.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline
+from arclight.trainer.callbacks.settings import (
+    EMA,
+    Activations,
+    Checkpointing,
+    Curvature,
+    Diloco,
+    Guard,
+    Stopping,
+    Timeline,
+)
 from arclight.trainer.loggers.settings import CSV, ClearML, Comet, MLflow, TensorBoard, Wandb
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision.tasks.settings import (
@@ -50,6 +59,8 @@ class TrainingRun(Checked):
     """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
+    monitors: tuple[Activations | Curvature, ...] = ()
+    """What is measured each n-th step, each a table [[monitors]]; or kind = "package.module:Class", settings of your own with build()."""
     loggers: tuple[TensorBoard | Wandb | MLflow | Comet | ClearML | CSV, ...] = ()
     """Loggers beside the run folder's metrics.csv, each a table [[loggers]]; or kind = "package.module:Class", a Logger of your own."""
     search: dict[str, Any] | None = None

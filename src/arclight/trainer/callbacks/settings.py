@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
     from arclight.trainer.callbacks.early_stopping import EarlyStopping
     from arclight.trainer.callbacks.loss_guard import LossGuard
+    from arclight.trainer.callbacks.monitoring.activation_monitor import ActivationMonitor
+    from arclight.trainer.callbacks.monitoring.curvature_monitor import CurvatureMonitor
     from arclight.trainer.callbacks.monitoring.pipeline_timeline import PipelineTimeline
     from arclight.trainer.callbacks.weights.diloco import DiLoCo
     from arclight.trainer.callbacks.weights.weight_averaging import EMAWeightAveraging
@@ -148,6 +150,34 @@ class Timeline(Checked):
         from arclight.trainer.callbacks.monitoring.pipeline_timeline import PipelineTimeline
 
         return PipelineTimeline(self.after, self.steps, activations=self.activations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curvature(Checked):
+    """Log Barzilai-Borwein step sizes and the Lipschitz constant of the gradient, from two consecutive steps."""
+
+    every_n_steps: PositiveInt = 50
+    """Measure each n-th optimizer step."""
+
+    def build(self) -> CurvatureMonitor:
+        from arclight.trainer.callbacks.monitoring.curvature_monitor import CurvatureMonitor
+
+        return CurvatureMonitor(self.every_n_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations(Checked):
+    """Log norms and kurtosis of what modules give out."""
+
+    every_n_steps: PositiveInt = 50
+    """Measure each n-th optimizer step."""
+    modules: str = ""
+    """Regular expression of the modules' names; empty: the model's repeated blocks."""
+
+    def build(self) -> ActivationMonitor:
+        from arclight.trainer.callbacks.monitoring.activation_monitor import ActivationMonitor
+
+        return ActivationMonitor(self.every_n_steps, self.modules)
 
 
 @dataclass(frozen=True, kw_only=True)
