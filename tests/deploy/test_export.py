@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy import DynamicInt8, ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
 from arclight.deploy.formats import export as exporting
 
 
@@ -267,4 +267,53 @@ class Untranslatable(nn.Module):
 def test_what_onnx_cannot_express_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="bessel_j0"):
         export(Untranslatable(), tmp_path / "p.onnx", example_inputs=torch.randn(3, 4))
+    assert leftovers(tmp_path) == []
+
+
+class Masked(nn.Module):
+    """Logits; columns from ``first`` on are ``value``."""
+
+    def __init__(self, first: int, value: float = float("-inf")) -> None:
+        super().__init__()
+        self.layer, self.value = nn.Linear(4, 4), value
+        self.register_buffer("mask", torch.arange(4) >= first)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, self.layer(x).masked_fill(self.mask, self.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "value", "kind"), [(0, float("-inf"), "infinite in 4 of 4"), (3, float("nan"), "NaN in 1 of 4")]
+)
+def test_outputs_of_which_nothing_can_be_told_are_refused(first: int, value: float, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=f"output logits of the reference is {kind} values"):
+        export(
+            Masked(first, value), tmp_path / "p.onnx", example_inputs=torch.rand(3, 4), output_names=["shifted", "logits"]
+        )  # fmt: skip
+    assert leftovers(tmp_path) == []
+    with pytest.raises(QuantizeError, match="output 1 of the reference"):
+        quantize(Masked(first, value), recipe=DynamicInt8(min_sqnr_db=0), example=torch.rand(3, 4))
+
+
+def test_infinite_masks_are_left_out_of_what_is_compared(tmp_path: Path) -> None:
+    model, x = Masked(2), torch.rand(3, 4)
+    program = export(model, tmp_path / "p.onnx", example_inputs=x, output_names=["shifted", "logits"])
+    largest = program.metadata["parity"]["outputs"]["logits"]["largest"]
+    assert largest == pytest.approx(float(model.layer(x)[:, :2].detach().abs().max()))
+
+
+@pytest.mark.parametrize(("first", "value"), [(3, float("-inf")), (2, float("inf")), (2, float("nan")), (4, 0.0)])
+def test_a_program_with_other_infinities_than_its_model_is_refused(
+    first: int, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    whole, model = exporting.capture, Masked(2)
+
+    def capture(module: nn.Module, example: tuple[Tensor, ...], **options: bool) -> object:
+        broken = Masked(first, value)
+        broken.layer = module.layer
+        return whole(broken, example, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exporting, "capture", capture)
+    with pytest.raises(ExportError, match="output logits is NaN or infinite in other places"):
+        export(model, tmp_path / "p.onnx", example_inputs=torch.rand(3, 4), output_names=["shifted", "logits"])
     assert leftovers(tmp_path) == []

@@ -32,8 +32,9 @@ def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts
 
     Compared together, a large one would hide a small one.
 
-    Without ``parts`` the names are the places of the outputs: "0", "1". Raises ValueError where shapes differ or a
-    finite value has no finite counterpart.
+    Without ``parts`` the names are the places of the outputs: "0", "1". Values that are infinite in both, as masks are, are
+    left out. Raises ValueError where shapes differ, where a value is NaN, or infinite on one side alone, and where no value
+    of the reference is finite.
     """
     shapes, expected = [tuple(o.shape) for o in outputs], [tuple(r.shape) for r in reference]
     if shapes != expected:
@@ -83,8 +84,14 @@ def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tenso
 def _compare(reference: Tensor, output: Tensor, name: str) -> Parity:
     wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
     finite = wanted.isfinite()
-    if not torch.equal(finite, given.isfinite()):
-        raise ValueError(f"output {name} and its reference are infinite or NaN in different places")
+    if len(wanted) and (wanted.isnan().any() or not finite.any()):
+        kind = "NaN" if wanted.isnan().any() else "infinite"
+        raise ValueError(
+            f"output {name} of the reference is {kind} in {int((~finite).sum())} of {len(wanted)} values, so nothing can be told "
+            "from it: give inputs on which the model computes finite values, or mend its weights"
+        )
+    if not torch.equal(finite, given.isfinite()) or not torch.equal(wanted[~finite], given[~finite]):
+        raise ValueError(f"output {name} is NaN or infinite in other places than its reference")
     wanted, given = wanted[finite], given[finite]
     difference = given - wanted
     signal, noise = wanted.square().sum(), difference.square().sum()

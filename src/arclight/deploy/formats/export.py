@@ -357,7 +357,9 @@ def _parity(
             for name, parity in compare(expected, outputs, named).items():
                 found.setdefault(name, []).append(parity)
         except ValueError as error:
-            raise ExportError(f"the program does not compute what the model computes at {which}: {error}") from error
+            raise ExportError(
+                f"the program cannot be accepted for what the model computes at {which}: {error}"
+            ) from error
     return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
 
 

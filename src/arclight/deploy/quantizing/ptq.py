@@ -210,7 +210,7 @@ def quantize(
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
-    expected = _run(reference, batches[0] if batches else inputs)
+    _check_runs(reference, batches[0] if batches else inputs)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
@@ -221,19 +221,16 @@ def quantize(
     quantized = source.quantized(recipe)
     if metric is not None:
         quantized = _within(source, quantized, metric, max_drop)
-    judged = source.judged
-    with torch.no_grad():
-        found = compare(expected, as_outputs(quantized(*judged)), parts)
-    quantized.sqnr_db = accept(found, recipe.min_sqnr_db)
+    quantized.sqnr_db = accept(distances(reference, quantized, source.judged, parts), recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
 
 
-def _run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """Return the outputs of the float model; QuantizeError where it does not take ``inputs``, before torch traces it."""
+def _check_runs(model: nn.Module, inputs: Inputs) -> None:
+    """Raise QuantizeError where the float model does not take ``inputs``, before torch traces it."""
     try:
         with torch.no_grad():
-            return as_outputs(model(*inputs))
+            as_outputs(model(*inputs))
     except Exception as error:  # the model's own
         given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
         raise QuantizeError(
@@ -601,6 +598,18 @@ def _place(node: Node) -> str:
 def _in_float32(inputs: Inputs) -> Inputs:
     """Return ``inputs`` as the float32 copy of a model takes them."""
     return tuple(value.float() if value.is_floating_point() else value for value in inputs)
+
+
+@torch.no_grad()
+def distances(
+    reference: nn.Module, quantized: QuantizedModel, inputs: Inputs, parts: Parts | None
+) -> dict[str, Parity]:  # fmt: skip
+    """Compare every output of both models on ``inputs``; QuantizeError where one is NaN or infinite."""
+    wanted, given = as_outputs(reference(*inputs)), as_outputs(quantized(*inputs))
+    try:
+        return compare(wanted, given, parts)
+    except ValueError as error:
+        raise QuantizeError(f"the quantized model cannot be compared with the float model: {error}") from error
 
 
 def accept(found: Mapping[str, Parity], least_db: float) -> float:

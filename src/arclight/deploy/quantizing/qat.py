@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
-    as_outputs,
     batch_size,
     check_shared_batch,
     dimensions_to_export,
@@ -25,12 +24,12 @@ from arclight.deploy.capture import (
     resized,
 )
 from arclight.deploy.errors import ExportError, QuantizeError
-from arclight.deploy.parity import Parts, compare
+from arclight.deploy.parity import Parts
 from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
-from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, placement
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, placement
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
 
 aten = torch.ops.aten
@@ -199,9 +198,7 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
     start = time.perf_counter()
     quantized = _converted(prepared)
     example, reference = quantized.example, quantized.reference
-    with torch.no_grad():
-        found = compare(as_outputs(reference(*example)), as_outputs(quantized(*example)), parts)
-    quantized.sqnr_db = accept(found, prepared.recipe.min_sqnr_db)
+    quantized.sqnr_db = accept(distances(reference, quantized, example, parts), prepared.recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
 

@@ -166,7 +166,7 @@ def compare_nodes(twin: GraphModule, program: GraphModule, inputs: Inputs) -> di
     return {
         shared[name]: compare([value], [given[name]])["0"]
         for name, value in wanted.items()
-        if value.is_floating_point() and name in given
+        if value.is_floating_point() and name in given and not value.isnan().any() and value.isfinite().any()
     }
 
 
