@@ -170,7 +170,7 @@ def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
     [
         ("export own_net:Silent --out p.onnx", "Silent has neither forward nor a network called model"),
         ("export own_net:Net --out p.onnx", "Net does not say what it takes: set example_input_array, name its data, or define"),
-        ("export own_net:Unnamed --data own_net:Points --out p.onnx", "torch.export cannot capture the model"),
+        ("export own_net:Unnamed --data own_net:Points --out p.onnx", "the model cannot be run on the example inputs (float32"),
         ("export own_net:Net --out p.onnx --model.hiden 3", "--model.hiden"),
         ("export own_net:Net --out p --format pt2", "pt2 programs are loaded only if somebody who is trusted signed them"),
         ("export own_net:Net --out p --format executorch", "format 'executorch' is not written: ExecuTorch"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arclight.deploy import DynamicInt8, ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy.capture import check_runs
 from arclight.deploy.formats import export as exporting
 
 
@@ -317,3 +318,27 @@ def test_a_program_with_other_infinities_than_its_model_is_refused(
     with pytest.raises(ExportError, match="output logits is NaN or infinite in other places"):
         export(model, tmp_path / "p.onnx", example_inputs=torch.rand(3, 4), output_names=["shifted", "logits"])
     assert leftovers(tmp_path) == []
+
+
+def test_an_example_that_the_model_cannot_take_is_named(affine: nn.Module, tmp_path: Path) -> None:
+    pixels = torch.randint(0, 256, (3, 4), dtype=torch.uint8)
+    with pytest.raises(ExportError, match=r"cannot be run on the example inputs \(uint8 \(3, 4\)\): .*dtype"):
+        export(affine, tmp_path / "p.onnx", example_inputs=pixels)
+    with pytest.raises(ExportError, match=r"cannot be run on the example inputs \(float32 \(3, 5\)\): .*shapes"):
+        export(affine, tmp_path / "p.onnx", example_inputs=torch.rand(3, 5))
+    assert leftovers(tmp_path) == []
+
+
+def test_a_trial_run_leaves_the_model_as_it_is() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    counter, x = Counter(), torch.rand(3, 4)
+    check_runs(counter, (x,))
+    assert counter.calls == 0

@@ -35,6 +35,23 @@ def as_outputs(outputs: Any) -> list[Tensor]:
     return flat
 
 
+def check_runs(model: nn.Module, inputs: Inputs) -> None:
+    """Raise ExportError where ``model`` cannot be run on ``inputs``, which the capture does not always notice.
+
+    A copy runs, with the same parameters: a model may count its calls in buffers.
+    """
+    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    try:
+        with torch.no_grad():
+            trial(*inputs)
+    except Exception as error:  # the model's own
+        described = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
+        raise ExportError(
+            f"the model cannot be run on the example inputs ({described}): {error}; give example_inputs of the types and shapes that "
+            "its float32 copy takes, or let it cast them"
+        ) from error
+
+
 def batch_size(inputs: Inputs) -> int:
     """Return how many samples ``inputs`` hold; ExportError if it is none."""
     if any(value.dim() and not len(value) for value in inputs):

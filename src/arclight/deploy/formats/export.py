@@ -30,6 +30,7 @@ from arclight.deploy.capture import (
     as_outputs,
     batch_size,
     capture,
+    check_runs,
     free_dimensions,
     free_sizes,
     frozen_copy,
@@ -119,6 +120,7 @@ def export(
     _require_packages(runtime)
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
+    check_runs(module, inputs)
     captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
     with _disk_named(path), _staging(path) as staging:
