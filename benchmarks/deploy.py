@@ -74,10 +74,10 @@ def speed(quick: bool) -> tuple[Rows, Figures]:
         calls: dict[str, Callable[[], Any]] = {"eager": lambda: _called(model, image)}
         calls |= {label: lambda program=program: program(image) for label, program in programs.items()}  # type: ignore[misc]
         times = timed_in_turns(calls, 3 if quick else 25)
-    rows = [
-        (f"{name}, {side} px, {label}: CPU ms", f"{1000 * sorted(own)[len(own) // 2]:.1f}", "1" if label == "eager" else f"{paired(times['eager'], own)} of eager's speed")
-        for label, own in times.items()
-    ]  # fmt: skip
+    rows = []
+    for label, own in times.items():
+        beside = "1" if label == "eager" else f"{paired(times['eager'], own)} of eager's speed"
+        rows.append((f"{name}, {side} px, {label}: CPU ms", f"{1000 * sorted(own)[len(own) // 2]:.1f}", beside))
     int8 = times["OpenVINO int8"]
     return rows, {
         "int8_over_eager": paired(times["eager"], int8),
