@@ -143,6 +143,8 @@ def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
     """Serve ``app`` from a thread; gives its address. Raises TimeoutError where it does not start in time."""
     uvicorn = require("uvicorn", extra="serve")
     with socket.create_server((host, port)) as listener:
+        # connections inherit it; asyncio sets it only where the socket names its protocol, which this one does not
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="servable", daemon=True)
         thread.start()

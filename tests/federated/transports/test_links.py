@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 import threading
 import time
 import uuid
@@ -32,7 +33,7 @@ from arclight.federated.protocol import (
     WorkRequest,
 )
 from arclight.federated.transports.http_client import HttpLink
-from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.http_server import HttpServer, bind
 from arclight.federated.transports.keys import NodeKey, make_certificate
 from arclight.federated.transports.link import InProcessLink, Link
 from arclight.federated.transports.settings import Listening
@@ -248,3 +249,10 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     while left := {thread.name for thread in threading.enumerate()} - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
+
+
+def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

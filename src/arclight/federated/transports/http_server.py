@@ -182,9 +182,12 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError where the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        bound = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror}") from error
+    # connections inherit it; asyncio sets it only where the socket names its protocol, which this one does not
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return bound
 
 
 def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
