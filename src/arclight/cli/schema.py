@@ -11,7 +11,7 @@ from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
-from arclight.text.settings import LanguageTask
+from arclight.text.settings import Experts, LanguageTask
 from arclight.trainer.callbacks.settings import (
     EMA,
     Activations,
@@ -59,7 +59,7 @@ class TrainingRun(Checked):
     """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
-    monitors: tuple[Activations | Curvature, ...] = ()
+    monitors: tuple[Activations | Curvature | Experts, ...] = ()
     """What is measured each n-th step, each a table [[monitors]]; or kind = "package.module:Class", settings of your own with build()."""
     loggers: tuple[TensorBoard | Wandb | MLflow | Comet | ClearML | CSV, ...] = ()
     """Loggers beside the run folder's metrics.csv, each a table [[loggers]]; or kind = "package.module:Class", a Logger of your own."""

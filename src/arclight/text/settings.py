@@ -16,6 +16,7 @@ from arclight.text.data.site_split import SiteShare, Source
 from arclight.text.evaluation.suite_settings import Evaluation
 
 if TYPE_CHECKING:
+    from arclight.text.callbacks.expert_monitor import ExpertMonitor
     from arclight.trainer import DataModule, Module
 
 
@@ -31,6 +32,19 @@ class Sampling(Checked):
     """Divides the logits; 0 takes the likeliest token."""
     top_p: PositiveFraction = 0.95
     """Draw from the likeliest tokens that hold this share of probability, in (0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Checked):
+    """Log how layers choose their experts, and how alike experts and routers are."""
+
+    every_n_steps: PositiveInt = 50
+    """Measure each n-th optimizer step."""
+
+    def build(self) -> ExpertMonitor:
+        from arclight.text.callbacks.expert_monitor import ExpertMonitor
+
+        return ExpertMonitor(self.every_n_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

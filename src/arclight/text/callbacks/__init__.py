@@ -1,1 +1,1 @@
-"""Callbacks of language runs that recipes switch on: evaluation of a suite while training."""
+"""Callbacks of language runs that recipes switch on: evaluation of a suite while training, measures of experts."""
