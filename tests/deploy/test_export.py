@@ -342,3 +342,41 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
     counter, x = Counter(), torch.rand(3, 4)
     check_runs(counter, (x,))
     assert counter.calls == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affine: nn.Module, tmp_path: Path) -> None:
+    x = torch.randn(3, 4).to(dtype)
+    affine.to(dtype)
+    program = export(affine, tmp_path / "p.onnx", example_inputs=x, comparisons={"more": x.repeat(2, 1)})
+    assert affine.layer.weight.dtype == dtype
+    assert (program.inputs[0].dtype, program.outputs[0].dtype) == ("float32", "float32")
+    wanted = np.tanh(
+        x.double().numpy() @ affine.layer.weight.detach().double().numpy().T
+        + affine.layer.bias.detach().double().numpy()
+    )
+    np.testing.assert_allclose(program(x.float().numpy()), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_quantized_models_are_exported_on_the_inputs_they_were_quantized_on(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = torch.randn(8, 32).to(dtype)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
+    program = export(quantize(model, recipe=DynamicInt8(), example=x), tmp_path / "p.onnx", example_inputs=x)
+    assert program.inputs[0].dtype == "float32"
+
+
+def test_a_float32_model_keeps_the_types_of_its_inputs(tmp_path: Path) -> None:
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.layer(x) + time.frac().float()
+
+    inputs = (torch.randn(3, 4), torch.full((3, 1), 1e9 + 0.25, dtype=torch.float64))
+    program = export(Rounded(), tmp_path / "p.onnx", example_inputs=inputs)
+    assert [spec.dtype for spec in program.inputs] == ["float32", "float64"]
+    with pytest.raises(ExportError, match=r"example inputs \(float64 \(3, 4\), float64 \(3, 1\)\)"):
+        export(Rounded(), tmp_path / "no.onnx", example_inputs=(inputs[0].double(), inputs[1]))

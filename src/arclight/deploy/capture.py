@@ -81,6 +81,21 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
 
 
+def in_float32(inputs: Inputs) -> Inputs:
+    """Return ``inputs`` with every floating-point one in float32."""
+    return tuple(value.float() if value.is_floating_point() else value for value in inputs)
+
+
+def as_copy_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Return ``inputs`` as the `frozen_copy` of ``model`` takes them: those in a type that it was cast from are float32.
+
+    bfloat16 is cast for every model, as NumPy, which programs take, has none.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    cast = {value.dtype for value in tensors if value.is_floating_point()} | {torch.bfloat16}
+    return tuple(value.float() if value.dtype in cast else value for value in inputs)
+
+
 FreeDimensions = Sequence[Mapping[int, str]]
 """For each input, the dimensions that may have any size, and their names; equal names stand for equal sizes."""
 

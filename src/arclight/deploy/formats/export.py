@@ -26,6 +26,7 @@ from arclight.checkpoint import files
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
+    as_copy_inputs,
     as_inputs,
     as_outputs,
     batch_size,
@@ -34,6 +35,7 @@ from arclight.deploy.capture import (
     free_dimensions,
     free_sizes,
     frozen_copy,
+    in_float32,
     resized,
     with_sizes,
 )
@@ -97,7 +99,8 @@ def export(
 
     A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of
     the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more
-    samples, the more is compared. ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the batch:
+    samples, the more is compared. A program computes in float32: inputs in another type that the model's weights have are taken in that.
+    ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the batch:
     ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further
     inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is empty there may be
     so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
@@ -114,12 +117,13 @@ def export(
     target = quantized.target if quantized else None
     path, form = destination(path, format, target)
     key = _signing_key(sign, path, form)
-    described, inputs = _callers_metadata(metadata), as_inputs(example_inputs)
+    described, inputs = _callers_metadata(metadata), _taken(model, example_inputs)
     precision = precision_of(quantized.recipe) if quantized else "fp32"
     runtime = runtime_of(form, precision, target)
     _require_packages(runtime)
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
-    sizes = _Sizes.of(quantized.reference if quantized else module, inputs, comparisons or {}, dynamic, dynamic_batch)
+    compared = {name: _taken(model, batch) for name, batch in (comparisons or {}).items()}
+    sizes = _Sizes.of(quantized.reference if quantized else module, inputs, compared, dynamic, dynamic_batch)
     check_runs(module, inputs)
     captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
@@ -137,6 +141,12 @@ def export(
         draft.publish(described)
     log.info("%s: %s", path, described["parity"])
     return Program.load(path, device="cpu", trusted=[key.public] if key else None)
+
+
+def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) -> Inputs:
+    """Return ``batch`` as the float32 program of ``model`` takes it."""
+    inputs = as_inputs(batch)
+    return in_float32(inputs) if isinstance(model, QuantizedModel) else as_copy_inputs(model, inputs)
 
 
 def _require_packages(runtime: Runtime) -> None:
@@ -274,12 +284,11 @@ class _Sizes:
         cls,
         model: nn.Module,
         inputs: Inputs,
-        comparisons: Mapping[str, Tensor | Sequence[Tensor]],
+        compared: Mapping[str, Inputs],
         dynamic: Mapping[str, Mapping[int, str]] | None,
         dynamic_batch: bool,
     ) -> _Sizes:
         samples = batch_size(inputs)
-        compared = {name: as_inputs(more) for name, more in comparisons.items()}
         empty = (more for more in compared.values() if any(0 in value.shape for value in more))
         example = next(empty, inputs)  # what may be empty is told from it
         if dynamic is not None:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, free_dimensions, frozen_copy, quiet
+from arclight.deploy.capture import (
+    Inputs,
+    as_inputs,
+    as_outputs,
+    capture,
+    free_dimensions,
+    frozen_copy,
+    in_float32,
+    quiet,
+)
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.programs import processor
@@ -433,7 +442,7 @@ def _inputs(
                 f"{type(recipe).__name__} takes ranges of activations from calibration batches, and none were given"
             )
         batches = _batches(calibration, recipe.calibration_batches)
-        return (_in_float32(as_inputs(example)) if example is not None else batches[0]), batches
+        return (in_float32(as_inputs(example)) if example is not None else batches[0]), batches
     if calibration is not None:
         raise QuantizeError(
             f"{type(recipe).__name__} takes no calibration data, and would ignore what was given: leave it out, and give example="
@@ -442,7 +451,7 @@ def _inputs(
         raise QuantizeError(
             f"{type(recipe).__name__} needs example=, inputs on which the model is captured and compared"
         )
-    inputs = _in_float32(as_inputs(example))
+    inputs = in_float32(as_inputs(example))
     if any(value.is_floating_point() and not value.isfinite().all() for value in inputs):
         raise QuantizeError("the example holds NaN or infinite values: the models cannot be compared on it")
     return inputs, []
@@ -595,11 +604,6 @@ def _place(node: Node) -> str:
     return f"layer {module_name(node)!r} ({node.target})" if module_name(node) else f"the model's own {node.target}"
 
 
-def _in_float32(inputs: Inputs) -> Inputs:
-    """Return ``inputs`` as the float32 copy of a model takes them."""
-    return tuple(value.float() if value.is_floating_point() else value for value in inputs)
-
-
 @torch.no_grad()
 def distances(
     reference: nn.Module, quantized: QuantizedModel, inputs: Inputs, parts: Parts | None
@@ -631,7 +635,7 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
     batches: list[Inputs] = []
     for i, batch in enumerate(itertools.islice(calibration, most)):
         try:
-            inputs = _in_float32(as_inputs(batch))
+            inputs = in_float32(as_inputs(batch))
         except TypeError as error:
             raise QuantizeError(f"calibration batch {i}: {error}") from error
         if any(value.numel() == 0 for value in inputs):
