@@ -91,7 +91,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
             "train --sed 3",
             "arclight: the recipe cannot be used:\n"
             "  --sed is not a field of Recipe; did you mean --seed?\n"
-            "  task is missing; Recipe needs it: detection | segmentation | pose | obb | classification | language | "
+            "  task is missing; Recipe needs it: detection | segmentation | pose | corners | obb | classification | language | "
             "sequence-classification | token-classification | extractive-qa\n",
         ),
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),

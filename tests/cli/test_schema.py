@@ -14,6 +14,7 @@ from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTas
 from arclight.text.settings import LanguageTask
 from arclight.vision.tasks.settings import (
     ClassificationTask,
+    CornersTask,
     DetectionTask,
     OrientedDetectionTask,
     PoseTask,
@@ -25,6 +26,7 @@ TASKS = {
     "detection": DetectionTask,
     "segmentation": SegmentationTask,
     "pose": PoseTask,
+    "corners": CornersTask,
     "obb": OrientedDetectionTask,
     "classification": ClassificationTask,
     "language": LanguageTask,
@@ -33,7 +35,10 @@ TASKS = {
     "extractive-qa": AnswerTask,
 }
 BASE: dict[str, dict[str, object]] = {
-    **{kind: {"kind": kind, "data": "x"} for kind in ("detection", "segmentation", "pose", "obb", "classification")},
+    **{
+        kind: {"kind": kind, "data": "x"}
+        for kind in ("detection", "segmentation", "pose", "corners", "obb", "classification")
+    },
     "language": {"kind": "language"},
     **{
         kind: {"kind": kind, "train": "x", "val": "x"}

@@ -62,6 +62,14 @@ def corner_row(shape: Shape) -> str:
     return f"{shape.label} " + " ".join(f"{(v + 0.5) / SIDE:.6f}" for v in shape.turned.flatten())
 
 
+def cornered_row(shape: Shape) -> str:
+    """The box around the rectangle that `draw_turned` draws, and its four corners in turn."""
+    points = (shape.turned + 0.5) / SIDE
+    low, high = points.min(0), points.max(0)
+    numbers = (*(low + high) / 2, *(high - low), *(value for point in points for value in (*point, 2)))
+    return f"{shape.label} " + " ".join(f"{value:.6f}" for value in numbers)
+
+
 def keypoint_row(shape: Shape) -> str:
     """Middle, upper and right end of the shape; the right end of every other one is not labelled."""
     points = [shape.centre, shape.centre - (0, shape.radius), shape.centre + (shape.radius, 0)]
@@ -80,7 +88,7 @@ def draw_objects(
         for number in range(count):
             image = rng.integers(90, 140, (SIDE, SIDE, 3)).astype(np.uint8)
             shape = Shape(rng, number % 2)
-            (shape.draw_turned if row is corner_row else shape.draw)(image)
+            (shape.draw_turned if row in (corner_row, cornered_row) else shape.draw)(image)
             assert cv2.imwrite(str(root / "images" / split / f"{number}.png"), image[:, :, ::-1])
             (root / "labels" / split / f"{number}.txt").write_text(row(shape) + "\n")
     (root / "data.yaml").write_text(f"train: images/train\nval: images/val\nnames: [{', '.join(NAMES)}]\n{head}")

@@ -37,8 +37,10 @@ FUSED_SEGMENTERS = {
 }  # fmt: skip
 
 
-OWN = {f"arc-{size}" for size in "nsmlx"} | {f"yolov5{size}-{task}" for size in "nsmlx" for task in ("pose", "obb")}
-# see test_one_to_one, test_pose, test_obb
+OWN = {f"arc-{size}" for size in "nsmlx"} | {
+    f"yolov5{size}-{task}" for size in "nsmlx" for task in ("pose", "corners", "obb")
+}
+# see test_one_to_one, test_pose, test_corners, test_obb
 
 
 def test_all_are_known() -> None:

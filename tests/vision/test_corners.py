@@ -17,13 +17,14 @@ from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import read_data_yaml
 from arclight.vision.data.dataset import DetectionDataset, collate
 from arclight.vision.keypoints import keypoint_similarity, numberings, sigmas_of
-from arclight.vision.models.loss import assign, assign_levels, keypoint_loss
+from arclight.vision.models.loss import KeypointOptions, assign, assign_levels, keypoint_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.detection import PoseEstimator
 from arclight.vision.tasks.settings import PoseTask
 
 NAN = float("nan")
+CYCLIC = KeypointOptions(cyclic=True)
 STILL = {"mosaic": 0.0, "translate": 0.0, "scale": 0.0, "hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
 TARGETS = torch.tensor(
     [
@@ -88,11 +89,11 @@ def cyclic_loss_by_hand(
 def test_cyclic_loss_is_that_of_the_best_of_all_shifts(dims: int) -> None:
     model, levels = outputs(dims)
     matches = assign_levels(levels, TARGETS, model.anchors)
-    found = keypoint_loss(levels, TARGETS, matches, 2, (4, dims), (0.25,) * 4, cyclic=True)
+    found = keypoint_loss(levels, TARGETS, matches, 2, (4, dims), (0.25,) * 4, CYCLIC)
     expected = cyclic_loss_by_hand(levels, model.anchors, TARGETS, dims, 0.25)
     torch.testing.assert_close(found, expected, check_dtype=False)
     for shift in range(1, 4):
-        again = keypoint_loss(levels, shifted(TARGETS, shift), matches, 2, (4, dims), (0.25,) * 4, cyclic=True)
+        again = keypoint_loss(levels, shifted(TARGETS, shift), matches, 2, (4, dims), (0.25,) * 4, CYCLIC)
         torch.testing.assert_close(again, found)
     places = [
         keypoint_loss(levels, shifted(TARGETS, shift), matches, 2, (4, dims), (0.25,) * 4)[0] for shift in range(4)
@@ -244,6 +245,8 @@ def test_a_mirror_turns_the_corners_round_and_the_shift_does_not_matter(tmp_path
     losses = {}
     for name, cyclic in itertools.product(rows, (True, False)):
         matches = assign_levels(levels, rows[name], model.anchors)
-        losses[name, cyclic] = keypoint_loss(levels, rows[name], matches, 1, (4, 3), sigmas_of(4), cyclic)
+        losses[name, cyclic] = keypoint_loss(
+            levels, rows[name], matches, 1, (4, 3), sigmas_of(4), KeypointOptions(cyclic)
+        )
     torch.testing.assert_close(losses["pairs", True], losses["across", True])
     assert (losses["pairs", False][0] - losses["across", False][0]).abs() > 1e-4

@@ -12,7 +12,7 @@ import torch
 from tests import warm
 from tests.test_readme import ROOT, block
 from tests.vision.conftest import write_dataset
-from tests.vision.drawn import corner_row, draw_folders, draw_objects, keypoint_row, polygon_row
+from tests.vision.drawn import corner_row, cornered_row, draw_folders, draw_objects, keypoint_row, polygon_row
 from tests.vision.mjpeg import Camera
 
 import arclight as al
@@ -92,10 +92,11 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
 def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the section run one after the other, on drawn shapes and for a step."""
     shown = commands("Tasks")
-    assert len(shown) == 13
+    assert len(shown) == 15
     monkeypatch.chdir(tmp_path)
     draw_objects(Path("shapes"), polygon_row)
     draw_objects(Path("dots"), keypoint_row, head="kpt_shape: [3, 3]\n")
+    draw_objects(Path("codes"), cornered_row, head="kpt_shape: [4, 3]\n")
     draw_objects(Path("turned"), corner_row, same=False)
     draw_folders(Path("folders"))
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vision.drawn import box_row, corner_row, draw_folders, draw_objects, keypoint_row, polygon_row
+from tests.vision.drawn import box_row, corner_row, cornered_row, draw_folders, draw_objects, keypoint_row, polygon_row
 
 from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
@@ -26,6 +26,7 @@ from arclight.vision.data.images import decode_image
 from arclight.vision.tasks.module import VisionModule
 from arclight.vision.tasks.settings import (
     ClassificationTask,
+    CornersTask,
     DetectionTask,
     OrientedDetectionTask,
     PoseTask,
@@ -81,6 +82,11 @@ CASES = {
         PoseTask, "[[4, 5], 1, Pose, [nc, anchors]]",
         lambda root, **how: draw_objects(root, keypoint_row, head="kpt_shape: [3, 3]\n", **how), "val/keypoint_map50", 200,
         GAINS | {"keypoint_sigmas": (0.1, 0.1, 0.1), "keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [3, 3] a row has 14",
+    ),
+    "corners": Case(
+        CornersTask, "[[4, 5], 1, Corners, [nc, anchors]]",
+        lambda root, **how: draw_objects(root, cornered_row, head="kpt_shape: [4, 3]\n", **how), "val/keypoint_map50", 300,
+        GAINS | {"keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [4, 3] a row has 17",
     ),
     "obb": Case(
         OrientedDetectionTask, "[[4, 5], 1, OBB, [nc, anchors]]", lambda root, **how: draw_objects(root, corner_row, **how), "val/map50", 300,

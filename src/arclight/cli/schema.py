@@ -26,6 +26,7 @@ from arclight.trainer.loggers.settings import CSV, ClearML, Comet, MLflow, Tenso
 from arclight.trainer.settings import TrainerSettings
 from arclight.vision.tasks.settings import (
     ClassificationTask,
+    CornersTask,
     DetectionTask,
     OrientedDetectionTask,
     PoseTask,
@@ -82,7 +83,7 @@ class Recipe(TrainingRun):
     name: str = "run"
     """Name of the run; its folder is <root>/<name>/<number>/."""
     task: (
-        DetectionTask | SegmentationTask | PoseTask | OrientedDetectionTask | ClassificationTask
+        DetectionTask | SegmentationTask | PoseTask | CornersTask | OrientedDetectionTask | ClassificationTask
         | LanguageTask | SequenceTask | TokenTask | AnswerTask
     )  # fmt: skip
     """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""

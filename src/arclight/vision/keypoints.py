@@ -23,6 +23,8 @@ COCO_SKELETON = (
 """Which keypoints of a person are joined by a line."""
 AREA_SHARE = 0.53
 """Area of an object as a share of its box's, where no outline says it: persons of COCO fill as much."""
+BOX_CORNERS = ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5))
+"""Of a box, clockwise from its top left, from its centre in its width and height."""
 SEEN = 0.5
 """Confidence from which a keypoint counts as there."""
 

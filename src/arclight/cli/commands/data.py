@@ -38,7 +38,7 @@ def data(arguments: list[str]) -> int:
     verb.add_argument(
         "--corners",
         action="store_true",
-        help="labels have the four corners of each code as keypoints, for kind = pose",
+        help="labels have the four corners of each code as keypoints, for kind = corners",
     )
     verb.set_defaults(run=qris)
 

@@ -411,7 +411,7 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
     heads = {member.head for member in members}
     if "classify" in heads and (asked := [flag for flag, given in (boxes | again).items() if given]):
         raise UsageError(f"{asked[0]}: that is for boxes, and a classifier finds none: leave it out")
-    for head, part in (("segment", "masks"), ("pose", "keypoints"), ("obb", "angles")):
+    for head, part in (("segment", "masks"), ("pose", "keypoints"), ("corners", "corners"), ("obb", "angles")):
         if head in heads and (asked := [flag for flag, given in again.items() if given]):
             raise UsageError(
                 f"{asked[0]}: boxes that are brought together lose their {part}: leave it out, or use a detector"

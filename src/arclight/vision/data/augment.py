@@ -4,7 +4,8 @@ Every function takes its random numbers from the generator it is given, so the s
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
 name places, not pixels: an image of width w covers [0, w], and its first pixel has its centre at 0.5.
 
-Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN where a point is not labelled.
+Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN where a point is not labelled;
+``keypoints="corners"``: four of them, whose hull the box is where all are labelled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,7 @@ Boxes = NDArray[np.float32]
 Points = NDArray[np.floating]
 Matrix = NDArray[np.float64]
 Labelled = tuple[Image, Boxes]
+Keypoints = bool | Literal["corners"]
 
 MIN_SIDE = 2.0
 """Boxes with a shorter side than this, pixels, are dropped: there is nothing left to see."""
@@ -40,7 +43,7 @@ MAX_PASTED = 8
 
 
 def mosaic(
-    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
 ) -> Labelled:
     """Compose four images around a random centre, under one random transform, in a square of ``size`` pixels.
 
@@ -62,7 +65,7 @@ def mosaic(
 
 
 def mosaic9(
-    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
 ) -> Labelled:
     """Compose nine images at two thirds of their size, the first in the middle, in a square of ``size`` pixels.
 
@@ -88,7 +91,9 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 """Row and column of each of nine images, from the middle one."""
 
 
-def copy_paste(labelled: Labelled, source: Labelled, rng: np.random.Generator, *, keypoints: bool = False) -> Labelled:
+def copy_paste(
+    labelled: Labelled, source: Labelled, rng: np.random.Generator, *, keypoints: Keypoints = False
+) -> Labelled:
     """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
 
     What is copied is within the outline of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea:
@@ -130,7 +135,7 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def random_affine(
-    tile: Labelled, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: bool = False
+    tile: Labelled, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
 ) -> Labelled:
     """Place one whole image in a square of ``size`` pixels, under a random transform about its centre."""
     image, labels = tile
@@ -160,22 +165,26 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, r
     return result
 
 
-def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: bool = False) -> Boxes:
+def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: Keypoints = False) -> Boxes:
     """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen.
 
-    The box of an outline is the outline's hull, one with ``keypoints`` its own corners'; keypoints outside of the square are NaN.
+    The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
+    labelled: the box of a turned box would be too large. Keypoints outside of the square are NaN.
     """
     if len(boxes) == 0:
         return boxes
     outlined = boxes.shape[1] > 5 and not keypoints
     corners = boxes[:, 5:] if outlined else boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]]
+    exact: NDArray[np.bool_] = np.full(len(boxes), outlined)
+    if keypoints == "corners":
+        exact = np.isfinite(boxes[:, 5:]).all(1)
+        corners[exact] = boxes[exact, 5:]
     points = _project(matrix, corners.reshape(-1, 2)).reshape(len(boxes), -1, 2)
     whole = np.concatenate((points.min(1), points.max(1)), 1)
     seen = whole.clip(0, size)
-    if outlined:
-        for row in np.flatnonzero((whole != seen).any(1)):
-            inside = clip_outline(points[row], size)
-            seen[row] = (*inside.min(0), *inside.max(0)) if len(inside) else 0
+    for row in np.flatnonzero(exact & (whole != seen).any(1)):
+        inside = clip_outline(points[row], size)
+        seen[row] = (*inside.min(0), *inside.max(0)) if len(inside) else 0
     sides, whole_sides = seen[:, 2:] - seen[:, :2], whole[:, 2:] - whole[:, :2]
     keep = (sides.min(1) >= MIN_SIDE) & (sides.prod(1) >= MIN_VISIBLE * whole_sides.prod(1))
     outlines = [points[keep].reshape(-1, boxes.shape[1] - 5)] if outlined else []

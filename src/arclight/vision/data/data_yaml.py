@@ -30,8 +30,13 @@ class DataSpec:
 
         Rows with keypoints have boxes, too.
         """
-        if wanted == "keypoints":
-            return self.pose_shape()
+        if wanted in ("keypoints", "corners"):
+            shape = self.pose_shape()
+            if wanted == "corners" and shape.count != 4:
+                raise DatasetError(
+                    f"{self.file} has {shape}, and this task learns four corners: write kpt_shape: [4, 2] or [4, 3], or train a pose"
+                )
+            return shape
         if wanted != "boxes" and self.keypoints is not None:
             learnt, row = {
                 "polygons": ("outlines", "class x1 y1 x2 y2 x3 y3 ..."), "oriented": ("oriented boxes", "class x1 y1 x2 y2 x3 y3 x4 y4"),

@@ -9,7 +9,7 @@ import os
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -249,7 +249,7 @@ class DetectionDataset(Dataset[Sample]):
         outlines = None
         if geometry != "boxes" and found.outlines is not None:
             outlines = [found.outlines[i] for i in own]
-        keypoints = spec.pose_shape() if geometry == "keypoints" else None
+        keypoints = spec.pose_shape() if geometry in ("keypoints", "corners") else None
         sizes = [len(images)]
         for source in mix:
             other = read_data_yaml(source.data)
@@ -276,6 +276,8 @@ class DetectionDataset(Dataset[Sample]):
             for rows in labels:
                 rows[:, 0] = 0
         mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
+        if keypoints is not None and geometry == "corners":
+            keypoints = replace(keypoints, hulled=True)
         oriented = geometry == "oriented"
         return cls(images, labels, outlines=outlines, keypoints=keypoints, oriented=oriented, mix=mixed, **settings)
 
@@ -374,7 +376,7 @@ class DetectionDataset(Dataset[Sample]):
             labelled = augmentation.mixup(labelled, self._compose(int(rng.choice(pool)), pool, rng, augment), rng)
         if self.mosaic_open and augment.copy_paste and rng.random() < augment.copy_paste:
             source = self._decoded(int(rng.choice(pool)))[:2]
-            labelled = augmentation.copy_paste(labelled, source, rng, keypoints=self.keypoints is not None)
+            labelled = augmentation.copy_paste(labelled, source, rng, keypoints=self._marks)
         image, boxes = augmentation.flip(labelled, rng, augment, self._fixed, self.keypoints)
         image = augmentation.hsv_jitter(image, rng, augment)
         side, _ = samples.shape
@@ -393,20 +395,24 @@ class DetectionDataset(Dataset[Sample]):
         mask = draw_masks(list(outlines), side) if masked else None
         samples.add(image, targets, self._decoded(index).path, mask=mask)
 
+    @property
+    def _marks(self) -> augmentation.Keypoints:
+        """Say how augmentation reads the points of a row."""
+        return self.keypoints is not None and ("corners" if self.keypoints.hulled else True)
+
     def _compose(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
     ) -> augmentation.Labelled:
-        has_keypoints = self.keypoints is not None
         if not (self.mosaic_open and rng.random() < augment.mosaic):
             return augmentation.random_affine(
-                self._decoded(index)[:2], rng, augment, self.image_size, keypoints=has_keypoints
+                self._decoded(index)[:2], rng, augment, self.image_size, keypoints=self._marks
             )
         if augment.mosaic9 and rng.random() < augment.mosaic9:
             nine = [self._decoded(int(member))[:2] for member in (index, *rng.choice(pool, 8))]
-            return augmentation.mosaic9(nine, rng, augment, self.image_size, keypoints=has_keypoints)
+            return augmentation.mosaic9(nine, rng, augment, self.image_size, keypoints=self._marks)
         members = rng.permutation([index, *rng.choice(pool, 3)]).tolist()
         return augmentation.mosaic(
-            [self._decoded(member)[:2] for member in members], rng, augment, self.image_size, keypoints=has_keypoints
+            [self._decoded(member)[:2] for member in members], rng, augment, self.image_size, keypoints=self._marks
         )
 
     def _decoded(self, index: int) -> _DecodedImage:

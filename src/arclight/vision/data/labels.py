@@ -40,13 +40,16 @@ class KeypointShape:
     """Numbers of each: 2 for x y, 3 for x y v, v being 0 (not labelled), 1 (hidden) or 2 (seen)."""
     flip: tuple[int, ...] | None = None
     """Number of the keypoint that each becomes in a mirror; None where images have no mirror image."""
+    hulled: bool = False
+    """Whether they are four corners whose hull the box is, where all of an object's are labelled."""
 
     def __str__(self) -> str:
         return f"{self.count} keypoints of {self.dims} numbers"
 
 
-TaskGeometry = Literal["boxes", "polygons", "keypoints", "oriented"]
-"""What a task learns from rows of labels: boxes, of which every row has one, polygons alone, boxes with keypoints, or oriented boxes."""
+TaskGeometry = Literal["boxes", "polygons", "keypoints", "corners", "oriented"]
+"""What a task learns from rows of labels: boxes, of which every row has one, polygons alone, boxes with keypoints, boxes around four
+corners, or oriented boxes."""
 Geometry = TaskGeometry | KeypointShape
 """What rows of labels are read as: boxes, of which a polygon has one, polygons alone, boxes with keypoints, or four corners each."""
 

@@ -15,11 +15,11 @@ from arclight.fabric.extras import require
 
 Block = Literal[
     "conv", "ghost_conv", "bottleneck", "c3", "c3_ghost", "c3_transformer", "spp", "sppf", "max_pool", "pad", "upsample",
-    "concat", "detect", "one_to_one", "segment", "pose", "obb", "classify",
+    "concat", "detect", "one_to_one", "segment", "pose", "corners", "obb", "classify",
 ]  # fmt: skip
-HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "obb", "classify"]
+HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "corners", "obb", "classify"]
 HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
-ANCHOR_HEADS: tuple[HeadBlock, ...] = ("detect", "segment", "pose", "obb")
+ANCHOR_HEADS: tuple[HeadBlock, ...] = ("detect", "segment", "pose", "corners", "obb")
 """Heads that answer for objects by anchors."""
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
@@ -228,14 +228,16 @@ SCALES: dict[str, Scale] = {
     "x": Scale(depth=1.33, width=1.25),
 }
 
+_LIKE_DETECT: tuple[HeadBlock, ...] = ("pose", "corners", "obb")
 ARCHITECTURES: dict[str, Architecture] = {
     **{f"yolov5{size}": Architecture(YOLOV5, scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}6": Architecture(YOLOV5_P6, scale, COCO_P6) for size, scale in SCALES.items()},
     **{f"yolov5{size}-seg": Architecture(_with_masks(YOLOV5), scale, COCO_P5) for size, scale in SCALES.items()},
     **{
-        f"yolov5{size}-pose": Architecture(_with_head(YOLOV5, "pose"), scale, COCO_P5) for size, scale in SCALES.items()
+        f"yolov5{size}-{head}": Architecture(_with_head(YOLOV5, head), scale, COCO_P5)
+        for head in _LIKE_DETECT
+        for size, scale in SCALES.items()
     },
-    **{f"yolov5{size}-obb": Architecture(_with_head(YOLOV5, "obb"), scale, COCO_P5) for size, scale in SCALES.items()},
     **{f"yolov5{size}-cls": Architecture(YOLOV5_CLS, scale, ()) for size, scale in SCALES.items()},
     "yolov5-p2": Architecture(YOLOV5_P2, SCALES["l"], (_P2, _P3, _P4, _P5)),
     "yolov5-p34": Architecture(YOLOV5_P34, SCALES["s"], (_P3, _P4)),
@@ -306,8 +308,8 @@ def name_of(architecture: Architecture) -> str | None:
 _MODULES: dict[str, Block] = {
     "Conv": "conv", "GhostConv": "ghost_conv", "Bottleneck": "bottleneck", "C3": "c3", "C3Ghost": "c3_ghost",
     "C3TR": "c3_transformer", "SPP": "spp", "SPPF": "sppf", "nn.MaxPool2d": "max_pool", "nn.ZeroPad2d": "pad",
-    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "DetectOneToOne": "one_to_one", "Segment": "segment", "Pose": "pose", "OBB": "obb",
-    "Classify": "classify",
+    "nn.Upsample": "upsample", "Concat": "concat", "Detect": "detect", "DetectOneToOne": "one_to_one", "Segment": "segment", "Pose": "pose",
+    "Corners": "corners", "OBB": "obb", "Classify": "classify",
 }  # fmt: skip
 """What a .yaml calls the blocks."""
 _ACTIVATIONS: dict[str, ActivationName] = {
@@ -393,7 +395,7 @@ def _row(row: Any, number: int, last: bool) -> Layer:
     block = _MODULES[module]
     if (block in HEADS) != last:
         raise ValueError(
-            f"{module if block in HEADS else 'Detect, Segment, Pose, OBB or Classify'} is the last row, and only that"
+            f"{module if block in HEADS else 'Detect, Segment, Pose, Corners, OBB or Classify'} is the last row, and only that"
         )
     sources = tuple(origin) if isinstance(origin, list) else (origin,)
     if not sources or not all(_whole(s) and (s == -1 or -number <= s < number) for s in sources):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arclight.vision.keypoints import BOX_CORNERS
 from arclight.vision.models.blocks import ConvBNAct
 from arclight.vision.prob_iou import angle_of
 
@@ -104,12 +105,19 @@ class DetectHead(Head):
             wh = (scores[..., 2:4] * 2) ** 2 * (anchors.to(scores.dtype) * stride).view(1, -1, 1, 1, 2)
             parts = [xy, wh, scores[..., 4:]]
             if self.extra:
-                parts.append(self._decode_extra(logits[..., 5 + self.num_classes :], cell, anchors, stride))
+                parts.append(
+                    self._decode_extra(
+                        logits[..., 5 + self.num_classes :], torch.cat((xy, wh), -1), cell, anchors, stride
+                    )
+                )
             decoded.append(torch.cat(parts, dim=-1).flatten(1, 3))
         return torch.cat(decoded, dim=1)
 
-    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
-        """Decode what is extra (N, k, H, W, extra) of one level, given its cells (H, W, 2) and anchors (k, 2) in cells."""
+    def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+        """Decode what is extra (N, k, H, W, extra) of one level.
+
+        Given are its boxes (N, k, H, W, 4) xywh in pixels, its cells (H, W, 2), and its anchors (k, 2) in cells.
+        """
         return logits
 
 
@@ -128,11 +136,44 @@ class PoseHead(DetectHead):
         super().__init__(c_in, num_classes, anchors_px, strides, extra=count * dims)
         self.keypoints = (count, dims)
 
-    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+    def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
         """Measure keypoints from the middle of their cell in sides of the anchor: xy = (cell + 0.5 + logit * anchor) * stride."""
         points = logits.unflatten(-1, self.keypoints)
         xy = (points[..., :2] * anchors.to(logits.dtype).view(-1, 1, 1, 1, 2) + (cell + 0.5)[..., None, :]) * stride
         return torch.cat((xy, points[..., 2:].sigmoid()), dim=-1).flatten(-2)
+
+
+class CornersHead(PoseHead):
+    """A detection head that gives each box four corners of what is in it, measured from the box's own, where they start."""
+
+    def __init__(
+        self,
+        c_in: Sequence[int],
+        num_classes: int,
+        anchors_px: Tensor,
+        strides: Sequence[int],
+        keypoints: tuple[int, int],
+    ) -> None:
+        if keypoints[0] != len(BOX_CORNERS):
+            raise ValueError(f"a head to corners gives each box 4 keypoints, not {keypoints[0]}")
+        super().__init__(c_in, num_classes, anchors_px, strides, keypoints)
+        with torch.no_grad():
+            for conv in self.m:
+                assert isinstance(conv, nn.Conv2d)
+                assert conv.bias is not None
+                conv.weight.view(-1, 5 + num_classes + self.extra, conv.in_channels)[:, 5 + num_classes :] = 0
+                conv.bias.view(-1, 5 + num_classes + self.extra)[:, 5 + num_classes :] = 0
+
+    def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+        """Measure corners from those of the box in its width and height; see `corners_of_boxes`."""
+        points = logits.unflatten(-1, self.keypoints)
+        return torch.cat((corners_of_boxes(points[..., :2], boxes), points[..., 2:].sigmoid()), dim=-1).flatten(-2)
+
+
+def corners_of_boxes(logits: Tensor, boxes: Tensor) -> Tensor:
+    """Place corners (..., 4, 2) from logits of that shape and boxes (..., 4) xywh: xy = centre + (own corner + logit) * size."""
+    start = torch.tensor(BOX_CORNERS, device=logits.device, dtype=logits.dtype)
+    return boxes[..., None, :2] + (start + logits) * boxes[..., None, 2:]
 
 
 class Prototypes(nn.Module):
@@ -185,7 +226,7 @@ class OrientedHead(DetectHead):
                 assert conv.bias is not None
                 conv.bias.view(-1, 6 + num_classes)[:, -1] = math.log(1 / 3)  # the angle 0
 
-    def _decode_extra(self, logits: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
+    def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
         return angle_of(logits)
 
 

@@ -7,7 +7,7 @@ Everything runs on the device without waiting for it: objects that match no anch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from arclight.vision.boxes import complete_iou
 from arclight.vision.keypoints import AREA_SHARE, numberings
 from arclight.vision.models.anchors import ANCHOR_T
+from arclight.vision.models.heads import corners_of_boxes
 from arclight.vision.prob_iou import angle_of, prob_iou
 
 THREE_LEVELS = (4.0, 1.0, 0.4)
@@ -50,6 +51,17 @@ class LossOptions(NamedTuple):
     """Weight of the part of the objectness loss that wants a prediction higher."""
     cls_pos_weight: float = 1.0
     """Likewise of the class loss."""
+
+
+class KeypointOptions(NamedTuple):
+    """Variations of the loss of keypoints; the defaults change nothing."""
+
+    cyclic: bool = False
+    """Each answer is judged by the true keypoints as they are numbered from the one on that suits its places best."""
+    error: Literal["similarity", "l1"] = "similarity"
+    """The distance in the true box's width and height (l1) in place of what the similarity lacks."""
+    from_box: bool = False
+    """Keypoints are measured from the corners of the box that is found with them (`heads.CornersHead`), which they do not move."""
 
 
 FOCAL_ALPHA = 0.25
@@ -317,7 +329,7 @@ def keypoint_loss(
     num_classes: int,
     keypoints: tuple[int, int],
     sigmas: Sequence[float],
-    cyclic: bool = False,
+    options: KeypointOptions = KeypointOptions(),  # noqa: B008 (it cannot be changed)
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of the places of keypoints and that of their presence, unweighted, of predictions that answer for objects.
 
@@ -326,31 +338,33 @@ def keypoint_loss(
 
     Place: 1 - object keypoint similarity, and `FAR_WEIGHT` times the distance over the root of the object's area, which still has a
     gradient where the similarity is 0; a mean over an object's labelled keypoints and over matches that have one. Presence, of 3
-    numbers: binary cross-entropy with whether a keypoint is labelled, a mean over matches. Levels are summed. ``cyclic``: each
-    answer is judged by the true keypoints as they are numbered from the one on that suits its places best. Nothing waits for the
-    device.
+    numbers: binary cross-entropy with whether a keypoint is labelled, a mean over matches. Levels are summed. ``options`` change what
+    is measured. Nothing waits for the device.
     """
     count, dims = keypoints
     device = raw[0].device
     place = presence = torch.zeros((), device=device)
-    ways = torch.from_numpy(numberings(count, cyclic)).to(device)
+    ways = torch.from_numpy(numberings(count, options.cyclic)).to(device)
     with torch.autocast(device.type, enabled=False):
         for logits, match in zip(raw, matches, strict=True):
             logits = logits if logits.dtype == torch.float64 else logits.float()
             height, width = logits.shape[2], logits.shape[3]
-            answers = logits[match.image, match.anchor, match.row, match.column, 5 + num_classes :]
-            answers = answers.unflatten(-1, keypoints)
+            rows = logits[match.image, match.anchor, match.row, match.column]
+            answers = rows[:, 5 + num_classes :].unflatten(-1, keypoints)
             size = torch.tensor((width, height), device=device)
             wanted = targets[match.target, 6:].to(logits.dtype).view(-1, count, 2) * size
             wanted = wanted - torch.stack((match.column, match.row), dim=-1)[:, None]
             labelled = wanted.isfinite().all(-1) & match.mask[:, None]
             wanted, labelled = wanted[:, ways], labelled[:, ways]  # (matches, S, K, ...): each way to number them
-            found = answers[..., :2] * match.anchor_size[:, None] + 0.5
+            if options.from_box:
+                boxes = torch.cat(
+                    (rows[:, :2].sigmoid() * 2 - 0.5, (rows[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size), -1
+                )
+                found = corners_of_boxes(answers[..., :2], boxes.detach())
+            else:
+                found = answers[..., :2] * match.anchor_size[:, None] + 0.5
             apart = torch.where(labelled[..., None], found[:, None] - wanted, 0.0)
-            area = AREA_SHARE * match.box[:, 2:].prod(-1)[:, None, None]
-            spread = 2 * (2 * torch.tensor(sigmas, device=device, dtype=logits.dtype)).square()
-            error = 1 - torch.exp(-apart.square().sum(-1) / (spread * area))
-            error = error + FAR_WEIGHT * apart.abs().sum(-1) / area.sqrt()
+            error = _apart(apart, match.box[:, None, None, 2:], sigmas, options)
             each = labelled.sum(-1)
             per_match, best = (torch.where(labelled, error, 0.0).sum(-1) / each.clamp(min=1)).min(-1)
             place = place + per_match.sum() / (each[:, 0] > 0).sum().clamp(min=1)
@@ -359,6 +373,16 @@ def keypoint_loss(
                 entropy = F.binary_cross_entropy_with_logits(answers[..., 2], there, reduction="none").mean(-1)
                 presence = presence + torch.where(match.mask, entropy, 0.0).sum() / match.mask.sum().clamp(min=1)
     return place, presence
+
+
+def _apart(apart: Tensor, size: Tensor, sigmas: Sequence[float], options: KeypointOptions) -> Tensor:
+    """Return the error (..., K) of keypoints so far ``apart`` (..., K, 2), of objects of this ``size`` (..., 1, 2)."""
+    if options.error == "l1":
+        return (apart / size).abs().sum(-1)
+    area = AREA_SHARE * size.prod(-1)
+    spread = 2 * (2 * torch.tensor(sigmas, device=apart.device, dtype=apart.dtype)).square()
+    error = 1 - torch.exp(-apart.square().sum(-1) / (spread * area))
+    return error + FAR_WEIGHT * apart.abs().sum(-1) / area.sqrt()
 
 
 def _sampled(masks: Tensor, shape: Sequence[int]) -> Tensor:

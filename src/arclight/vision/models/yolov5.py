@@ -31,7 +31,15 @@ from arclight.vision.models.blocks import (
     ConvBNAct,
     GhostConv,
 )
-from arclight.vision.models.heads import ClassifyHead, DetectHead, Head, OrientedHead, PoseHead, SegmentHead
+from arclight.vision.models.heads import (
+    ClassifyHead,
+    CornersHead,
+    DetectHead,
+    Head,
+    OrientedHead,
+    PoseHead,
+    SegmentHead,
+)
 from arclight.vision.models.one_to_one import OneToOneHead
 
 
@@ -123,19 +131,19 @@ def build_model(
     names: Sequence[str] | None = None,
     anchors_px: Tensor | None = None,
     table: str | None = None,
-    keypoints: Sequence[int] = (17, 3),
+    keypoints: Sequence[int] | None = None,
 ) -> Yolo:
     """Build a freshly initialised network.
 
     name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
-    yolov5n-pose, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where not given. anchors_px: widths
-    and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or (levels, k, 2); the
-    published ones where not given. table: the text of that .yaml file, where it is known; the file is read where not. keypoints:
-    how many a head to pose finds, and numbers of each. Raises
-    ValueError for an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors
-    that do not divide by levels.
+    yolov5n-pose, yolov5n-corners, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where
+    not given. anchors_px: widths and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or
+    (levels, k, 2); the published ones where not given. table: the text of that .yaml file, where it is known; the file is read where
+    not. keypoints: how many a head to pose finds, 17 where not given, or to corners, 4, and numbers of each, 3. Raises ValueError for
+    an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors that do not divide by levels.
     """
     architecture = find_architecture(name, table)
+    keypoints = keypoints or ((4, 3) if architecture.head == "corners" else (17, 3))
     if num_classes < 1:
         raise ValueError(f"a model needs at least one class, num_classes is {num_classes}")
     names = [str(i) for i in range(num_classes)] if names is None else list(names)
@@ -175,9 +183,10 @@ def _build_layers(
                 module = OneToOneHead(c_in, num_classes, architecture.strides, act)
             case "segment":
                 module = SegmentHead(c_in, num_classes, anchors_px, architecture.strides, row.masks, c_out)
-            case "pose":
+            case "pose" | "corners":
+                kind = PoseHead if row.block == "pose" else CornersHead
                 count, dims = keypoints
-                module = PoseHead(c_in, num_classes, anchors_px, architecture.strides, (count, dims))
+                module = kind(c_in, num_classes, anchors_px, architecture.strides, (count, dims))
             case "obb":
                 module = OrientedHead(c_in, num_classes, anchors_px, architecture.strides)
             case "classify":

@@ -46,6 +46,7 @@ _SCORED: dict[str, tuple[Callable[[Program], TaskMetrics], Callable[[Any], dict[
     "detect": (_by_classes(DetectionMetrics), DetectionData.collate),
     "segment": (_by_classes(SegmentationMetrics), DetectionData.collate),
     "pose": (_pose_metrics, DetectionData.collate),
+    "corners": (_pose_metrics, DetectionData.collate),
     "obb": (_by_classes(OrientedMetrics), DetectionData.collate),
     "classify": (_by_classes(ClassificationMetrics), ClassificationData.collate),
 }

@@ -22,10 +22,11 @@ from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
-from arclight.vision.models.heads import OrientedHead, PoseHead, SegmentHead
+from arclight.vision.models.heads import CornersHead, OrientedHead, PoseHead, SegmentHead
 from arclight.vision.models.loss import (
     Assignment,
     Gains,
+    KeypointOptions,
     LossOptions,
     assign_levels,
     keypoint_loss,
@@ -51,7 +52,7 @@ from arclight.vision.tasks.processing import (
     PoseProcessing,
     SegmentationProcessing,
 )
-from arclight.vision.tasks.settings import DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
+from arclight.vision.tasks.settings import CornersTask, DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
 
 _LOG = logging.getLogger("arclight")
 ProcessingT = TypeVar("ProcessingT", bound=DetectionProcessing)
@@ -478,7 +479,8 @@ class PoseEstimator(Detector):
         """Add the loss of keypoints to the detector's."""
         s, classes, matches = self.settings, len(self.names), self._matches(raw, batch)
         loss, parts = self._anchored_loss([level[..., : 5 + classes] for level in raw], batch, matches)
-        points, visible = keypoint_loss(raw, batch["targets"], matches, classes, self.keypoints, self.sigmas, s.cyclic)
+        options = KeypointOptions(s.cyclic, s.keypoint_error, isinstance(self.model.head, CornersHead))
+        points, visible = keypoint_loss(raw, batch["targets"], matches, classes, self.keypoints, self.sigmas, options)
         per_level = 3 / len(raw)
         added = {"keypoint": s.keypoint_gain * per_level * points}
         if self.keypoints[1] == 3:
@@ -523,6 +525,43 @@ class PoseData(DetectionData):
     def network_arguments(self) -> dict[str, Any]:
         shape = self.spec.pose_shape()
         return {**super().network_arguments, "keypoints": (shape.count, shape.dims)}
+
+
+class CornerDetector(PoseEstimator):
+    """Trains and runs a detector of boxes and the four corners of what is in them, in turn from any.
+
+    >>> detector = CornerDetector(CornersTask(data="data.yaml"), names=["qr_code"])
+    >>> found = detector.predict([photo])[0]                # photo: RGB uint8 (H, W, 3)
+    >>> found.keypoints[..., :2], found.boxes.xyxy          # (k, 4, 2) pixels
+    """
+
+    head: ClassVar[HeadBlock] = "corners"
+    settings: CornersTask
+
+    def __init__(
+        self,
+        settings: CornersTask,
+        names: Sequence[str],
+        table: str | None = None,
+        keypoints: tuple[int, int] = (4, 3),
+    ) -> None:
+        """``keypoints``: as for `PoseEstimator`; their number is 4."""
+        super().__init__(settings, names, table, keypoints)
+
+    @classmethod
+    def settings_class(cls) -> type[CornersTask]:
+        return CornersTask
+
+
+class CornersData(PoseData):
+    """Loaders over a YOLO-format data set whose rows are boxes around four corners, ``kpt_shape`` [4, 2] or [4, 3] in its data.yaml."""
+
+    geometry: ClassVar[TaskGeometry] = "corners"
+
+    @property
+    def network_arguments(self) -> dict[str, Any]:
+        self.spec.geometry(self.geometry)
+        return super().network_arguments
 
 
 class OrientedDetector(Detector):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from arclight.deploy.programs.folder import Trusted
 
 
-PROGRAM_TASKS = ("detect", "segment", "pose", "obb", "classify")
+PROGRAM_TASKS = ("detect", "segment", "pose", "corners", "obb", "classify")
 """What the programs of vision tasks say of themselves."""
 
 

@@ -258,6 +258,8 @@ class PoseTask(DetectionTask):
     """How exact each keypoint is, as a share of the object's size, for loss and score; where not given, COCO's for 17, else 1 / K."""
     cyclic: bool = False
     """Whether any keypoint may be the first, the others following in turn: for outlines that look alike from several sides."""
+    keypoint_error: Literal["similarity", "l1"] = "similarity"
+    """What the loss of the places measures: the similarity lacking to 1, or the distance in sides of the box."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,6 +279,36 @@ class PoseTask(DetectionTask):
         from arclight.vision.tasks.detection import PoseData
 
         return PoseData
+
+
+@dataclass(frozen=True, kw_only=True)
+class CornersTask(PoseTask):
+    """Train a detector of boxes and the four corners of what is in them, such as a payment code, on a data set that has them."""
+
+    recipe_kind: ClassVar[str] = "corners"
+
+    data: Path
+    """The data set: a data.yaml with train, val, names and kpt_shape [4, 2] or [4, 3], and rows `class cx cy w h x1 y1 [v1] ... x4 y4 [v4]`."""
+    model: str = "yolov5n-corners"
+    """Architecture: yolov5n-corners to yolov5x-corners, or your .yaml that ends with Corners."""
+    cyclic: bool = True
+    """Whether any corner may be the first, the others following in turn: codes stand every way."""
+    keypoint_sigmas: tuple[PositiveFloat, ...] = (0.05, 0.05, 0.05, 0.05)
+    """How exact each corner is, as a share of the object's size, for the score (and a loss by similarity): strict, as a warp goes by them."""
+    keypoint_error: Literal["similarity", "l1"] = "l1"
+    """What the loss of the places measures: the similarity lacking to 1, or the distance in sides of the box."""
+
+    @classmethod
+    def module_class(cls) -> type[VisionModule]:
+        from arclight.vision.tasks.detection import CornerDetector
+
+        return CornerDetector
+
+    @classmethod
+    def data_class(cls) -> type[VisionData]:
+        from arclight.vision.tasks.detection import CornersData
+
+        return CornersData
 
 
 @dataclass(frozen=True, kw_only=True)
