@@ -60,7 +60,9 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
     """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted)
+    program = Program.load(
+        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted
+    )
     task = program.metadata.get("task")
     if lone and task not in ("detect", "language"):
         raise ProgramError(

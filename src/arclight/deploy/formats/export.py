@@ -294,11 +294,11 @@ class _Sizes:
         if dynamic is not None:
             free = free_dimensions(model, inputs, dynamic)
             more = {} if len(compared) > 1 else _other_sizes(inputs, free)
-            return cls(example, free, dynamic_batch, {"example": inputs} | compared | more)
+            return cls(example, free, dynamic_batch, {"example": inputs, **compared, **more})
         # inputs of a fixed size stay what they are: they may be tables, whose first dimension is no batch
         batch_sizes = BATCH_SIZES if dynamic_batch else (samples,)
         batches = {f"batch size {n}": resized(inputs, n) if dynamic_batch else inputs for n in batch_sizes}
-        return cls(example, None, dynamic_batch, batches | compared)
+        return cls(example, None, dynamic_batch, {**batches, **compared})
 
     def capture(self, module: nn.Module) -> ExportedProgram:
         return capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)

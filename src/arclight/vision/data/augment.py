@@ -177,7 +177,7 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: Keypoints 
     corners = boxes[:, 5:] if outlined else boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]]
     exact: NDArray[np.bool_] = np.full(len(boxes), outlined)
     if keypoints == "corners":
-        exact = np.isfinite(boxes[:, 5:]).all(1)
+        exact = np.asarray(np.isfinite(boxes[:, 5:]).all(1))
         corners[exact] = boxes[exact, 5:]
     points = _project(matrix, corners.reshape(-1, 2)).reshape(len(boxes), -1, 2)
     whole = np.concatenate((points.min(1), points.max(1)), 1)
