@@ -36,6 +36,7 @@ from arclight.vision.data.dataset import DetectionDataset, collate, read_data_ya
 from arclight.vision.data.images import decode_image
 from arclight.vision.data.mix import MixedData
 from arclight.vision.qris.reading.decode import read_opencv, read_zxing
+from arclight.vision.qris.reading.grid import cv2, fixed_modules
 from arclight.vision.qris.reading.scanner import DetectFn
 from arclight.vision.qris.reading.video import VideoScanner
 from arclight.vision.qris.scenes.contents import qris_content
@@ -74,12 +75,16 @@ def main() -> None:
         "--work", type=Path, default=None, metavar="DIR", help="where runs are written (default: a temporary folder)"
     )
     arguments.add_argument("--drawn", action="store_true", help="measure sticker fraud and video alone, and print them")
+    arguments.add_argument("--hostile", action="store_true", help="measure the worst photos alone, and print them")
     arguments.add_argument(
         "--calibrate", type=int, metavar="N", help="fit the weights that judge pasted codes on N drawn pairs"
     )
     options = arguments.parse_args()
     if options.calibrate:
         calibrate(options.calibrate)
+        return
+    if options.hostile:
+        print(f"scan_hostile_ms = {hostile_ms():.0f}")
         return
     if options.drawn:
         print("\n".join(f"{name} = {said(value)}" for name, value in drawn_figures(options.quick, told_boxes).items()))
@@ -201,19 +206,63 @@ def distinct(codes: list[tuple[str, np.ndarray]]) -> int:
 # ---------------------------------------------------------------------------------------------------- hostile and drawn
 
 
+HOSTILE_SIZE = (3000, 4000)
+HOSTILE_SYMBOLS = ((50, 3, 0.8), (110, 10, 0.8), (110, 10, 0.9), (330, 16, 1.9), (440, 8, 4.1))
+"""Photos of undecodable symbols: side in pixels, version, sigma of the blur."""
+
+
 def hostile_ms(rounds: int = 3) -> float:
-    """CPU milliseconds for the worst photo known: 12 million pixels of noise with twenty boxes in which nothing can be read."""
-    draw = np.random.default_rng(0)
-    photo = draw.integers(0, 256, (3000, 4000, 3), dtype=np.uint8)
-    corners = draw.uniform(0, (3100, 2100), (20, 2))
-    boxes = Boxes(np.concatenate([corners, corners + 900], 1), np.full(20, 0.9), np.zeros(20))
-    found = Detections(boxes, names=["qr_code"])
+    """CPU milliseconds for the worst of some photos of 12 million pixels in which detectors see codes that cannot be read.
+
+    One is noise with twenty boxes; the others hold forty symbols each that are right in all but their data, which are random.
+    """
+    photos = [hostile_noise(), *(hostile_symbols(*symbols) for symbols in HOSTILE_SYMBOLS)]
+    return max(scan_ms(photo, found, rounds) for photo, found in photos)
+
+
+def scan_ms(photo: np.ndarray, found: Detections, rounds: int) -> float:
+    """Median CPU milliseconds of `scan` on one photo."""
     taken = []
     for _ in range(rounds):
         started = time.process_time()
         qris.scan(photo, lambda _: found)
         taken.append(1000 * (time.process_time() - started))
     return float(np.median(taken))
+
+
+def hostile_noise() -> tuple[np.ndarray, Detections]:
+    """Noise, and twenty large boxes."""
+    draw = np.random.default_rng(0)
+    photo = draw.integers(0, 256, (*HOSTILE_SIZE, 3), dtype=np.uint8)
+    corners = draw.uniform(0, (3100, 2100), (20, 2))
+    boxes = Boxes(np.concatenate([corners, corners + 900], 1), np.full(20, 0.9), np.zeros(20))
+    return photo, Detections(boxes, names=["qr_code"])
+
+
+def hostile_symbols(side: int, version: int, blur: float) -> tuple[np.ndarray, Detections]:
+    """Forty tilted symbols of random data on a grey wall, blurred and noisy, and their boxes."""
+    draw = np.random.default_rng(0)
+    photo = np.full(HOSTILE_SIZE, 170, np.uint8)
+    fixed = fixed_modules(version)[1:-1, 1:-1]
+    quiet = 1 + 8 / len(fixed)
+    boxes = []
+    for row, column in np.ndindex(5, 8):
+        dark = np.where(fixed == 0, draw.random(fixed.shape) < 0.5, fixed > 0)
+        symbol = np.pad(np.where(dark, 0, 255).astype(np.uint8), 4, constant_values=255).repeat(8, 0).repeat(8, 1)
+        turn = draw.uniform(-0.5, 0.5)
+        around = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+        quad = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) @ around * draw.uniform(0.85, 1, 2) * side / 2 * quiet
+        quad += draw.uniform(-0.05, 0.05, (4, 2)) * side + [500 * column + 250, 600 * row + 300]
+        low, far = 32.0, len(symbol) - 32.0
+        own = [[0, 0], [len(symbol), 0], [len(symbol), len(symbol)], [0, len(symbol)]]
+        matrix = cv2.getPerspectiveTransform(np.array(own, np.float32), quad.astype(np.float32))
+        cv2.warpPerspective(symbol, matrix, photo.shape[::-1], photo, cv2.INTER_AREA, cv2.BORDER_TRANSPARENT)
+        corners = np.array([[[low, low], [far, low], [far, far], [low, far]]], np.float32)
+        inner = cv2.perspectiveTransform(corners, matrix)[0]
+        boxes.append(np.concatenate([inner.min(0), inner.max(0)]))
+    noisy = cv2.GaussianBlur(photo, (0, 0), blur) + draw.normal(0, 6, photo.shape)
+    seen = Boxes(np.array(boxes), np.linspace(0.95, 0.5, len(boxes)), np.zeros(len(boxes)))
+    return np.repeat(noisy.clip(0, 255).astype(np.uint8)[..., None], 3, 2), Detections(seen, names=["qr_code"])
 
 
 CALIBRATION_SEED, FRAUD_SEED, VIDEO_SEED = 11, 2, 3

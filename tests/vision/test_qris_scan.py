@@ -16,9 +16,9 @@ segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.reading import scanner  # noqa: E402
+from arclight.vision.qris.reading import decode, grid, scanner  # noqa: E402
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
-from arclight.vision.qris.reading.grid import alignment_centres, side_in_modules, template  # noqa: E402
+from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
 QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")
@@ -372,3 +372,96 @@ def test_a_scan_that_is_stopped_keeps_what_it_has_read_and_names_the_rest(monkey
     codes = scan(noise, finder(*boxes), stop=lambda: next(asked))
     assert (len(read), len(grids)) == (4, 0)
     assert [code.problems for code in codes] == [(scanner.NOT_TRIED,)] * 3
+
+
+def undecodable(side: float, columns: int, rows: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[float, ...]]]:
+    """Tilted version 3 symbols of random data under noise, RGB, and their boxes: all but what they say is as it should be."""
+    draw = np.random.default_rng(seed)
+    one, other = (np.array(segno.make("1", version=3, error="l", mask=mask, micro=False).matrix) for mask in (0, 1))
+    canvas = np.full((round(2 * side * rows), round(2 * side * columns)), 170, np.uint8)
+    boxes = []
+    for row, column in np.ndindex(rows, columns):
+        dark = one > 0
+        dark[9:-8, 9:-8] = draw.random((12, 12)) < 0.5
+        dark[7:-7, 7:-7] ^= (one != other)[7:-7, 7:-7] & (draw.random((15, 15)) < 0.5)
+        framed = np.pad(np.where(dark, 0, 255).astype(np.uint8), 4, constant_values=255).repeat(8, 0).repeat(8, 1)
+        quad = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * side / 2 + draw.uniform(-0.06, 0.06, (4, 2)) * side
+        quad += [(2 * column + 1) * side, (2 * row + 1) * side]
+        low, high = 32.0, len(framed) - 32.0
+        own = np.array([[low, low], [high, low], [high, high], [low, high]], np.float32)
+        matrix = cv2.getPerspectiveTransform(own, quad.astype(np.float32))
+        cv2.warpPerspective(framed, matrix, canvas.shape[::-1], canvas, cv2.INTER_AREA, cv2.BORDER_TRANSPARENT)
+        boxes.append(hull(quad.tolist()))
+    noisy = canvas + draw.normal(0, 6, canvas.shape)
+    return np.repeat(noisy.clip(0, 255).astype(np.uint8)[..., None], 3, 2), boxes
+
+
+def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image, boxes = undecodable(60.0, 8, 5)
+    searched: list[object] = []
+    followed: list[object] = []
+    find, follow = decode.find_grids, decode.follow_grids
+    monkeypatch.setattr(decode, "find_grids", lambda *given: searched.append(given) or find(*given))
+    monkeypatch.setattr(decode, "follow_grids", lambda *given: followed.append(given) or follow(*given))
+    codes = scan(image, finder(*boxes))
+    assert [code.text for code in codes] == [None] * 40, "what says nothing is read as nothing"
+    named = [code.problems for code in codes]
+    assert named.count((scanner.NOT_TRIED,)) >= 36
+    assert {*named} <= {(scanner.NOT_TRIED,), (scanner.NOT_READ,)}
+    assert len(searched) + len(followed) == scanner.MAX_GRID_TRIES
+    assert len(searched) == 2, "a grid that fits well is refined in further views, not looked for again"
+
+
+def test_a_readable_code_among_undecodable_ones_is_read() -> None:
+    image, boxes = undecodable(100.0, 3, 2)
+    image[:200, :200] = cv2.resize(placed(QRIS, [[50, 50], [350, 50], [350, 350], [50, 350]], (400, 400)), (200, 200))
+    texts = [code.text for code in scan(image, finder(*boxes))]
+    assert texts == [QRIS] + [None] * 5
+
+
+def test_correlations_are_those_of_numpy() -> None:
+    rng = np.random.default_rng(0)
+    picture = cv2.GaussianBlur(rng.uniform(0, 255, (120, 140)).astype(np.float32), (0, 0), 2)
+    square = np.array([[20, 20], [110, 25], [105, 100], [15, 90]])
+    shapes = np.zeros((5, 8, 2), np.float32)
+    shapes[:, :4] = square + rng.uniform(-8, 8, (5, 4, 2))
+    shapes[3:, 4:] = rng.uniform(-3, 3, (2, 4, 2))
+    for version in (1, 4):
+        fixed = template(version)
+        seen = [
+            grid.sample_bilinear(picture, *grid.project_grid(one[None], fixed.points)).reshape(-1) for one in shapes
+        ]
+        expected = [np.corrcoef(one, fixed.wanted)[0, 1] for one in seen]
+        assert grid.template_correlation(picture, shapes, version) == pytest.approx(expected, abs=1e-4)
+        ends = fixed.points.linear[:2].T @ [1, 1]
+        first = int(np.argmin(ends))  # the quiet module before the top left: the homography of four corners by OpenCV
+        unit = np.array([[0, 0], [1, 0], [1, 1], [0, 1]], np.float32)
+        matrix = cv2.getPerspectiveTransform(unit, shapes[0, :4])
+        x, y = grid.project_grid(shapes[:1], fixed.points)
+        there = cv2.perspectiveTransform(fixed.points.linear[:2, first].reshape(1, 1, 2), matrix).reshape(2)
+        assert (x[0, first], y[0, first]) == pytest.approx(there, abs=0.01)
+
+
+def test_sharp_views_are_those_that_an_unsharp_mask_of_the_enlarged_picture_gives() -> None:
+    image = cv2.cvtColor(placed(QRIS, TILTED), cv2.COLOR_RGB2GRAY)
+    crop = cv2.GaussianBlur(image[60:360, 150:470], (0, 0), 1)
+    for size, amount, radius in (((640, 600), 1.5, 2.0), ((400, 400), 2.5, 8.0), ((1280, 1200), 1.5, 4.0)):
+        quick = decode._enlarged_sharp(crop, np.zeros(2, np.float32), size, amount, radius).image
+        large = cv2.resize(crop, size, interpolation=cv2.INTER_CUBIC)
+        slow = decode.sharpened(large, amount, radius)
+        apart = np.abs(quick.astype(int) - slow)
+        assert apart.mean() < 2
+        assert np.percentile(apart, 99) < 12
+        assert np.abs(large.astype(int) - slow).mean() > 2 * apart.mean(), (
+            "sharpening changes more than the shortcut does"
+        )
+
+
+def test_the_same_grid_found_twice_and_grids_far_behind_are_no_rivals() -> None:
+    square = np.concatenate([np.array([[0, 0], [100, 0], [100, 100], [0, 100]]), np.zeros((4, 2))]).astype(np.float32)
+    best, again, moved = Grid(1, square, 0.9), Grid(1, square + 2, 0.88), Grid(1, square + 9, 0.8)
+    other, behind = Grid(2, square, 0.79), Grid(1, square + 30, 0.6)
+    assert grid._rivals([best, again, moved, other, behind]) == [best, moved, other]
+    assert grid._rivals([]) == []

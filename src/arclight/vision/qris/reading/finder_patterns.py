@@ -116,15 +116,19 @@ _Frame = tuple[Vector, Vector, Vector, float]
 
 
 def _triples(patterns: list[FinderPattern]) -> Iterator[_Frame]:
-    for corner, right, below in permutations(patterns, 3):
-        across, down = right.centre - corner.centre, below.centre - corner.centre
-        wide, high = float(np.hypot(*across)), float(np.hypot(*down))
-        sizes = [p.module_px for p in (corner, right, below)]
-        module = float(np.prod(sizes) ** (1 / 3))
-        if min(wide, high) < 8 * module or max(sizes) > 1.7 * min(sizes) or not 0.4 < wide / high < 2.5:
-            continue
-        if across[0] * down[1] - across[1] * down[0] >= 0.45 * wide * high:  # clockwise and no sliver
-            yield corner.centre, across, down, module
+    if len(patterns) < 3:
+        return
+    chosen = np.array(list(permutations(range(len(patterns)), 3)))
+    centres = np.stack([pattern.centre for pattern in patterns])[chosen]
+    sizes = np.array([pattern.module_px for pattern in patterns])[chosen]
+    across, down = centres[:, 1] - centres[:, 0], centres[:, 2] - centres[:, 0]
+    wide, high = np.hypot(*across.T), np.hypot(*down.T)
+    module = sizes.prod(1) ** (1 / 3)
+    fits = (np.minimum(wide, high) >= 8 * module) & (sizes.max(1) <= 1.7 * sizes.min(1))
+    fits &= (wide > 0.4 * high) & (wide < 2.5 * high)
+    fits &= across[:, 0] * down[:, 1] - across[:, 1] * down[:, 0] >= 0.45 * wide * high  # clockwise and no sliver
+    for one in np.flatnonzero(fits):
+        yield centres[one, 0], across[one], down[one], float(module[one])
 
 
 def _pairs(patterns: list[FinderPattern]) -> Iterator[_Frame]:
@@ -153,4 +157,7 @@ def _codes(origin: Vector, across: Vector, down: Vector, module: float, largest:
         side = 17 + 4 * version
         right, below = across / (side - 7), down / (side - 7)
         start = origin - 3.5 * (right + below)
-        yield version, np.stack([start, start + side * right, start + side * (right + below), start + side * below])
+        corners = np.empty((4, 2))
+        corners[0], corners[1] = start, start + side * right
+        corners[2], corners[3] = start + side * (right + below), start + side * below
+        yield version, corners

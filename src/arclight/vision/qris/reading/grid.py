@@ -26,6 +26,8 @@ MAX_VERSION = 16
 """A payment code has at most version 15; larger codes seldom come small or blurred."""
 LEAST_NEAR, LEAST_SCORE = 0.38, 0.48
 """Least correlation after the first refinements and at the end: what scores lower was never read."""
+OUTDONE, SAME_GRID = 0.25, 0.7
+"""How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
@@ -53,6 +55,10 @@ class Template:
     points: UnitPoints
     wanted: Floats
     """(P,) brightness around a mean of 0: low where a module is dark."""
+    sums: Floats
+    """(P, 2): ones and ``wanted``, which a product with samples sums up and compares at once."""
+    energy: float
+    """Sum of the squares of ``wanted``."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +123,24 @@ def template(version: int) -> Template:
     rows, columns = np.nonzero(fixed)
     points = (np.stack([columns, rows], 1) - 0.5) / side_in_modules(version)
     values = fixed[rows, columns].astype(np.float32)
-    return Template(UnitPoints.of(points.astype(np.float32)), values.mean() - values)
+    wanted = values.mean() - values
+    sums = np.stack([np.ones_like(wanted), wanted], 1)
+    return Template(UnitPoints.of(points.astype(np.float32)), wanted, sums, float(wanted @ wanted))
 
 
-def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
+class Scratch:
+    """Arrays that the rounds of one search write over: fresh ones would cost more than what is computed in them."""
+
+    def __init__(self, grids: int, points: int) -> None:
+        self.placed = np.empty((3 * grids, points), np.float32)
+        self.moved = np.empty((2 * grids, points), np.float32)
+        self.seen = np.empty((grids, points), np.float32)
+
+
+def project_grid(shapes: Floats, points: UnitPoints, scratch: Scratch | None = None) -> tuple[Floats, Floats]:
     """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2).
 
-    Gives x and y, each (N, P).
+    Gives x and y, each (N, P), which lie in ``scratch`` if it is given.
 
     The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
     parabola that fades towards the opposite edge.
@@ -134,32 +151,40 @@ def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
     cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
     g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
     h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
-    depth = np.concatenate([g, h, np.ones_like(g)], 1) @ points.linear
+    count = len(shapes)
+    scratch = scratch or Scratch(count, points.linear.shape[1])
+    maps = np.empty((3, count, 3), np.float32)  # rows of each homography: of x, of y, and of the depth of a point
+    maps[:2, :, 0] = (b - a + g * b).T
+    maps[:2, :, 1] = (d - a + h * d).T
+    maps[:2, :, 2] = a.T
+    maps[2, :, 0], maps[2, :, 1], maps[2, :, 2] = g[:, 0], h[:, 0], 1
+    x, y, depth = np.matmul(maps.reshape(3 * count, 3), points.linear, out=scratch.placed).reshape(3, count, -1)
     np.maximum(depth, 0.05, out=depth)
-    ways = np.stack([b - a + g * b, d - a + h * d, a], 1)
-    bowed = bool(shapes[:, 4:].any())
-    placed = []
-    for axis in range(2):
-        places = ways[..., axis] @ points.linear
-        places /= depth
-        if bowed:
-            places += shapes[:, 4:, axis] @ points.bows
-        placed.append(places)
-    return placed[0], placed[1]
+    x /= depth
+    y /= depth
+    if shapes[:, 4:].any():
+        bows = shapes[:, 4:].transpose(2, 0, 1).reshape(2 * count, 4)
+        moved_x, moved_y = np.matmul(bows, points.bows, out=scratch.moved).reshape(2, count, -1)
+        x += moved_x
+        y += moved_y
+    return x, y
 
 
-def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
-    """Interpolate the picture at places of any shape, such as (N, P)."""
-    return np.asarray(cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE), np.float32)
+def sample_bilinear(picture: Floats, x: Floats, y: Floats, out: Floats | None = None) -> Floats:
+    """Interpolate the picture at places of any shape, such as (N, P), into ``out`` if it is given."""
+    seen = cv2.remap(picture, x, y, cv2.INTER_LINEAR, dst=out, borderMode=cv2.BORDER_REPLICATE)
+    return np.asarray(seen, np.float32)
 
 
-def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
+def template_correlation(picture: Floats, shapes: Floats, version: int, scratch: Scratch | None = None) -> Floats:
     """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,)."""
     fixed = template(version)
-    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
-    seen -= seen.mean(1, keepdims=True)
-    norm = np.sqrt((seen * seen).sum(1) * (fixed.wanted * fixed.wanted).sum()) + 1e-6
-    return np.asarray(seen @ fixed.wanted / norm, np.float32)
+    scratch = scratch or Scratch(len(shapes), len(fixed.wanted))
+    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points, scratch), scratch.seen)
+    sums = seen @ fixed.sums
+    spread = np.einsum("ij,ij->i", seen, seen) - sums[:, 0] ** 2 / seen.shape[1]
+    norm = np.sqrt(np.maximum(spread, 0) * fixed.energy) + 1e-6
+    return np.asarray(sums[:, 1] / norm, np.float32)
 
 
 def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
@@ -211,27 +236,38 @@ def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: floa
 
     ``spread`` and ``bow`` are how far corners may move and edges may bow at first, as shares of the code's diagonal.
     """
-    rng = np.random.default_rng(0)
     start = near.shape
     size = start.size
     reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
     mean = start.reshape(-1).astype(np.float64)
     covariance = np.diag(np.repeat([spread * reach, bow * reach], size // 2) ** 2)
     best, best_score = start, -1.0
-    for _ in range(rounds):
-        root = np.linalg.cholesky(covariance + 1e-6 * np.eye(size))
-        tries = mean + rng.standard_normal((count, size)) @ root.T
+    scratch = Scratch(count, len(template(near.version).wanted))
+    for drawn in _draws(rounds, count, size):
+        covariance.flat[:: size + 1] += 1e-6
+        tries = mean + drawn @ np.linalg.cholesky(covariance).T
         tries[0] = best.reshape(-1)
         shapes = tries.reshape(count, *start.shape).astype(np.float32)
-        fit = template_correlation(picture, shapes, near.version)
+        fit = template_correlation(picture, shapes, near.version, scratch)
         elite = np.argsort(-fit)[: count // 6]
         if fit[elite[0]] > best_score:
             best, best_score = shapes[elite[0]], float(fit[elite[0]])
-        mean = tries[elite].mean(0)
-        centred = tries[elite] - mean
+        chosen = tries[elite]
+        mean = chosen.sum(0) / len(elite)
+        centred = chosen - mean
         # Half of the old spread stays on the diagonal: ten samples alone would collapse the search too early.
-        covariance = 0.6 * (centred.T @ centred) / len(elite) + 0.2 * np.diag(np.diag(covariance))
+        kept = 0.2 * np.diagonal(covariance)
+        covariance = centred.T @ centred * (0.6 / len(elite))
+        covariance.flat[:: size + 1] += kept
     return Grid(near.version, best, best_score)
+
+
+@cache
+def _draws(rounds: int, count: int, size: int) -> npt.NDArray[np.float64]:
+    """Draw standard normal numbers (rounds, count, size), the same ones for every grid."""
+    drawn = np.random.default_rng(0).standard_normal((rounds, count, size))
+    drawn.flags.writeable = False
+    return drawn
 
 
 def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
@@ -247,6 +283,16 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
     rough = _rough(picture, soft, box, largest, quads)
     near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
     near = sorted(near, key=_worst_last)[:6]
+    return _finished(picture, near, largest)
+
+
+def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
+    """Find grids again that were found in another view of the same code, given in pixels of ``picture``; best first."""
+    return _finished(picture, _rivals(list(grids))[:2], largest)
+
+
+def _finished(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
+    """Refine grids near the true one on the sharp picture until they fit; none where no likely one is left."""
     near = [_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near]
     bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
     best = [grid for grid in sorted(near, key=_worst_last)[:3] if grid.score > LEAST_NEAR]
@@ -255,6 +301,21 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
         return []
     fine = (refine(picture, found[0], rounds=20, bow=b, spread=s, count=96) for s, b in ((0.006, 0.006), (0.012, 0.02)))
     return sorted([*fine, *(grid for grid in found if grid.score > found[0].score - 0.1)], key=_worst_last)
+
+
+def _rivals(near: list[Grid]) -> list[Grid]:
+    """Drop from ``near`` (best first) the same grids found again, and those that the best one leaves far behind."""
+    kept: list[Grid] = []
+    for grid in near:
+        if grid.score < near[0].score - OUTDONE:
+            break
+        module = float(np.hypot(*(grid.corners[2] - grid.corners[0]))) / (1.42 * grid.modules)
+        if all(
+            grid.version != other.version or np.abs(grid.corners - other.corners).max() > SAME_GRID * module
+            for other in kept
+        ):
+            kept.append(grid)
+    return kept
 
 
 def _rough(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +37,10 @@ BLANKS_AROUND = "blanks stand around the payload"
 HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
 MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
-MAX_VIEW_PIXELS = 60_000_000
-"""Pixels of enlarged views per photo, all boxes together: a second's work, that a photo of huge boxes without codes cannot exceed."""
+CROWD = 16
+"""Unread boxes above which grids are followed from view to view: of so many, few are tried, and hostile photos have them."""
+MAX_VIEW_PIXELS = 30_000_000
+"""Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
 WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
 
@@ -138,6 +141,7 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
     """Read module grids in the boxes left, the surest first, then in the same boxes made wider; return all that is read."""
     tries = MAX_GRID_TRIES
     left = [box for box in boxes if not _is_read(box, found)]
+    read = partial(read_grid, follow=True) if len(left) > CROWD else read_grid
     for box in left[MAX_GRID_BOXES:]:
         box.left_untried = True
     for margin in (0.0, WIDER):
@@ -148,7 +152,7 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
             if stopped or not tries:
                 box.left_untried |= stopped or margin == 0
                 continue
-            new, used = read_grid(grey, widened(box.xyxy, margin), tries)
+            new, used = read(grey, widened(box.xyxy, margin), tries)
             found, tries = _merged(found, new), tries - used
     return found
 
