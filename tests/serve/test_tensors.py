@@ -351,7 +351,7 @@ def test_refusals_of_a_full_server_are_held_back_and_others_are_not(tmp_path, mo
     model, going, slept = models.load("affine", tmp_path / "affine.onnx", Limits()), threading.Event(), []
     begun = threading.Event()
     app = build_app([model], Limits(workers=1, queue=0, refusal_s=0.25), Access())
-    content = {"inputs": [tensor(shape=[2000, 3], data=[1] * 6000)]}  # too large for the loop, which must go on
+    content = {"inputs": [tensor(shape=[2000, 3], data=[0.25] * 6000)]}  # too large for the loop, which must go on
     sleep, compute = asyncio.sleep, Program.__call__
 
     async def watched(seconds: float) -> None:
