@@ -236,7 +236,7 @@ class VideoScanner:
                 return
             text, grid = None, grids[0]
             if grid.score >= LEAST_VOTING_SCORE:
-                soft = np.clip(QUICK.soft(LaidGrid(picture, grid)), -1.5, 1.5) * grid.score
+                soft = np.clip(QUICK.soft(LaidGrid(picture, grid)), -1.5, 1.5).astype(np.float64) * grid.score
                 total = track.sums.get(grid.version)
                 track.sums[grid.version] = soft if total is None else total + soft
                 if code := decode_modules(track.sums[grid.version] > 0, grid.version):
