@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from arclight.deploy import DynamicInt8, ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
-from arclight.deploy.capture import check_runs
+from arclight.deploy.capture import trial_run
 from arclight.deploy.formats import export as exporting
+from arclight.deploy.formats.formats import Format
+from arclight.fabric.signing import SigningKey
 
 
 class Affine(nn.Module):
@@ -340,7 +342,7 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
             return x * self.calls
 
     counter, x = Counter(), torch.rand(3, 4)
-    check_runs(counter, (x,))
+    assert torch.equal(trial_run(counter, (x,)), x)
     assert counter.calls == 0
 
 
@@ -380,3 +382,43 @@ def test_a_float32_model_keeps_the_types_of_its_inputs(tmp_path: Path) -> None:
     assert [spec.dtype for spec in program.inputs] == ["float32", "float64"]
     with pytest.raises(ExportError, match=r"example inputs \(float64 \(3, 4\), float64 \(3, 1\)\)"):
         export(Rounded(), tmp_path / "no.onnx", example_inputs=(inputs[0].double(), inputs[1]))
+
+
+class Answer(nn.Module):
+    """Outputs by name; ``past`` is what the model has where no cache was asked for."""
+
+    def __init__(self, past: object) -> None:
+        super().__init__()
+        self.layer, self.past = nn.Linear(32, 4), past
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"past": self.past, "logits": self.layer(x), "hidden": (None, x * 2)}
+
+
+@pytest.mark.parametrize("form", ["onnx", "openvino", "pt2"])
+def test_outputs_that_are_none_are_left_out_by_name(form: Format, tmp_path: Path) -> None:
+    model, x = Answer(None), torch.randn(3, 32)
+    program = export(model, tmp_path / "p", example_inputs=x, format=form, sign=SigningKey.make(tmp_path / "key.pem"))
+    logits, hidden = program(x)
+    torch.testing.assert_close(logits, model.layer(x).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden, x * 2)
+    assert len(program.outputs) == 2
+    assert program.metadata["absent_outputs"] == ["past", "hidden.0"]
+
+
+def test_quantized_models_leave_out_outputs_that_are_none(tmp_path: Path) -> None:
+    x = torch.randn(8, 32)
+    quantized = quantize(Answer(None), recipe=DynamicInt8(), example=x)
+    assert quantized(x)["past"] is None
+    program = export(quantized, tmp_path / "p.onnx", example_inputs=x)
+    assert program.metadata["absent_outputs"] == ["past", "hidden.0"]
+    torch.testing.assert_close(program(x)[0], quantized(x)["logits"], rtol=0, atol=0.05)
+
+
+def test_outputs_that_are_no_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    x = torch.randn(8, 32)
+    with pytest.raises(ExportError, match=r"output\['past'\] of the model is 3, of type int"):
+        export(Answer(3), tmp_path / "p.onnx", example_inputs=x)
+    with pytest.raises(ExportError, match=r"output\['past'\] of the model is 3, of type int"):
+        quantize(Answer(3), recipe=DynamicInt8(), example=x)
+    assert leftovers(tmp_path) == []

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils._pytree import tree_leaves
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, OutputKind
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path
 
 from arclight.deploy.errors import ExportError
 
@@ -30,20 +31,44 @@ def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
 
 
 def as_outputs(outputs: Any) -> list[Tensor]:
-    """Flatten a model's output to tensors, in the order of torch.export."""
-    flat: list[Tensor] = tree_leaves(outputs)
-    return flat
+    """Flatten a model's output to tensors, in the order of torch.export; None is left out.
+
+    Raises ExportError for an output of another type, and where there is no tensor.
+    """
+    tensors = []
+    for place, value in tree_leaves_with_path(outputs):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif value is not None:
+            name = keystr(place)
+            raise ExportError(
+                f"output{name} of the model is {value!r:.60}, of type {type(value).__name__}, and programs give tensors: return it as a "
+                "tensor, or wrap the model in one that leaves it out"
+            )
+    if not tensors:
+        raise ExportError(f"the model returns no tensor, but {type(outputs).__name__}: let it return at least one")
+    return tensors
 
 
-def check_runs(model: nn.Module, inputs: Inputs) -> None:
-    """Raise ExportError where ``model`` cannot be run on ``inputs``, which the capture does not always notice.
+def absent_outputs(outputs: Any) -> list[str]:
+    """Name the outputs that are None, by their places: "past", "0.hidden"."""
+    return [
+        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in place)
+        for place, value in tree_leaves_with_path(outputs)
+        if value is None
+    ]
+
+
+def trial_run(model: nn.Module, inputs: Inputs) -> Any:
+    """Run ``model`` on ``inputs``; ExportError where that fails, which the capture does not always notice.
 
     A copy runs, with the same parameters: a model may count its calls in buffers.
     """
-    trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    with quiet():  # torch warns of itself where a graph is copied
+        trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     try:
         with torch.no_grad():
-            trial(*inputs)
+            return trial(*inputs)
     except Exception as error:  # the model's own
         described = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
         raise ExportError(
@@ -200,6 +225,31 @@ def capture(
             hint = "; a dimension that the model fixes or bounds cannot be named in dynamic"
         raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
     return exported
+
+
+def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
+    """Return ``exported`` with a flat tuple of those of its outputs that are not None, which no runtime can give."""
+    specs = exported.graph_signature.output_specs
+    kept = [not (spec.kind == OutputKind.USER_OUTPUT and _is_absent(spec.arg)) for spec in specs]
+    if all(kept):
+        return exported
+    with quiet():  # torch warns of itself
+        graph_module, calls = copy.deepcopy(exported.graph_module), copy.deepcopy(exported.module_call_graph)
+    output = graph_module.graph.output_node()
+    output.args = (tuple(value for value, keep in zip(output.args[0], kept) if keep),)
+    graph_module.recompile()
+    left = [spec for spec, keep in zip(specs, kept) if keep]
+    signature = ExportGraphSignature(exported.graph_signature.input_specs, left)
+    flat = tree_flatten(tuple(spec.arg for spec in left if spec.kind == OutputKind.USER_OUTPUT))[1]
+    calls[0].signature.out_spec = flat
+    return ExportedProgram(
+        graph_module, graph_module.graph, signature, exported.state_dict, exported.range_constraints, calls,
+        exported.example_inputs, exported.constants, verifiers=exported.verifiers,
+    )  # fmt: skip
+
+
+def _is_absent(argument: object) -> bool:
+    return isinstance(argument, ConstantArgument) and argument.value is None
 
 
 def _as_passed(model: nn.Module, shapes: tuple[dict[int, Any], ...] | None) -> tuple[Any, ...] | None:

@@ -26,18 +26,20 @@ from arclight.checkpoint import files
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
+    absent_outputs,
     as_copy_inputs,
     as_inputs,
     as_outputs,
     batch_size,
     capture,
-    check_runs,
     free_dimensions,
     free_sizes,
     frozen_copy,
     in_float32,
     resized,
+    trial_run,
     with_sizes,
+    without_absent_outputs,
 )
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
@@ -97,17 +99,16 @@ def export(
 ) -> Program:
     """Write ``model`` as a program at ``path``, compare it with the model in a fresh process, and return it.
 
-    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of
-    the target that the model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more
-    samples, the more is compared. A program computes in float32: inputs in another type that the model's weights have are taken in that.
-    ``dynamic`` names the dimensions of any size, by the parameters of ``forward``, in place of the batch:
-    ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past); ``comparisons`` are further
-    inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is empty there may be
-    so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
-    absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
-    value for float32, and 30 dB between the program and the simulation of a quantized model. Every output is
-    judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
-    :4], "scores": predictions[..., 4:]}``. The program records each. ``sign``: an Ed25519 key, or the file of one, to sign the folder.
+    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of the target that the
+    model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program computes
+    in float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the parameters of
+    ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past);
+    ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is
+    empty there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions).
+    ``max_difference`` is the largest absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest value
+    for float32, and 30 dB between the program and the simulation of a quantized model. Every output is judged by itself, or every tensor that ``parts``
+    takes out of them: ``lambda predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None
+    and left out as ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
@@ -118,13 +119,12 @@ def export(
     path, form = destination(path, format, target)
     key = _signing_key(sign, path, form)
     described, inputs = _callers_metadata(metadata), _taken(model, example_inputs)
-    precision = precision_of(quantized.recipe) if quantized else "fp32"
-    runtime = runtime_of(form, precision, target)
-    _require_packages(runtime)
-    module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     compared = {name: _taken(model, batch) for name, batch in (comparisons or {}).items()}
+    precision = precision_of(quantized.recipe) if quantized else "fp32"
+    runtime = _required(runtime_of(form, precision, target))
+    module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, compared, dynamic, dynamic_batch)
-    check_runs(module, inputs)
+    described |= _absent(module, inputs)
     captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
     with _disk_named(path), _staging(path) as staging:
@@ -149,9 +149,19 @@ def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) 
     return in_float32(inputs) if isinstance(model, QuantizedModel) else as_copy_inputs(model, inputs)
 
 
-def _require_packages(runtime: Runtime) -> None:
+def _absent(module: nn.Module, inputs: Inputs) -> dict[str, list[str]]:
+    """Try the model on the example, and name the outputs that are None; ExportError for those that no program can give."""
+    outputs = trial_run(module, inputs)
+    as_outputs(outputs)
+    absent = absent_outputs(outputs)
+    return {"absent_outputs": absent} if absent else {}
+
+
+def _required(runtime: Runtime) -> Runtime:
+    """Return ``runtime``; MissingExtraError where what writes or runs its programs is not installed."""
     for package in _PACKAGES[runtime]:
         require(package, extra="deploy")
+    return runtime
 
 
 class _Draft:
@@ -284,7 +294,7 @@ class _Sizes:
         cls,
         model: nn.Module,
         inputs: Inputs,
-        compared: Mapping[str, Inputs],
+        compared: dict[str, Inputs],
         dynamic: Mapping[str, Mapping[int, str]] | None,
         dynamic_batch: bool,
     ) -> _Sizes:
@@ -301,7 +311,8 @@ class _Sizes:
         return cls(example, None, dynamic_batch, {**batches, **compared})
 
     def capture(self, module: nn.Module) -> ExportedProgram:
-        return capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)
+        exported = capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)
+        return without_absent_outputs(exported)
 
     def names(self) -> FreeDimensions:
         """Return the free dimensions of each input with their names."""
@@ -332,7 +343,7 @@ def _other_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, Inputs]:
 
 def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     described = dict(metadata or {})
-    reserved = {"precision", "parity", "quantization", "runtime", "versions", "instruction_sets"}
+    reserved = {"precision", "parity", "quantization", "runtime", "versions", "instruction_sets", "absent_outputs"}
     check_metadata(described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes"})
     if "processing" in described:
         check_name(described["processing"])
