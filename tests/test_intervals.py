@@ -32,6 +32,7 @@ from arclight.trainer.settings import TrainerSettings
 from arclight.vision.data.mix import MixedData
 from arclight.vision.tasks.settings import (
     ClassificationTask,
+    CornersTask,
     DetectionTask,
     OrientedDetectionTask,
     PoseTask,
@@ -52,7 +53,7 @@ REQUIRED: dict[type, dict[str, Any]] = {
     Noise: {"clip": 1.0, "multiplier": 1.0}, Pretrained: {"path": Path("tok")},
     **{
         task: {"data": Path("data.yaml")}
-        for task in (DetectionTask, SegmentationTask, PoseTask, OrientedDetectionTask, ClassificationTask)
+        for task in (DetectionTask, SegmentationTask, PoseTask, CornersTask, OrientedDetectionTask, ClassificationTask)
     },
     **{task: {"train": Path("a.jsonl"), "val": Path("b.jsonl")} for task in (SequenceTask, TokenTask, AnswerTask)},
     MixedData: {"data": Path("more.yaml")}, Recipe: {"task": LanguageTask()}, FederatedRecipe: {"task": LanguageTask()},

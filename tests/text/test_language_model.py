@@ -209,7 +209,7 @@ def test_sequences_and_samples_keep_to_the_positions(tmp_path: Path, caplog: pyt
 def test_speed_is_measured_over_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        TokenThroughput, "_log", lambda self, trainer, module: measured.append((trainer.global_step, self.tokens))
+        TokenThroughput, "_log", lambda self, strategy, module: measured.append((module.global_step, self.tokens))
     )
     fit(tmp_path, 4, log_every_n_steps=2, accumulate_grad_batches=3, limit_val_batches=0)
     assert measured == [(step, 2 * 3 * 8 * 32) for step in (2, 4)]

@@ -61,7 +61,7 @@ class TrainingRun(Checked):
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
     monitors: tuple[Activations | Curvature | Experts, ...] = ()
-    """What is measured each n-th step, each a table [[monitors]]; or kind = "package.module:Class", settings of your own with build()."""
+    """What is measured each n-th step; or kind = "package.module:Class", with build()."""
     loggers: tuple[TensorBoard | Wandb | MLflow | Comet | ClearML | CSV, ...] = ()
     """Loggers beside the run folder's metrics.csv, each a table [[loggers]]; or kind = "package.module:Class", a Logger of your own."""
     search: dict[str, Any] | None = None

@@ -214,8 +214,9 @@ _ROWS = {
 
 
 def _show(folder: Path, facts: dict[str, dict[str, Any]]) -> None:
-    import rich
     from rich.table import Table
+
+    from arclight.cli.style import console_of
 
     table = Table(title=str(folder), title_justify="left")
     table.add_column()
@@ -227,13 +228,14 @@ def _show(folder: Path, facts: dict[str, dict[str, Any]]) -> None:
     for length in sorted({length for found in facts.values() for length in found["packed"]}, key=int):
         packed = [found["packed"].get(length) for found in facts.values()]
         table.add_row(f"padding, packed for {length}", *("-" if p is None else f"{p['padding']:.2%}" for p in packed))
-    rich.print(table)
+    console_of().print(table)
 
 
 def _show_counts(counted: dict[str, dict[str, Any] | None]) -> None:
-    import rich
     from rich.markup import escape
     from rich.table import Table
+
+    from arclight.cli.style import console_of
 
     table = Table(title="tokens, entropy in nats per token", title_justify="left")
     for title in ("split", "source", "tokens", "entropy", "most frequent"):
@@ -243,7 +245,7 @@ def _show_counts(counted: dict[str, dict[str, Any] | None]) -> None:
             frequent = " ".join(repr(entry["token"] or entry["id"]) for entry in one["most_frequent"])
             table.add_row(split, escape(name or "all"), f"{one['tokens']:,}", f"{one['entropy']:.4f}", escape(frequent))
     if table.row_count:
-        rich.print(table)
+        console_of().print(table)
 
 
 def _tokenizer(options: Namespace, texts: Any) -> Tokenizer:

@@ -236,15 +236,16 @@ def quantize(
 
 
 def _check_runs(model: nn.Module, inputs: Inputs) -> None:
-    """Raise QuantizeError where the float model does not take ``inputs``, before torch traces it."""
+    """Raise QuantizeError where the float model does not take ``inputs``, ExportError where it gives no tensors; before torch traces it."""
     try:
         with torch.no_grad():
-            as_outputs(model(*inputs))
+            found = model(*inputs)
     except Exception as error:  # the model's own
         given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
         raise QuantizeError(
             f"the model cannot be run on its own data, {given}: {error}; give inputs as its forward takes them"
         ) from error
+    as_outputs(found)
 
 
 @dataclass(frozen=True, kw_only=True)
