@@ -93,29 +93,32 @@ class Access:
     Origin, which browsers add to what pages send, must name it as well: other pages may not make this machine work."""
     keys: tuple[str, ...] = field(default=(), repr=False)
     """API keys, any of which a request must have; none: anybody may pass."""
+    _digests: tuple[bytes, ...] = field(init=False, repr=False)
 
-    def refusal(self, path: str, headers: Headers) -> Refusal | None:
-        """Return why a request may not pass, if so; health and the page may be asked by anybody."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_digests", tuple(hashlib.sha256(key.encode()).digest() for key in self.keys))
+
+    def check(self, path: str, headers: Headers) -> int | None:
+        """Return the place of a request's key among the keys; None where it needs none: health and the page may be asked by anybody.
+
+        Raises Refusal for a request that may not pass.
+        """
         if self.loopback_only:
             hosts = headers.getlist("host")
             if len(hosts) != 1 or not is_loopback(host_name(hosts[0])):
-                return Refusal(421, "This server answers on this machine only; use the Host localhost or 127.0.0.1.")
+                raise Refusal(421, "This server answers on this machine only; use the Host localhost or 127.0.0.1.")
             origins = headers.getlist("origin")
             if not all(is_loopback(host_name(origin.partition("://")[2])) for origin in origins):
-                return Refusal(403, "This server answers no pages of other sites; send the request without an Origin.")
-        if not self.keys or path in OPEN or self.key_of(headers) is not None:
+                raise Refusal(403, "This server answers no pages of other sites; send the request without an Origin.")
+        if not self.keys or path in OPEN:
             return None
-        sentence = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
-        return Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
-
-    def key_of(self, headers: Headers) -> int | None:
-        """Return the place of a request's key among the keys; None without one."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()
-        equal = [
-            hmac.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in self.keys
-        ]  # of one length
-        return equal.index(True) if scheme.lower() == "bearer" and any(equal) else None
+        equal = [hmac.compare_digest(digest, one) for one in self._digests]  # all of them, and of one length
+        if scheme.lower() != "bearer" or not any(equal):
+            sentence = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
+            raise Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
+        return equal.index(True)
 
 
 class Rates:
@@ -158,20 +161,19 @@ class Admittance:
         self.rates = Rates(len(access.keys), requests_per_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
-            await refusal.response()(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        if scope["type"] == "http":
+            try:
+                self._admit(scope["path"], Headers(scope=scope))
+            except Refusal as refusal:
+                await refusal.response()(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
-    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
-        if refusal := self.access.refusal(path, headers):
-            return refusal
-        if not self.access.keys or path in OPEN:
-            return None
-        key = self.access.key_of(headers)
-        assert key is not None  # else it was refused
-        wait_s = self.rates.take(key)
-        return busy("This API key has sent too many requests", max(1, math.ceil(wait_s))) if wait_s else None
+    def _admit(self, path: str, headers: Headers) -> None:
+        """Raise Refusal for a request that may not pass, or not yet."""
+        key = self.access.check(path, headers)
+        if key is not None and (wait_s := self.rates.take(key)):
+            raise busy("This API key has sent too many requests", max(1, math.ceil(wait_s)))
 
 
 class Lingering:
