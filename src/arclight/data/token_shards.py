@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.data.permutation import Ints
+from arclight.fabric.atomic_replace import replace_bytes, replace_text
 
 INDEX = "corpus.json"
 HEADER_BYTES = 4096
@@ -155,7 +156,7 @@ def write_shard(
             file.write(_MAGIC + json.dumps(asdict(facts)).encode().ljust(HEADER_BYTES - len(_MAGIC)))
             file.flush()
             os.fsync(file.fileno())
-        _replace_bytes(sums_at, sums)
+        replace_bytes(sums_at, sums, durable=False)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -204,7 +205,7 @@ def write_sums(folder: str | Path) -> int:
         sha256, sums = hash_shard(folder / name)
         if sha256 != entry["sha256"]:
             raise TokenShardError(f"{folder / name} is damaged: its content is not what was written; {_FIX}")
-        _replace_bytes(folder / (name + SUMS), sums)
+        replace_bytes(folder / (name + SUMS), sums, durable=False)
         entry["sums"] = hashlib.sha256(sums).hexdigest()
     if lacking:
         _write_json(shards.folder / INDEX, index)
@@ -420,13 +421,4 @@ def _stamp(folder: Path, names: Sequence[str]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _replace_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def _replace_bytes(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.saving")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_text(path, json.dumps(value, indent=1) + "\n", durable=False)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.data.token_shards import TokenShardError, TokenShards, is_sha256
+from arclight.fabric.atomic_replace import replace_bytes
 
 UNIGRAMS = "unigrams.counts"
 _MAGIC = b"arclight unigrams 1\n"
@@ -84,13 +85,8 @@ def write_unigrams(shards: TokenShards, sources: Mapping[str, int] | None = None
     line = json.dumps(header).encode() + b"\n"
     if len(line) > _HEADER_BYTES:
         raise ValueError(f"{shards.place} has too many sources to count one by one: {len(found):,}")
-    path = shards.folder / UNIGRAMS
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.saving")
-    try:
-        temporary.write_bytes(_MAGIC + line + b" " * (-len(_MAGIC + line) % 8) + body)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = _MAGIC + line + b" " * (-len(_MAGIC + line) % 8) + body
+    replace_bytes(shards.folder / UNIGRAMS, content, durable=False)
     return found
 
 

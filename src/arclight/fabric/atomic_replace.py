@@ -40,14 +40,19 @@ def temporary_path(path: Path, kind: str = "saving") -> Path:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Put the text into the file `path`; what was there stays whole until the new one is there.
+    """Put the text into the file `path`, in UTF-8; see `replace_bytes`."""
+    replace_bytes(path, text.encode(), durable=durable)
+
+
+def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Put the content into the file `path`; what was there stays whole until the new one is there.
 
     durable: whether it is on the disk when this returns, and a power failure may not undo it.
     """
     new = temporary_path(path)
     try:
-        with new.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with new.open("wb") as file:
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
