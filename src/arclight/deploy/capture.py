@@ -59,8 +59,16 @@ def absent_outputs(outputs: Any) -> list[str]:
     ]
 
 
-def trial_run(model: nn.Module, inputs: Inputs) -> Any:
-    """Run ``model`` on ``inputs``; ExportError where that fails, which the capture does not always notice.
+NOT_RUN = (
+    "the model cannot be run on the example inputs ({given}): {error}; give example_inputs of the types and shapes that its float32 copy "
+    "takes, or let it cast them"
+)
+
+
+def trial_run(
+    model: nn.Module, inputs: Inputs, failure: type[ValueError] = ExportError, sentence: str = NOT_RUN
+) -> Any:
+    """Run ``model`` on ``inputs``, which the capture does not always do; ``failure`` with the ``sentence`` where that fails.
 
     A copy runs, with the same parameters: a model may count its calls in buffers.
     """
@@ -70,11 +78,8 @@ def trial_run(model: nn.Module, inputs: Inputs) -> Any:
         with torch.no_grad():
             return trial(*inputs)
     except Exception as error:  # the model's own
-        described = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
-        raise ExportError(
-            f"the model cannot be run on the example inputs ({described}): {error}; give example_inputs of the types and shapes that "
-            "its float32 copy takes, or let it cast them"
-        ) from error
+        given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
+        raise failure(sentence.format(given=given, error=error)) from error
 
 
 def batch_size(inputs: Inputs) -> int:

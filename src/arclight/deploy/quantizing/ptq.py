@@ -24,6 +24,7 @@ from arclight.deploy.capture import (
     frozen_copy,
     in_float32,
     quiet,
+    trial_run,
 )
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
@@ -53,6 +54,7 @@ from arclight.deploy.settings import (
 )
 
 log = logging.getLogger(__name__)
+_NOT_RUN = "the model cannot be run on its own data, {given}: {error}; give inputs as its forward takes them"
 
 _Skippable = Int8 | DynamicInt8 | WeightOnly | LowBit
 Metric = Callable[[Callable[..., Any]], float]
@@ -219,7 +221,7 @@ def quantize(
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
-    _check_runs(reference, batches[0] if batches else inputs)
+    as_outputs(trial_run(reference, batches[0] if batches else inputs, QuantizeError, _NOT_RUN))
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
@@ -233,19 +235,6 @@ def quantize(
     quantized.sqnr_db = accept(distances(reference, quantized, source.judged, parts), recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
-
-
-def _check_runs(model: nn.Module, inputs: Inputs) -> None:
-    """Raise QuantizeError where the float model does not take ``inputs``, ExportError where it gives no tensors; before torch traces it."""
-    try:
-        with torch.no_grad():
-            found = model(*inputs)
-    except Exception as error:  # the model's own
-        given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
-        raise QuantizeError(
-            f"the model cannot be run on its own data, {given}: {error}; give inputs as its forward takes them"
-        ) from error
-    as_outputs(found)
 
 
 @dataclass(frozen=True, kw_only=True)
