@@ -38,6 +38,11 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
     return None
 
 
+def find_recorded(recorded: Path, folder: Path) -> Path | None:
+    """Return where a checkpoint that a run recorded is now: in ``folder``, to which the run may have been copied, or where it was written."""
+    return next((place for place in (folder / recorded.name, recorded) if place.exists()), None)
+
+
 def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
     """Return the best checkpoint that `checkpoint` has a record of, and the value it was ranked by; None and nothing without one.
 

@@ -39,15 +39,14 @@ def best_checkpoint(run: Path) -> Path:
 
     Raises UsageError if the run has no checkpoint, or its best one was removed.
     """
-    from arclight.checkpoint.retention import recorded_best
+    from arclight.checkpoint.retention import find_recorded, recorded_best
 
     newest = newest_checkpoint(run)
     recorded, _ = recorded_best(newest)
     if recorded is None:
         return newest
-    for place in (run / "checkpoints" / recorded.name, recorded):
-        if place.exists():
-            return place
+    if place := find_recorded(recorded, run / "checkpoints"):
+        return place
     raise UsageError(
         f"{run} recorded {recorded.name} as its best checkpoint, which is not there any more: name another one, such as {newest}"
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from arclight.checkpoint import load
+from arclight.fabric.distributed.dtensor import is_sharded
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.modules import SkipInit
 from arclight.parallel import initialize
@@ -380,7 +381,7 @@ class TextSamples(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LanguageModel) -> None:  # type: ignore[override]
         if trainer.sanity_checking or not trainer.is_global_zero or pl_module.tokenizer is None:
             return
-        if trainer.strategy.in_stages or any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()):
+        if trainer.strategy.in_stages or is_sharded(pl_module):
             return
         s = self.settings
         ids = [pl_module.tokenizer.encode(prompt) for prompt in s.prompts]

@@ -12,6 +12,11 @@ def is_dtensor(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return True if this process holds a part only of any parameter of ``module``."""
+    return any(map(is_dtensor, module.parameters()))
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of this process's part of ``tensor``; all of it where it is not sharded."""
     part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arclight.fabric.distributed.dtensor import is_sharded
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.model.balance import balance_group
 from arclight.text.model.moe import MoE
 from arclight.trainer.callbacks.monitoring.step_monitor import StepMonitor
-from arclight.trainer.run.folder import read_json
 from arclight.trainer.run.svg import standalone, text
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class ExpertMonitor(StepMonitor):
         """Of each layer's experts, in the newest step that was measured."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        if trainer.strategy.in_stages or any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()):
+        if trainer.strategy.in_stages or is_sharded(pl_module):
             raise MisconfigurationError(
                 "experts are compared where each process has all of them, and here weights are sharded or cut into stages: leave it out"
             )
@@ -73,13 +72,10 @@ class ExpertMonitor(StepMonitor):
         self.publish(trainer, pl_module, self._values)
         self._values = {}
         if not trainer.fast_dev_run:
-            folder = trainer.run_folder.plots
+            run = trainer.run_folder  # on all ranks: its first access is a collective
             if trainer.is_global_zero:
-                (folder / "experts.svg").write_text(histograms(self.shares, trainer.global_step), encoding="utf-8")
-                captions = folder / "captions.json"
-                captions.write_text(
-                    json.dumps(read_json(captions) | {"experts.svg": CAPTION}, indent=1), encoding="utf-8"
-                )
+                (run.plots / "experts.svg").write_text(histograms(self.shares, trainer.global_step), encoding="utf-8")
+                run.caption_plot("experts.svg", CAPTION)
 
 
 def layers_of_experts(module: torch.nn.Module) -> dict[str, MoE]:

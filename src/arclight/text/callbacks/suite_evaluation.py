@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from arclight.fabric.distributed.dtensor import is_sharded
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.evaluation.suite import load_suite, run_suite
 from arclight.text.evaluation.suite_settings import Evaluation
@@ -45,7 +46,7 @@ class SuiteEvaluation(Callback):
             return
         self.done = step
         strategy = trainer.strategy
-        whole = not any(hasattr(parameter, "to_local") for parameter in pl_module.parameters())
+        whole = not is_sharded(pl_module)
         share = (strategy.global_rank, strategy.world_size) if whole else (0, 1)
         gather = strategy.all_gather_object if whole else (lambda own: [own])
         values = {}

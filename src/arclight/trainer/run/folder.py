@@ -87,6 +87,11 @@ class RunFolder:
     def plots(self) -> Path:
         return self._folder("plots")
 
+    def caption_plot(self, name: str, caption: str) -> None:
+        """Say in the report what the plot ``name`` shows."""
+        path = self.plots / "captions.json"
+        path.write_text(json.dumps(read_json(path) | {name: caption}, indent=1), encoding="utf-8")
+
     def write_environment(self, **facts: Any) -> Path:
         """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started.
 

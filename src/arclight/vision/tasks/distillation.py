@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arclight.checkpoint import find_last
-from arclight.checkpoint.retention import recorded_best
+from arclight.checkpoint.retention import find_recorded, recorded_best
 from arclight.vision.boxes import complete_iou
 from arclight.vision.models.heads import ClassifyHead
 from arclight.vision.models.loss import Gains, level_balance
@@ -86,9 +86,8 @@ def teacher_checkpoint(path: Path) -> Path:
     best, _ = recorded_best(newest)
     if best is None:
         return newest
-    for place in (path / "checkpoints" / best.name, best):
-        if place.exists():
-            return place
+    if place := find_recorded(best, path / "checkpoints"):
+        return place
     raise TeacherError(
         f"teacher = {path} recorded {best.name} as its best checkpoint, which is not there: name one, such as {newest}"
     )

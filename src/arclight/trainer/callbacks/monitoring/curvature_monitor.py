@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from arclight.fabric.distributed.dtensor import is_sharded
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callbacks.monitoring.step_monitor import StepMonitor
 
@@ -45,7 +46,7 @@ class CurvatureMonitor(StepMonitor):
             raise MisconfigurationError(
                 f"curvature is estimated along the steps of one optimizer, and this run has {len(trainer.optimizers)}: leave it out"
             )
-        if trainer.strategy.in_stages or any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()):
+        if trainer.strategy.in_stages or is_sharded(pl_module):
             raise MisconfigurationError(
                 "curvature needs all weights on each process, and here they are sharded or cut into stages: leave it out, or train on "
                 'strategy = "ddp" or a plan with dp_replicate alone'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.runtime.recording import Recording
 from arclight.trainer.callback import Callback
-from arclight.trainer.run.folder import read_json
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -83,6 +81,5 @@ class PipelineTimeline(Callback):
         timeline(run, simulated, folder / "pipeline.svg")
         chrome_trace(run, folder / "pipeline.json", simulated)
         if trainer.is_global_zero:
-            captions = folder / "captions.json"
-            captions.write_text(json.dumps(read_json(captions) | {"pipeline.svg": CAPTION}, indent=1), encoding="utf-8")
+            trainer.run_folder.caption_plot("pipeline.svg", CAPTION)
             log.info("timeline of the pipeline: %s\n%s", path, run)
