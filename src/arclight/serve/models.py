@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arclight.fabric.launchers import available_cores
 from arclight.serve.admission import Pace
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.detection import Detect
@@ -89,8 +89,7 @@ def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) ->
         return limits.threads
     if runtime != "onnxruntime":
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // limits.workers)
+    return max(1, available_cores() // limits.workers)
 
 
 def proof(model: ServedModel) -> list[str]:

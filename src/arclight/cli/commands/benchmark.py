@@ -30,14 +30,15 @@ def benchmark(arguments: list[str]) -> None:
         check_writable(options.json, "--json")
     programs, inputs = _candidates(parser, options, rest)
 
-    from rich.console import Console
-
     from arclight import deploy
+    from arclight.cli.style import console_of
 
     table = deploy.benchmark(
         programs, inputs, rounds=options.rounds, threads=options.threads, batch_sizes=options.batch, fresh=True
     )
-    Console(width=max(WIDTH, Console().width)).print(table)
+    console = console_of()
+    console.width = max(WIDTH, console.width)
+    console.print(table)
     write_json(options.json, table.json())
 
 

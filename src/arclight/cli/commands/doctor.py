@@ -117,7 +117,9 @@ def cpu_line(name: str) -> str:
 
 def usable_cores() -> float:
     """Cores that this process may use: those it is bound to, or fewer where its container has a quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from arclight.fabric.launchers import available_cores
+
+    bound = available_cores()
     quota = Path("/sys/fs/cgroup/cpu.max")
     limit, _, period = quota.read_text(encoding="utf-8").partition(" ") if quota.exists() else ("max", "", "")
     return float(bound) if limit == "max" else min(bound, round(int(limit) / int(period), 2))

@@ -205,14 +205,10 @@ def infer(request: TensorRequest, program: Program, name: str, version: str) -> 
     return b"".join([head, *pieces]), len(head) if pieces else None
 
 
-def zeros(program: Program, rows: int = 1) -> list[np.ndarray[Any, Any]]:
-    """Return inputs of zeros, one of each size that may be any, and ``rows`` of those that come first."""
+def zeros(program: Program) -> list[np.ndarray[Any, Any]]:
+    """Return inputs of zeros, one of each size that may be any."""
     return [
-        np.zeros(
-            [size if isinstance(size, int) else 1 if place else rows for place, size in enumerate(spec.shape)],
-            spec.dtype,
-        )
-        for spec in program.inputs
+        np.zeros([size if isinstance(size, int) else 1 for size in spec.shape], spec.dtype) for spec in program.inputs
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from arclight.data.combined import Count, length_of
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.launchers import available_cores
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warnings import PossibleUserWarning
 
@@ -70,8 +70,7 @@ def shuffles(loader: Any) -> bool:
 
 def usable_workers(processes: int) -> int:
     """Worker processes that each of several training processes can use on this machine, beside itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, processes)) - 1
+    return max(1, available_cores() // max(1, processes)) - 1
 
 
 def _check_workers(loader: Any, name: str, processes: int) -> None:
