@@ -53,6 +53,12 @@ class LossOptions(NamedTuple):
     """Likewise of the class loss."""
 
 
+def boxes_in_cells(logits: Tensor, anchors: Tensor) -> Tensor:
+    """Return the boxes (..., 4) xywh of logits (..., 4 and more), in cells from their own, by their anchors (..., 2) in cells."""
+    answers = logits[..., :4].sigmoid() * 2
+    return torch.cat((answers[..., :2] - 0.5, answers[..., 2:] ** 2 * anchors), dim=-1)
+
+
 class KeypointOptions(NamedTuple):
     """Variations of the loss of keypoints; the defaults change nothing."""
 
@@ -238,14 +244,13 @@ def _level_loss(
     matches = match.mask.sum().clamp(min=1)
     answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
 
-    xy = answers[:, 0:2].sigmoid() * 2 - 0.5
-    wh = (answers[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size
+    boxes = boxes_in_cells(answers, match.anchor_size)
     if oriented:
-        found = torch.cat((xy, wh, angle_of(answers[:, -1:])), dim=-1)
+        found = torch.cat((boxes, angle_of(answers[:, -1:])), dim=-1)
         angles = targets[match.target, 6:].to(logits.dtype)
         iou, error = oriented_error(found, torch.cat((match.box, angles), dim=-1))
     else:
-        iou = complete_iou(torch.cat((xy, wh), dim=-1), match.box)
+        iou = complete_iou(boxes, match.box)
         error = 1 - iou
     box_loss = torch.where(match.mask, error, 0.0).sum() / matches
 
@@ -357,10 +362,7 @@ def keypoint_loss(
             labelled = wanted.isfinite().all(-1) & match.mask[:, None]
             wanted, labelled = wanted[:, ways], labelled[:, ways]  # (matches, S, K, ...): each way to number them
             if options.from_box:
-                boxes = torch.cat(
-                    (rows[:, :2].sigmoid() * 2 - 0.5, (rows[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size), -1
-                )
-                found = corners_of_boxes(answers[..., :2], boxes.detach())
+                found = corners_of_boxes(answers[..., :2], boxes_in_cells(rows, match.anchor_size).detach())
             else:
                 found = answers[..., :2] * match.anchor_size[:, None] + 0.5
             apart = torch.where(labelled[..., None], found[:, None] - wanted, 0.0)

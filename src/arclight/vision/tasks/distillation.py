@@ -19,7 +19,7 @@ from arclight.checkpoint import find_last
 from arclight.checkpoint.retention import find_recorded, recorded_best
 from arclight.vision.boxes import complete_iou
 from arclight.vision.models.heads import ClassifyHead
-from arclight.vision.models.loss import Gains, level_balance
+from arclight.vision.models.loss import Gains, boxes_in_cells, level_balance
 from arclight.vision.models.one_to_one import BOX_WEIGHT, CLASS_WEIGHT, OneToOneHead, join_levels
 from arclight.vision.models.yolov5 import Yolo, fuse
 
@@ -113,7 +113,8 @@ def anchored_distillation(
             sure = wanted[..., 4].sigmoid()
             total = sure.sum().clamp(min=1)
             obj = obj + weight * divergence(own[..., 4], wanted[..., 4]).mean()
-            error = 1 - complete_iou(_in_cells(own, sizes), _in_cells(wanted, sizes))
+            anchor = sizes.to(own.dtype)[:, None, None]
+            error = 1 - complete_iou(boxes_in_cells(own, anchor), boxes_in_cells(wanted, anchor))
             box = box + (sure * error).sum() / total
             if own.shape[-1] > 6:
                 cls = cls + (sure * divergence(own[..., 5:], wanted[..., 5:]).mean(-1)).sum() / total
@@ -162,11 +163,3 @@ def divergence(logits: Tensor, taught: Tensor) -> Tensor:
 
 def _exact(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
-
-
-def _in_cells(logits: Tensor, sizes: Tensor) -> Tensor:
-    """Boxes xywh (N, k, H, W, 4) relative to their own cell, in cells."""
-    answers = logits[..., :4].sigmoid() * 2
-    return torch.cat(
-        (answers[..., :2] - 0.5, answers[..., 2:].square() * sizes.to(logits.dtype)[:, None, None]), dim=-1
-    )
