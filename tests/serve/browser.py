@@ -108,7 +108,9 @@ def chromium() -> Iterator[Browser]:
             port = next(line.rsplit("port ", 1)[1].strip(". \n") for line in process.stdout if "successfully" in line)
             options = {"binary": program, "args": [*FLAGS, f"--user-data-dir={profile}"]}
             capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as driver_http:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, verify=False
+            ) as driver_http:
                 answer = driver_http.post("/session", json={"capabilities": {"alwaysMatch": capabilities}}).json()
                 session = f"http://127.0.0.1:{port}/session/{answer['value']['sessionId']}/"
                 driver_http.base_url = session

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests import warm
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -24,23 +25,26 @@ sys.path.insert(0, str(HERE))  # the helpers beside the tests
 
 from browser import Browser, chromium  # noqa: E402
 
+LOOPBACK: dict[str, Any] = {"trust_env": False, "verify": False}
+"""Of a client of httpx that needs no proxy and no certificates: to load them takes longer than most requests."""
+
 SAMPLES = HERE.parents[1] / "src/arclight/serve/page/samples"
 
 
 @dataclass(frozen=True)
 class Server:
     port: int
-    process: subprocess.Popen[str]
+    process: warm.Program
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def detect(self, content: bytes, **headers: str) -> httpx.Response:
-        return httpx.post(f"{self.url}/detect", content=content, headers=headers, timeout=60, trust_env=False)
+        return httpx.post(f"{self.url}/detect", content=content, headers=headers, timeout=60, **LOOPBACK)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, trust_env=False)
+        return httpx.get(self.url + path, timeout=30, **LOOPBACK)
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         """Every sample of /metrics under its name and the values of its labels (model, path, status)."""
@@ -54,6 +58,12 @@ class Server:
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def stop(self) -> str:
+        """What it has said to its errors, once a stop signal has ended it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        return self.process.said()[1]
 
     def resident(self) -> int:
         """Bytes of memory in use."""
@@ -70,21 +80,16 @@ def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any
 @contextmanager
 def started(words: list[str], port: int, cwd: Path | None = None) -> Iterator[Server]:
     """Start a Python program that serves on ``port``; give it once it is ready, and end it afterwards."""
-    process = subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, cwd=cwd)
-    server = Server(port, process)
-    try:
+    with warm.Program(*words, cwd=cwd) as process:
+        server = Server(port, process)
         while True:
             try:
                 assert server.get("/health").json()["ready"]
                 break
             except httpx.ConnectError:
-                assert process.poll() is None, process.stderr.read()
+                assert process.poll() is None, process.said()[1]
                 time.sleep(0.05)
         yield server
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stderr.close()
 
 
 @pytest.fixture(scope="session")

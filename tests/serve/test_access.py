@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from tests.ports import free_port
-from tests.serve.conftest import running
+from tests.serve.conftest import LOOPBACK, running
 from tests.serve.test_tensors import SERVE, Affine
 from tests.waiting import wait_until
 
@@ -52,7 +52,7 @@ def keyed(folder):
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000"])
 def test_loopback_answers_under_its_own_names(local, host):
-    answer = httpx.get(f"{local.url}/v2/models/affine", headers={"Host": host}, trust_env=False)
+    answer = httpx.get(f"{local.url}/v2/models/affine", headers={"Host": host}, **LOOPBACK)
     assert answer.status_code == 200, answer.text
 
 
@@ -61,7 +61,7 @@ def test_loopback_answers_under_its_own_names(local, host):
 )
 def test_loopback_answers_under_no_foreign_name(local, host):
     for path in ("/", "/health", "/v2/models/affine"):
-        answer = httpx.get(local.url + path, headers={"Host": host}, trust_env=False)
+        answer = httpx.get(local.url + path, headers={"Host": host}, **LOOPBACK)
         assert answer.status_code == 421
         assert answer.json()["error"].endswith(".")
         assert answer.headers["x-content-type-options"] == "nosniff"
@@ -81,7 +81,7 @@ def test_pages_of_other_sites_do_not_make_loopback_work(local, origin, status):
     body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
     headers = {"Origin": origin, "Content-Type": "text/plain"}
     url = f"{local.url}/v2/models/affine/infer"
-    answer = httpx.post(url, content=json.dumps(body), headers=headers, trust_env=False)
+    answer = httpx.post(url, content=json.dumps(body), headers=headers, **LOOPBACK)
     assert answer.status_code == status, answer.text
 
 
@@ -97,7 +97,7 @@ def test_pages_of_other_sites_do_not_make_loopback_work(local, origin, status):
 def test_an_application_made_directly_checks_host_or_key(serve_with, words, host, key, status):
     server = serve_with(*words)
     headers = {"Host": host} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-    assert httpx.get(f"{server.url}/v2/models/none", headers=headers, trust_env=False).status_code == status
+    assert httpx.get(f"{server.url}/v2/models/none", headers=headers, **LOOPBACK).status_code == status
 
 
 def test_keys_that_are_easily_guessed_make_no_application():
@@ -129,21 +129,21 @@ def test_two_hosts_are_refused(local):
 def test_without_the_key_only_health_and_the_page_are_answered(keyed, header):
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     for path in ("/v2", "/metrics", "/openapi.json", "/v2/models/affine"):
-        answer = httpx.get(keyed.url + path, headers=headers, trust_env=False)
+        answer = httpx.get(keyed.url + path, headers=headers, **LOOPBACK)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert KEY not in answer.text
     for path in ("/health", "/v2/health/live", "/v2/health/ready", "/", "/app.js", "/samples/board.jpg"):
-        assert httpx.get(keyed.url + path, headers=headers, trust_env=False).status_code == 200
+        assert httpx.get(keyed.url + path, headers=headers, **LOOPBACK).status_code == 200
 
 
 def test_with_the_key_all_is_answered(keyed):
     headers = {"Authorization": f"bearer {KEY}", "Host": "models.example"}
     for path in ("/", "/metrics", "/v2/models/affine"):
-        assert httpx.get(keyed.url + path, headers=headers, trust_env=False).status_code == 200
+        assert httpx.get(keyed.url + path, headers=headers, **LOOPBACK).status_code == 200
 
 
 def test_an_upload_without_the_key_is_refused_before_it_is_kept(keyed):
-    answer = httpx.post(f"{keyed.url}/v2/models/affine/infer", content=bytes(5_000_000), trust_env=False)
+    answer = httpx.post(f"{keyed.url}/v2/models/affine/infer", content=bytes(5_000_000), **LOOPBACK)
     assert answer.status_code == 401
 
 
@@ -212,7 +212,7 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
             assert keyed[1].json()["error"].startswith("This API key has sent too many requests; ")
             assert [client.get(f"{url}/health").status_code for _ in range(5)] == [200] * 5, "health has no rate"
         with pytest.raises(httpx.HTTPError):
-            httpx.get(url.replace("https", "http") + "/health", trust_env=False)
+            httpx.get(url.replace("https", "http") + "/health", **LOOPBACK)
     finally:
         process.kill()
         process.communicate()

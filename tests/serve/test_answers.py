@@ -8,6 +8,7 @@ import threading
 import httpx
 import numpy as np
 import pytest
+from tests.serve.conftest import LOOPBACK
 from tests.waiting import wait_until
 
 from arclight.serve import Limits
@@ -44,7 +45,7 @@ def test_the_bytes_decide_what_a_photo_is_not_the_content_type(server, sample, c
 
 def test_a_form_gives_the_same_answer_as_the_bytes_themselves(server, sample):
     form = {"file": ("photo.jpg", sample("counter"), "image/jpeg"), "note": (None, "hello")}
-    answer = httpx.post(f"{server.url}/detect", files=form, trust_env=False)
+    answer = httpx.post(f"{server.url}/detect", files=form, **LOOPBACK)
     assert codes(answer) == ["Kopi Lereng Senja"]
 
 
@@ -127,7 +128,7 @@ def test_the_schema_describes_the_photo_and_no_page_loads_foreign_scripts(server
 
 @pytest.mark.parametrize("path", ["/", "/health", "/made-up", "/app.js"])
 def test_every_answer_carries_the_security_headers_and_no_door_for_other_sites(server, path):
-    answer = httpx.get(server.url + path, headers={"Origin": "https://elsewhere.example"}, trust_env=False)
+    answer = httpx.get(server.url + path, headers={"Origin": "https://elsewhere.example"}, **LOOPBACK)
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")
     assert "http:" not in policy and "https:" not in policy and "unsafe" not in policy  # noqa: PT018
@@ -142,8 +143,7 @@ def test_a_fault_of_the_detector_is_a_500_with_one_sentence_and_the_next_photo_w
     assert answer.json() == {"error": "The server failed on this request; its log has the details."}
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert codes(server.detect(sample("counter"))) == ["Kopi Lereng Senja"]
-    server.process.terminate()
-    assert "a detail for the log" in server.process.stderr.read()
+    assert "a detail for the log" in server.stop()
 
 
 def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample, tmp_path):
@@ -169,7 +169,7 @@ def test_no_request_fails_while_the_server_drains(serve_with, sample):
     statuses: list[list[int]] = [[], [], []]
 
     def send_while_ready(seen: list[int]) -> None:
-        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=server.url, timeout=60, **LOOPBACK) as client:
             while client.get("/v2/health/ready").status_code == 200:
                 seen.append(client.post("/detect", content=photo).status_code)
 
@@ -215,9 +215,8 @@ def refused(server) -> bool:
 
 def test_an_address_that_others_can_reach_is_warned_about_in_one_line(serve_with):
     server = serve_with("--host=0.0.0.0")
-    server.process.terminate()
-    warnings = [line for line in server.process.stderr if line.startswith("warning:")]
-    assert warnings == ["warning: other machines can reach 0.0.0.0, and the server asks nobody who they are\n"]
+    warnings = [line for line in server.stop().splitlines() if line.startswith("warning:")]
+    assert warnings == ["warning: other machines can reach 0.0.0.0, and the server asks nobody who they are"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.serve.conftest import SAMPLES, running
+from tests.serve.conftest import LOOPBACK, SAMPLES, running
 from tests.serve.test_program import exported as detector
 from tests.serve.test_tensors import SERVE, Affine
 from tests.serve.test_text import exported as language
@@ -120,7 +120,7 @@ def test_no_request_is_a_fault_of_the_server(all_tasks, routes, data):
     address = path.replace("{model}", data.draw(names))
     method = data.draw(st.just(method) | st.sampled_from(METHODS))
     content, headers = data.draw(bodies(schema)), data.draw(HEADERS)
-    with httpx.Client(trust_env=False, timeout=30) as client:
+    with httpx.Client(**LOOPBACK, timeout=30) as client:
         answer = client.request(method, all_tasks.url + address, content=content, headers=headers)
         assert answer.status_code < 500 or answer.status_code == 503, (
             method,
@@ -137,7 +137,7 @@ def test_every_route_answers_nothing_and_nonsense(all_tasks, routes):
     for path, method, _ in routes:
         for content in (b"", b"{}", b"\xff\x00", b"[" * 2000):
             answer = httpx.request(
-                method, all_tasks.url + path.replace("{model}", "affine"), content=content, trust_env=False, timeout=30
+                method, all_tasks.url + path.replace("{model}", "affine"), content=content, **LOOPBACK, timeout=30
             )
             assert answer.status_code < 500, (method, path, content[:9], answer.text)
     assert all_tasks.get("/health").json()["ready"]

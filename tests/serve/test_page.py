@@ -8,6 +8,7 @@ import httpx
 import pytest
 import segno
 from draw_samples import field, payload
+from tests.serve.conftest import LOOPBACK
 from tests.serve.test_program import exported as detector
 from tests.serve.test_reload import bare
 from tests.serve.test_tensors import SERVE
@@ -270,7 +271,7 @@ def test_each_model_has_a_card_with_its_proof(chrome, serve_with, tmp_path):
 def test_models_are_shown_once_the_key_is_given(chrome, serve_with):
     key = "correct-horse-battery"
     server = serve_with(f"--api-key={key}")
-    assert httpx.get(f"{server.url}/models", trust_env=False).status_code == 401
+    assert httpx.get(f"{server.url}/models", **LOOPBACK).status_code == 401
     chrome.open(server.url)
     chrome.wait("document.getElementById('health').dataset.ready === 'true'")
     assert chrome.run("return document.getElementById('models').hidden")

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from onnx import TensorProto, helper, save
-from tests.serve.conftest import SAMPLES, running
+from tests.serve.conftest import LOOPBACK, SAMPLES, running
 from tests.serve.test_program import exported as detector
 from tests.serve.test_tensors import SERVE
 from tests.serve.test_text import expected, post
@@ -95,7 +95,7 @@ def infer(server, name: str, client: httpx.Client) -> httpx.Response:
 
 
 def factor(server, name: str) -> float:
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(**LOOPBACK) as client:
         return infer(server, name, client).json()["outputs"][0]["data"][0]
 
 
@@ -106,7 +106,7 @@ def test_no_request_fails_while_programs_are_replaced_under_load(folder, tmp_pat
     stop, seen, failed = threading.Event(), Counter(), []
 
     def ask(name: str) -> None:
-        with httpx.Client(trust_env=False, timeout=60) as client:
+        with httpx.Client(**LOOPBACK, timeout=60) as client:
             while not stop.is_set():
                 if name == "codes":
                     answer = client.post(f"{server.url}/detect", content=PHOTO)
@@ -183,8 +183,7 @@ def test_a_bad_program_is_refused_and_the_old_one_goes_on(folder, tmp_path, name
         assert server.get("/v2/models/a").json() == before
         put(folder / "times-4.onnx", path)
         wait_until(lambda: factor(server, "a") == 4, "a good one is taken afterwards")
-        server.process.terminate()
-        said = server.process.stderr.read()
+        said = server.stop()
     assert f"a: the new program is refused, version {before['versions'][0]} goes on: " in said
     assert "Traceback" not in said
 
@@ -201,8 +200,7 @@ def test_only_programs_of_trusted_keys_replace_each_other(folder, tmp_path):
         assert factor(server, "a") == 2
         put(tmp_path / "signed-3", path)
         wait_until(lambda: factor(server, "a") == 3, "the signed one answers")
-        server.process.terminate()
-        assert "is not signed" in server.process.stderr.read()
+        assert "is not signed" in server.stop()
 
 
 @pytest.fixture(scope="module")

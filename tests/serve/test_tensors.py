@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.serve.conftest import running
+from tests.serve.conftest import LOOPBACK, running
 from tests.serve.test_program import exported
 from torch import nn
 
@@ -55,7 +55,7 @@ def two(tmp_path_factory):
 
 
 def infer(server, content: bytes, model: str = "affine", **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v2/models/{model}/infer", content=content, headers=headers, trust_env=False)
+    return httpx.post(f"{server.url}/v2/models/{model}/infer", content=content, headers=headers, **LOOPBACK)
 
 
 def tensor(**changes: object) -> dict[str, object]:
@@ -195,7 +195,7 @@ def test_metrics_come_in_some_format_whatever_is_asked_for(two):
         "application/openmetrics-text; version=1.0.0",
         "image/png",
     ):
-        answer = httpx.get(f"{two.url}/metrics", headers={"Accept": accept}, trust_env=False)
+        answer = httpx.get(f"{two.url}/metrics", headers={"Accept": accept}, **LOOPBACK)
         assert (answer.status_code, "arclight_requests" in answer.text) == (200, True)
 
 
@@ -213,11 +213,11 @@ def test_no_refusal_of_tensors_speaks_of_photos(two):
 def test_photos_are_answered_as_yolov5_does(two, sample):
     url = f"{two.url}/v1/object-detection/codes"
     form = {"image": ("photo.jpg", sample("counter"), "image/jpeg")}
-    [box] = httpx.post(url, files=form, trust_env=False).json()
+    [box] = httpx.post(url, files=form, **LOOPBACK).json()
     assert (box["name"], box["class"]) == ("qr_code", 0)
     assert [box[key] for key in ("xmin", "ymin", "xmax", "ymax")] == pytest.approx([150, 330, 330, 630], abs=0.2)
     assert len(two.detect(sample("counter")).json()["boxes"]) == 1
-    refused = httpx.post(url.replace("codes", "affine"), content=sample("counter"), trust_env=False)
+    refused = httpx.post(url.replace("codes", "affine"), content=sample("counter"), **LOOPBACK)
     assert refused.status_code == 404
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from starlette.testclient import TestClient
-from tests.serve.conftest import running
+from tests.serve.conftest import LOOPBACK, running
 from tests.serve.test_tensors import SERVE, Affine
 from tests.waiting import wait_until
 
@@ -77,7 +77,7 @@ def expected(program: Program, prompt: str, new: int = NEW, **options: object) -
 
 
 def post(server, body: dict[str, object], path: str = "/v1/completions") -> httpx.Response:
-    return httpx.post(server.url + path, json={"model": "lm"} | body, trust_env=False, timeout=60)
+    return httpx.post(server.url + path, json={"model": "lm"} | body, **LOOPBACK, timeout=60)
 
 
 def events(server, body: dict[str, object], path: str = "/v1/completions") -> list[dict[str, object]]:
@@ -149,7 +149,7 @@ def test_models_are_listed(lm):
 
 
 def test_a_language_program_takes_no_tensors(lm):
-    answer = httpx.post(f"{lm.url}/v2/models/lm/infer", content=b"{}", trust_env=False)
+    answer = httpx.post(f"{lm.url}/v2/models/lm/infer", content=b"{}", **LOOPBACK)
     assert (answer.status_code, "texts go to POST /v1/completions" in answer.text) == (404, True)
 
 
@@ -184,7 +184,7 @@ BAD = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_wrong_requests_are_refused_by_name(lm, name, stream):
     content = json.dumps({"model": "lm", "prompt": "a", "max_tokens": 3, "stream": stream} | BAD[name])
-    answer = httpx.post(f"{lm.url}/v1/completions", content=content, trust_env=False)
+    answer = httpx.post(f"{lm.url}/v1/completions", content=content, **LOOPBACK)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", 400), answer.text
     assert error["message"].endswith(".")
@@ -193,7 +193,7 @@ def test_wrong_requests_are_refused_by_name(lm, name, stream):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"model": "lm"}'])
 def test_what_is_no_request_is_refused(lm, content):
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert httpx.post(lm.url + path, content=content, trust_env=False).status_code == 400
+        assert httpx.post(lm.url + path, content=content, **LOOPBACK).status_code == 400
 
 
 def test_models_and_routes_that_are_not_there_are_refused_by_name(lm):
