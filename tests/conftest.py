@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Generator
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Small test models are faster on one thread, and two workers of the suite then share the machine fairly.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+
+# Checkpoints and records are written through to the disk: thousands of waits for it, where there is no memory to spare instead.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > 12 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # What a forked rank inherits, it does not search for garbage: it would copy every page of hundreds of thousands of objects.
 os.register_at_fork(after_in_child=gc.freeze)

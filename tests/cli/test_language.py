@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import warm
 
 import arclight
 from arclight.checkpoint import find_last
@@ -175,17 +176,10 @@ def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
     status, _, err = typed(f"train {recipe} --plan.dp_replicate 2 --plan.replicas apart")
     assert status == 2
     assert "add a table [diloco]" in err
-    command = [sys.executable, "-m", "arclight.cli", "train", recipe, "--plan.dp_replicate", "2", *words.split()]
     source = str(Path(arclight.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--trainer.max_steps", "6"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env=environment,
-    )
+    words += " --plan.dp_replicate 2 --trainer.max_steps 6"
+    done = warm.run("-m", "arclight.cli", "train", recipe, *words.split(), timeout=180, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     last = find_last(Path("runs/lm/1/checkpoints"))
     assert last is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 SCRIPT = """
 import sys
@@ -30,8 +30,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "arclight.cli", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return warm.run("-m", "arclight.cli", "run", *words, timeout=180)
 
 
 def test_two_processes_and_the_scripts_own_arguments(script: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tests import warm
 
 import arclight as al
 
@@ -36,14 +35,7 @@ def test_a_package_names_its_factories(tmp_path: Path) -> None:
         "import arclight as al\nclass Watch(al.Callback): ...\nclass Look(al.Callback): ...\n"
         "def one(): return Watch()\ndef none(): return []\ndef both(): return [Watch(), Look()]\n"
     )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), *sys.path])])
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = warm.run("-c", SCRIPT, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True)
     assert run.stdout.splitlines() == ["['Watch']", "['Watch', 'Look']"]
 
 
