@@ -17,6 +17,7 @@ from torch import nn
 from arclight import deploy
 from arclight._installed import pip_install
 from arclight.deploy import ProgramError, export
+from arclight.fabric.listening import AddressError, reserve_address
 from arclight.serve import create_app, serve, server
 from arclight.serve.settings import Limits
 
@@ -97,15 +98,15 @@ def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
 
 def test_the_second_server_to_reserve_a_port_is_told_as_well():
     """Linux lets both reserve an address of which neither has begun to listen."""
-    first, second = server.listen("127.0.0.1", 0), None
+    first, second = reserve_address("127.0.0.1", 0), None
     app = create_app(lambda _: pytest.fail("nothing is served"))
     with first:
         port = first.getsockname()[1]
-        second = server.listen("127.0.0.1", port)
+        second = reserve_address("127.0.0.1", port)
         first.listen()
         with (
             second,
-            pytest.raises(server.AddressError, match=f":{port} cannot be listened on: another program listens"),
+            pytest.raises(AddressError, match=f":{port} cannot be listened on: another program listens"),
         ):
             server.run(app, host="127.0.0.1", port=port, limits=Limits(), listening=second)
 

@@ -22,11 +22,11 @@ from torch import nn
 
 from arclight import cli
 from arclight.deploy import Program, export
+from arclight.fabric.listening import reserve_address
 from arclight.serve import Limits, models
 from arclight.serve.admission import Pace
 from arclight.serve.app import ServedModel, build_app
 from arclight.serve.middleware import Access
-from arclight.serve.server import listen
 
 SERVE = """
 import argparse
@@ -252,7 +252,7 @@ def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
             found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with listen("127.0.0.1", 0) as reserved:
+        with reserve_address("127.0.0.1", 0) as reserved:
             server = await asyncio.start_server(connected, sock=reserved)  # as uvicorn does
             _, writer = await asyncio.open_connection(*reserved.getsockname())
             writer.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import socket
 import threading
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
+from arclight.fabric.listening import reserve_address
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.trainer import Callback, Module, Trainer
 
@@ -142,9 +142,7 @@ def _application(module: ServableModule) -> Any:
 def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
     """Serve ``app`` from a thread; gives its address. Raises TimeoutError where it does not start in time."""
     uvicorn = require("uvicorn", extra="serve")
-    with socket.create_server((host, port)) as listener:
-        # connections inherit it; asyncio sets it only where the socket names its protocol, which this one does not
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with reserve_address(host, port) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="servable", daemon=True)
         thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import socket
 import sys
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.fabric.certificates import check_certificate
 from arclight.fabric.extras import require
+from arclight.fabric.listening import AddressError, check_certificate, reserve_address
 from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def serve(
             raise ValueError(
                 f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
             )
-    with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
+    with reserve_address(host, port) as listening:  # before the program is loaded, which a port in use would make vain
 
         def loaded(name: str, path: Path) -> ServedModel:
             return load(name, path, limits, lone=not several, trusted=trusted)
@@ -119,39 +118,6 @@ def check_access(
     return keys
 
 
-class AddressError(OSError):
-    """An address cannot be listened on."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Reserve an address; AddressError says what to do if it is in use or not of this machine."""
-    if not 0 <= port <= 65535:
-        raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        # by its protocol asyncio knows that these are connections of TCP, and sends answers without Nagle's delay of 40 ms
-        reserved = socket.socket(family, kind, protocol)
-    except UnicodeError as error:  # of the encoding of names for the network, as for a..b
-        raise AddressError(f"{host} is no address: no machine can have this name") from error
-    except OSError as error:
-        raise AddressError(f"{host} is no address: {error.strerror or error}") from error
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise _refused(host, port, error) from error
-    return reserved
-
-
-def _refused(host: str, port: int, error: OSError) -> AddressError:
-    taken = error.errno == errno.EADDRINUSE
-    advice = "another program listens there; name another port" if taken else error.strerror
-    return AddressError(f"{host}:{port} cannot be listened on: {advice}")
-
-
 def run(
     app: FastAPI,
     *,
@@ -185,14 +151,14 @@ def run(
         on_drain=app.state.drain,
         drain_s=limits.drain_s,
     )
-    with listening or listen(host, port) as reserved:
+    with listening or reserve_address(host, port) as reserved:
         number = reserved.getsockname()[1]
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux; connections inherit it
             reserved.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.reader_stall_s * 1000))
         try:
             reserved.listen()  # who connects before the application has started waits for it
         except OSError as error:  # two that start at once may both reserve an address; one of them listens first
-            raise _refused(host, number, error) from error
+            raise AddressError.of(host, number, error) from error
         place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
         sys.stdout.write(f"open {'http' if tls is None else 'https'}://{place}:{number} (ctrl-C ends the server)\n")
         sys.stdout.flush()

@@ -33,7 +33,7 @@ from arclight.federated.protocol import (
     WorkRequest,
 )
 from arclight.federated.transports.http_client import HttpLink
-from arclight.federated.transports.http_server import HttpServer, bind
+from arclight.federated.transports.http_server import HttpServer, listen
 from arclight.federated.transports.keys import NodeKey, make_certificate
 from arclight.federated.transports.link import InProcessLink, Link
 from arclight.federated.transports.settings import Listening
@@ -252,7 +252,7 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
 
 
 def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
-    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -69,7 +69,7 @@ def serve(arguments: list[str]) -> None:
         check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
     check_devices(recipe)
     tune_malloc()
-    with closing(bind_socket(where)) as here:
+    with closing(listen_on(where)) as here:
         folder = folder_of(recipe, options)
         with (
             open_run(recipe, folder, options) as (run, progress),
@@ -366,16 +366,16 @@ DEFAULT_PORT = 8470
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
 
 
-def bind_socket(where: Listening) -> socket.socket:
-    """Bind the socket.
-
-    Raises UsageError where that cannot be, before anything of the run is made.
-    """
-    from arclight.federated.transports.http_server import bind
+def listen_on(where: Listening) -> socket.socket:
+    """Listen at the address of a server. Raises UsageError for one that cannot be had, before the run has a folder."""
+    from arclight.fabric.listening import AddressError
+    from arclight.federated.transports.http_server import listen
 
     try:
-        return bind(where.host, where.port)
-    except OSError as error:
+        return listen(where.host, where.port)
+    except AddressError as error:
+        if error.errno is None:
+            raise UsageError(f"--address {where.host}:{where.port}: {error}") from error
         if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:
             # numbers below 0 are those of names that cannot be resolved
             why = "this machine has no such name or address; name one of its own, or 0.0.0.0 for all of them"

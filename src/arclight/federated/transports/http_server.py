@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
+from arclight.fabric.listening import AddressError, reserve_address
 from arclight.federated.blobs.blob_store import check_digest
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
@@ -54,6 +55,8 @@ UVICORN = ((0, 49), (0, 54))
 _START_TIMEOUT_S = 30.0
 _GRACE_S = 1
 """Seconds that are given to what is under way when the server stops."""
+_BACKLOG = 1024
+"""Connections that wait to be accepted."""
 _IDLE_TIMEOUT_S = 75
 """Seconds that an unused connection stays open; clients close theirs before."""
 
@@ -122,7 +125,7 @@ class HttpServer:
     def start(self) -> None:
         """Bind and answer.
 
-        Raises OSError where the address is taken, FederatedError where it does not come up.
+        Raises AddressError for an address that cannot be listened on, FederatedError where it does not come up.
         """
         uvicorn = require("uvicorn", extra="federated")
         oldest, newest = UVICORN
@@ -133,7 +136,7 @@ class HttpServer:
             )
         host, port = self._listening.host, self._listening.port
         if self._socket is None:
-            self._socket = bind(host, port)
+            self._socket = listen(host, port)
         config = uvicorn.Config(
             self._app.starlette(),
             http=_protocol(self._listening.limits.silence),
@@ -178,15 +181,14 @@ class HttpServer:
             self._temporary.cleanup()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError where the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on an address: nodes may connect from here on, and wait there until a server answers. Raises AddressError."""
+    bound = reserve_address(host, port)
     try:
-        bound = socket.create_server((host, port), family=family, backlog=1024)
+        bound.listen(_BACKLOG)
     except OSError as error:
-        raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror}") from error
-    # connections inherit it; asyncio sets it only where the socket names its protocol, which this one does not
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound.close()
+        raise AddressError.of(host, port, error) from error
     return bound
 
 

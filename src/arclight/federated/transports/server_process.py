@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.http_server import HttpServer, bind
+from arclight.federated.transports.http_server import HttpServer, listen
 from arclight.federated.transports.keys import fingerprint_of, make_certificate
 from arclight.federated.transports.settings import FLOWER_DEFAULTS, Listening, is_loopback
 
@@ -32,8 +32,8 @@ _STOP_S = 60.0
 class ServerProcess:
     """Run a server in a process that need not end when the one that started it dies.
 
-    build: ``module:function``, called with folder and config, returns the `Server`. config: see `FLOWER_DEFAULTS`. The socket is bound
-    here, so nodes may be sent to ``address`` at once: in the clear on loopback, elsewhere with a certificate of the folder; only nodes
+    build: ``module:function``, called with folder and config, returns the `Server`. config: see `FLOWER_DEFAULTS`. The socket listens
+    before it starts, so nodes may be sent to ``address`` at once: in the clear on loopback, elsewhere with a certificate of the folder; only nodes
     in the file ``nodes`` may join. The log is ``<folder>/server.log``. SIGTERM ends the process, and the run can go on later.
     """
 
@@ -50,7 +50,7 @@ class ServerProcess:
         if certificate is not None and not certificate.exists():
             make_certificate(keys, [host])
         self.fingerprint = None if certificate is None else fingerprint_of(certificate)
-        bound = bind(config["host"], config["port"])
+        bound = listen(config["host"], config["port"])
         place = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         self.address = f"{'http' if certificate is None else 'https'}://{place}"
         with self.log.open("ab") as log_file, bound:

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from arclight.fabric import certificates, signing
+from arclight.fabric import listening, signing
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
@@ -31,8 +31,8 @@ def check_private(path: str | Path) -> None:
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
     """Raise FederatedError unless a server can show this certificate today and prove it."""
     try:
-        certificates.check_certificate(certificate, private_key, extra="federated")
-    except certificates.CertificateError as error:
+        listening.check_certificate(certificate, private_key, extra="federated")
+    except listening.CertificateError as error:
         raise FederatedError(str(error)) from error
 
 

@@ -1,0 +1,105 @@
+"""Reserve the address that a server listens on, and check the certificate that it shows there, before it starts."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+
+from arclight.fabric.extras import require
+from arclight.fabric.signing import SigningError, check_private
+
+
+class AddressError(OSError):
+    """An address cannot be listened on; ``errno`` is the system's number, where it gave one."""
+
+    @classmethod
+    def of(cls, host: str, port: int, error: OSError) -> AddressError:
+        """Say what to do about ``error``, which ``bind`` or ``listen`` raised for this address."""
+        in_use = error.errno == errno.EADDRINUSE
+        advice = "another program listens there; name another port" if in_use else error.strerror
+        return cls._with_errno(f"{host}:{port} cannot be listened on: {advice}", error.errno)
+
+    @classmethod
+    def _with_errno(cls, message: str, number: int | None) -> AddressError:
+        made = cls(message)  # one argument: the message is printed without a number before it
+        made.errno = number
+        return made
+
+
+def reserve_address(host: str, port: int) -> socket.socket:
+    """Bind a TCP socket to an address, port 0 for a free one; it refuses connections until its ``listen`` is called.
+
+    Connections that it accepts send small answers at once (TCP_NODELAY). Raises AddressError for an address that is in use, of no machine or
+    of another one.
+    """
+    if not 0 <= port <= 65535:
+        raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        reserved = socket.socket(family, kind, protocol)
+    except UnicodeError as error:  # of the encoding of names for the network, as for a..b
+        raise AddressError._with_errno(
+            f"{host} is no address: no machine can have this name", socket.EAI_NONAME
+        ) from error
+    except OSError as error:
+        raise AddressError._with_errno(f"{host} is no address: {error.strerror or error}", error.errno) from error
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # accepted connections inherit it; Nagle's algorithm would hold small answers back until the client acknowledges, up to 40 ms
+        reserved.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise AddressError.of(host, port, error) from error
+    return reserved
+
+
+class CertificateError(ValueError):
+    """A certificate or its private key is not one that a server can show."""
+
+
+def check_certificate(certificate: str | Path, private_key: str | Path, *, extra: str) -> None:
+    """Raise CertificateError unless a server can show this certificate today and prove it; ``extra`` brings cryptography."""
+    for path, what in ((certificate, "certificate"), (private_key, "private key")):
+        if not Path(path).is_file():
+            raise CertificateError(f"there is no {what} {path}; `arclight federate keys server` makes both")
+    begins, ends = _valid(certificate, extra)
+    if not begins <= datetime.now(UTC) <= ends:
+        raise CertificateError(
+            f"{certificate} is good from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no client believes it today: make a new one "
+            "with `arclight federate keys server`, and let clients know it"
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key, password=_no_password)
+    except ssl.SSLError as error:
+        raise CertificateError(
+            f"{private_key} is not the private key of {certificate} ({error.reason or error}): give the two files that "
+            "`arclight federate keys server` wrote together"
+        ) from error
+    try:
+        check_private(private_key)
+    except SigningError as error:
+        raise CertificateError(str(error)) from error
+
+
+def _valid(certificate: str | Path, extra: str) -> tuple[datetime, datetime]:
+    x509 = require("cryptography.x509", extra=extra)
+    try:
+        read = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+    except ValueError as error:
+        raise CertificateError(
+            f"{certificate} has no PEM certificate: `arclight federate keys server` makes one"
+        ) from error
+    return read.not_valid_before_utc, read.not_valid_after_utc
+
+
+def _no_password() -> str:
+    raise CertificateError(
+        "the server's private key has a password, which nobody could type when the server is started again: take it off "
+        "(`openssl pkey`), and let nobody else read the file"
+    )
