@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.vision.drawn import cornered_row, draw_objects, keypoint_row
+from tests.vision.keypoint_program import check_keypoint_program
 
 from arclight import seed_everything
-from arclight.deploy import Program, ProgramError
+from arclight.deploy import ProgramError
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer import Trainer
@@ -27,7 +28,6 @@ from arclight.vision.keypoints import keypoint_similarity
 from arclight.vision.models.heads import CornersHead
 from arclight.vision.models.loss import KeypointOptions, assign, assign_levels, keypoint_loss
 from arclight.vision.models.yolov5 import build_model
-from arclight.vision.tasks.deployment import evaluate_program, export_module
 from arclight.vision.tasks.detection import CornerDetector, Detector, PoseEstimator
 from arclight.vision.tasks.processing import load_detector_program
 from arclight.vision.tasks.settings import CornersTask, DetectionTask, PoseTask
@@ -299,18 +299,6 @@ def test_a_program_finds_the_corners_of_its_model(tmp_path: Path) -> None:
     )
     module, images = settings.build()
     torch.nn.init.normal_(module.model.head.m[0].weight, std=0.1)
-    export_module(module, tmp_path / "corners.onnx", images.calibration_dataset())
-    program = Program.load(tmp_path / "corners.onnx")
-    batch = torch.rand(2, 3, 64, 64)
-    own = module.output_parts(module.model.eval()(batch).detach())
-    assert own.keys() == {"boxes", "scores", "keypoints", "visible"}
-    for name, part in module.output_parts(torch.as_tensor(program(batch))).items():
-        torch.testing.assert_close(part, own[name], atol=1e-3, rtol=1e-4)
-    (found,) = program.predict([np.full((48, 80, 3), 90, np.uint8)])
-    assert found.keypoints is not None
-    assert found.keypoints.shape == (len(found), 4, 3)
-    scores = evaluate_program(program, images.open("val"))
-    assert scores.images == 6
-    assert math.isfinite(scores.keypoints.map50)
+    check_keypoint_program(module, images, tmp_path / "corners.onnx", 4)
     with pytest.raises(ProgramError, match=r"is not a detector \(its task is 'corners'\)"):
         load_detector_program(tmp_path / "corners.onnx")

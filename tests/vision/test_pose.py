@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import math
 import random
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.vision.keypoint_program import check_keypoint_program
 
-from arclight.deploy import Program
 from arclight.trainer import Trainer
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import read_data_yaml
@@ -30,7 +29,6 @@ from arclight.vision.models.loss import assign, assign_levels, keypoint_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.pose_metrics import PoseMetrics
-from arclight.vision.tasks.deployment import evaluate_program, export_module
 from arclight.vision.tasks.detection import PoseData, PoseEstimator
 from arclight.vision.tasks.settings import PoseTask
 
@@ -308,16 +306,4 @@ def test_a_program_finds_the_keypoints_of_its_model(tmp_path: Path) -> None:
     module, images = settings.build()
     assert isinstance(module, PoseEstimator)
     assert module.keypoints == (3, 3)
-    export_module(module, tmp_path / "pose.onnx", images.calibration_dataset())
-    program = Program.load(tmp_path / "pose.onnx")
-    batch = torch.rand(2, 3, 64, 64)
-    own = module.output_parts(module.model.eval()(batch).detach())
-    assert own.keys() == {"boxes", "scores", "keypoints", "visible"}
-    for name, part in module.output_parts(torch.as_tensor(program(batch))).items():
-        torch.testing.assert_close(part, own[name], atol=1e-3, rtol=1e-4)
-    (found,) = program.predict([np.full((48, 80, 3), 90, np.uint8)])
-    assert found.keypoints is not None
-    assert found.keypoints.shape == (len(found), 3, 3)
-    scores = evaluate_program(program, images.open("val"))
-    assert scores.images == 6
-    assert math.isfinite(scores.keypoints.map50)
+    check_keypoint_program(module, images, tmp_path / "pose.onnx", 3)

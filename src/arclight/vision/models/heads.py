@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,13 @@ class DetectHead(Head):
 
 
 class PoseHead(DetectHead):
-    """A detection head that gives each box ``keypoints``: so many, each of 2 numbers (x, y) or 3 (x, y, how likely it is there)."""
+    """A detection head that gives each box ``keypoints``: (count, numbers of each), 2 numbers (x, y) or 3 (x, y, how likely it is there).
+
+    Raises ValueError for another count than the one that a kind of head is for.
+    """
+
+    fixed_count: ClassVar[int | None] = None
+    """Keypoints of each box, for kinds of heads that take no other count."""
 
     def __init__(
         self,
@@ -133,6 +139,8 @@ class PoseHead(DetectHead):
         keypoints: tuple[int, int],
     ) -> None:
         count, dims = keypoints
+        if self.fixed_count not in (None, count):
+            raise ValueError(f"{type(self).__name__} gives each box {self.fixed_count} keypoints, not {count}")
         super().__init__(c_in, num_classes, anchors_px, strides, extra=count * dims)
         self.keypoints = (count, dims)
 
@@ -146,23 +154,18 @@ class PoseHead(DetectHead):
 class CornersHead(PoseHead):
     """A detection head that gives each box four corners of what is in it, measured from the box's own, where they start."""
 
-    def __init__(
-        self,
-        c_in: Sequence[int],
-        num_classes: int,
-        anchors_px: Tensor,
-        strides: Sequence[int],
-        keypoints: tuple[int, int],
-    ) -> None:
-        if keypoints[0] != len(BOX_CORNERS):
-            raise ValueError(f"a head to corners gives each box 4 keypoints, not {keypoints[0]}")
-        super().__init__(c_in, num_classes, anchors_px, strides, keypoints)
-        with torch.no_grad():
-            for conv in self.m:
-                assert isinstance(conv, nn.Conv2d)
-                assert conv.bias is not None
-                conv.weight.view(-1, 5 + num_classes + self.extra, conv.in_channels)[:, 5 + num_classes :] = 0
-                conv.bias.view(-1, 5 + num_classes + self.extra)[:, 5 + num_classes :] = 0
+    fixed_count = len(BOX_CORNERS)
+
+    @torch.no_grad()
+    def _init_priors(self) -> None:
+        """Start as a detection head does, with corners that are those of the box."""
+        super()._init_priors()
+        rows = 5 + self.num_classes + self.extra
+        for conv in self.m:
+            assert isinstance(conv, nn.Conv2d)
+            assert conv.bias is not None
+            conv.weight.view(-1, rows, conv.in_channels)[:, -self.extra :] = 0
+            conv.bias.view(-1, rows)[:, -self.extra :] = 0
 
     def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
         """Measure corners from those of the box in its width and height; see `corners_of_boxes`."""
