@@ -777,7 +777,7 @@ def test_an_app_for_flower_does_what_the_recipe_says(
         del sys.modules[name]
 
 
-# -- what is told --------------------------------------------------------------------------------------------------
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -807,22 +807,24 @@ def accepted(client: str, **more: object) -> records.UpdateAccepted:
 def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     seconds = iter(range(1000))
     stream = Terminal(moves)
-    told = Progress(3, stream, clock=lambda: float(next(seconds)))
-    told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
-    told.beat(
+    progress = Progress(3, stream, clock=lambda: float(next(seconds)))
+    progress.observe(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    progress.observe_heartbeat(
         Heartbeat(
             node="a",
             session="s",
             active_work=(ActiveWork(client="0", round=1, steps=3, loss=2.5), ActiveWork(client="7", round=1, steps=9)),
         )
     )
-    told.told(accepted("1", metrics={"train/loss": 1.5}))
+    progress.observe(accepted("1", metrics={"train/loss": 1.5}))
     assert ("waiting for client 0 at 3 of 4 (loss 2.500)" in stream.getvalue()) == moves
-    told.told(records.UpdateRefused(round=1, client="0", reason="not_finite", message="w has 3 values that are none"))
-    told.told(accepted("0", metrics={"train/loss": 2.5}))
-    told.sent_down = {1: 4_000_000}.__getitem__
-    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0, drift={"0": 0.5, "1": 0.7}))
-    told.told(events.NodeLost(node="a", session="s", why="silent for 1.5 s"))
+    progress.observe(
+        records.UpdateRefused(round=1, client="0", reason="not_finite", message="w has 3 values that are none")
+    )
+    progress.observe(accepted("0", metrics={"train/loss": 2.5}))
+    progress.sent_down = {1: 4_000_000}.__getitem__
+    progress.observe(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0, drift={"0": 0.5, "1": 0.7}))
+    progress.observe(events.NodeLost(node="a", session="s", why="silent for 1.5 s"))
     text = re.sub(r"\x1b\[[0-9;]*[mK]", "", stream.getvalue())
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert lines[0] == "round 1: client 0 is refused (not_finite): w has 3 values that are none"
@@ -834,12 +836,12 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
 
 def test_who_was_put_out_is_not_counted() -> None:
     stream = Terminal(moves=False)
-    told = Progress(3, stream)
-    told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
-    told.told(accepted("0", metrics={"train/loss": 1.5}))
-    told.told(accepted("1", metrics={"train/loss": 9.5}))
-    told.told(records.ClientFailed(round=1, client="1", message="it would outweigh them", redo=True))
-    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    progress = Progress(3, stream)
+    progress.observe(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    progress.observe(accepted("0", metrics={"train/loss": 1.5}))
+    progress.observe(accepted("1", metrics={"train/loss": 9.5}))
+    progress.observe(records.ClientFailed(round=1, client="1", message="it would outweigh them", redo=True))
+    progress.observe(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
     assert "train/loss 1.500  1 of 2 clients  4 steps" in stream.getvalue()
 
 
@@ -869,35 +871,35 @@ def test_a_run_that_has_ended_is_finished_however_its_journal_says_so(
 
 def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -> None:
     stream = Terminal(moves=True)
-    told = Progress(3, stream)
+    progress = Progress(3, stream)
     for number in (1, 2):
-        told.told(records.RoundOpened(round=number, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
-    told.told(accepted("0"))
+        progress.observe(records.RoundOpened(round=number, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    progress.observe(accepted("0"))
     assert "|" not in stream.getvalue()  # nobody has begun the other one
-    told.beat(
+    progress.observe_heartbeat(
         Heartbeat(
             node="a",
             session="s",
             active_work=(ActiveWork(client="0", round=2, steps=3), ActiveWork(client="1", round=1, steps=1)),
         )
     )
-    told.say("")
+    progress.say("")
     assert "round 1/3  waiting for client 1 at 1 of 4  |  round 2  0 at 3 of 4" in stream.getvalue()
-    told.told(accepted("1"))
-    told.told(accepted("0", round=2))
+    progress.observe(accepted("1"))
+    progress.observe(accepted("0", round=2))
     assert "round 1/3  aggregating  |  round 2  1 of 2 here" in stream.getvalue()
-    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    progress.observe(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
     assert re.search(r"round 1/3\S*  2 of 2 clients  8 steps", stream.getvalue())
 
 
 def test_who_was_waited_for_is_forgotten_with_the_round() -> None:
     stream = Terminal(moves=True)
-    told = Progress(1, stream)
-    told.told(records.RoundOpened(round=1, base="b", clients=("0",), wanted=1, clock=0, steps=4))
-    told.told(events.LogMessage(text="round 1: 0 of 1 updates; waiting for 0 (node a, step 2)"))
-    told.told(accepted("0"))
-    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
-    told.told(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 1.0}))
+    progress = Progress(1, stream)
+    progress.observe(records.RoundOpened(round=1, base="b", clients=("0",), wanted=1, clock=0, steps=4))
+    progress.observe(events.LogMessage(text="round 1: 0 of 1 updates; waiting for 0 (node a, step 2)"))
+    progress.observe(accepted("0"))
+    progress.observe(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    progress.observe(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 1.0}))
     assert "waiting for 0 (node a, step 2)" not in stream.getvalue()
 
 

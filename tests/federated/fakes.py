@@ -197,7 +197,7 @@ class EchoServer:
     largest_message = 1 << 30
     run = "run"
 
-    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+    def reserve_upload(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def answer(self, message: Message) -> Message:
@@ -265,7 +265,7 @@ class AveragingServer:
     def of(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.said if isinstance(message, kind)]
 
-    def taking(self, *_: object) -> AbstractContextManager[None]:
+    def reserve_upload(self, *_: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def answer(self, message: Message) -> Message:

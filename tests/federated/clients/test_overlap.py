@@ -50,12 +50,12 @@ def lived(
     fragments = federation.streaming.fragments if federation.streaming is not None else 1
     committed: list[float] = []
 
-    def told(what: object) -> None:
+    def observe(what: object) -> None:
         on_event(what)
         if isinstance(what, RoundCommitted):
             committed.append(time.monotonic())
 
-    server = Server(federation, begin(fragments), folder=folder / "run", clients=list(learners), told=told)
+    server = Server(federation, begin(fragments), folder=folder / "run", clients=list(learners), observer=observe)
     lines: list[SlowLine] = []
     failed: list[BaseException] = []
 

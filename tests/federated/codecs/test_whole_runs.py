@@ -60,7 +60,7 @@ def run(folder: Path, rounds: int = 4, **given: Any) -> Server:
         nodes = []
         for name in ("0", "1"):
             client = Client(name, Wide(), Rows(seed=int(name), count=96), trainer={"accelerator": "cpu"}, seed=7)
-            nodes.append(Node(InProcessLink(opened.service), [client], folder / f"node-{name}", f"n{name}", ask=0.5))
+            nodes.append(Node(InProcessLink(opened.service), [client], folder / f"node-{name}", f"n{name}", hold_s=0.5))
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
         for thread in threads:
             thread.start()
@@ -166,7 +166,7 @@ def test_experts_of_clients_come_together(tmp_path: Path, form: str, held: int) 
             Client(str(n), module, Rows(seed=n), trainer={"accelerator": "cpu"}) for n, module in enumerate(modules)
         ]
         node = threading.Thread(
-            target=Node(InProcessLink(opened.service), clients, tmp_path / "node", "n", ask=0.5).run, daemon=True
+            target=Node(InProcessLink(opened.service), clients, tmp_path / "node", "n", hold_s=0.5).run, daemon=True
         )
         node.start()
         assert opened.runtime.wait(60)

@@ -341,7 +341,7 @@ def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
         asked = Federation(clients=count, rounds=1, local_steps=2, evaluate_every=0, secure=secure)
         server = Server(asked, start, folder=folder)
         with server.opened() as run:
-            node = Node(InProcessLink(Watched(run.service)), sites, folder / "node", "n", ask=10.0)
+            node = Node(InProcessLink(Watched(run.service)), sites, folder / "node", "n", hold_s=10.0)
             node.run()
             assert run.runtime.wait(60)
         return server

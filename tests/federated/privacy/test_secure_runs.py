@@ -45,7 +45,7 @@ from arclight.federated.protocol import (
 from arclight.federated.server.published_weights import manifest_of
 from arclight.federated.server.secure_sums import SecureSumRelay, cohort_of, refuse_unmasked_updates
 from arclight.federated.server.server import Server
-from arclight.federated.server.validation import Baseline, Expected, validate_update
+from arclight.federated.server.validation import Baseline, ExpectedUpdate, validate_update
 from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports.authentication import Authenticator
 from arclight.federated.transports.http_client import HttpLink
@@ -114,7 +114,7 @@ def trained(
         for number, sites in enumerate(nodes):
             link = Tapped(run.service, said, lost, silent)
             crew: list[Any] = list(sites)
-            node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", ask=1.0)
+            node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", hold_s=1.0)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
         run.runtime.wait(60)
@@ -235,7 +235,7 @@ def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_ever
     with server.opened() as run:
         links = [Tapped(run.service), Tapped(run.service), Dies(run.service)]
         nodes = [
-            Node(link, list[Any]([site]), tmp_path / f"node{site.name}", f"n{site.name}", ask=1.0)
+            Node(link, list[Any]([site]), tmp_path / f"node{site.name}", f"n{site.name}", hold_s=1.0)
             for link, site in zip(links, sites, strict=True)
         ]
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
@@ -244,7 +244,7 @@ def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_ever
         dying = links[2]
         assert isinstance(dying, Dies)
         assert dying.dead.wait(60)
-        again = Node(Tapped(run.service), list[Any]([sites[2]]), tmp_path / "node2", "n2", ask=1.0)
+        again = Node(Tapped(run.service), list[Any]([sites[2]]), tmp_path / "node2", "n2", hold_s=1.0)
         threads[2] = threading.Thread(target=again.run, daemon=True)
         threads[2].start()
         assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())
@@ -304,7 +304,7 @@ def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: 
             return super().send(message)
 
     with server.opened() as run:
-        node = Node(Late(run.service, silent=late), list[Any](sites), tmp_path / "node", "n", ask=1.0)
+        node = Node(Late(run.service, silent=late), list[Any](sites), tmp_path / "node", "n", hold_s=1.0)
         node.run()
         assert run.runtime.wait(60)
     assert isinstance(refused[0], Receipt)
@@ -409,7 +409,7 @@ def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp
         links = [Cut(run.service) for _ in range(2)]
         crews: list[list[Any]] = [list(sites[:2]), list(sites[2:])]
         nodes = [
-            Node(link, crew, tmp_path / "run" / f"node{number}", f"n{number}", ask=1.0)
+            Node(link, crew, tmp_path / "run" / f"node{number}", f"n{number}", hold_s=1.0)
             for number, (link, crew) in enumerate(zip(links, crews, strict=True))
         ]
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
@@ -448,7 +448,7 @@ def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
 def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None:
     with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
         base = run.weights.all()[-1].manifest
-        asked = Expected(
+        asked = ExpectedUpdate(
             base=base, weights={}, travel=TransferMask(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
             most_weight=10,
         )  # fmt: skip
@@ -464,7 +464,7 @@ def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None
 
 def trained_here(server: Server, sites: list[Site]) -> None:
     with server.opened() as run:
-        node = Node(InProcessLink(run.service), list[Any](sites), Path(server.folder) / "node", "n", ask=1.0)
+        node = Node(InProcessLink(run.service), list[Any](sites), Path(server.folder) / "node", "n", hold_s=1.0)
         node.run()
         run.wait(60)
 
@@ -562,7 +562,7 @@ def test_nodes_that_know_each_other_sum_over_http(tmp_path: Path) -> None:
         for name, crew, vouches in (("a", sites[:2], None), ("b", sites[2:], Registry(nodes).vouches)):
             link = HttpLink(http.address, tmp_path / name / "blobs", key=keys[name], patience=10)
             identity = Identity(sign=keys[name].sign, vouches=vouches)
-            node = Node(link, list[Any](crew), tmp_path / name, name, ask=1.0, identity=identity)
+            node = Node(link, list[Any](crew), tmp_path / name, name, hold_s=1.0, identity=identity)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
         assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())

@@ -70,7 +70,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
     gc.collect()
     others = [one for one in gc.get_objects() if type(one) is Round]  # of tests before it in this process
 
-    def told(what: object) -> None:
+    def observe(what: object) -> None:
         if isinstance(what, r.RoundCommitted) and what.round in (10, 60):
             checkpoint = sum(path.stat().st_size for path in Rounds(folder).path(what.round).iterdir())
             entries = sum(len(str(entry)) for entry in read_history(folder))
@@ -79,7 +79,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
             kept[what.round] = sum(type(one) is Round for one in gc.get_objects()) - len(others)
 
     settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0, waiting=CALM)
-    server = Server(settings, START, folder=folder, told=told)
+    server = Server(settings, START, folder=folder, observer=observe)
     with server.opened() as run:
         ScriptedNode(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
         assert run.runtime.wait(60)

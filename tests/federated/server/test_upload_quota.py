@@ -105,7 +105,7 @@ def test_a_node_whose_update_is_too_large_says_so_and_goes_on(tmp_path: Path) ->
     with server.opened() as run, HttpServer(run.service) as http:
         link = HttpLink(http.address, tmp_path / "cache", patience=5)
         clients = [Client(name, learner=lambda _: Quadratic(1.0)) for name in ("0", "1")]
-        node = Node(link, clients, tmp_path / "node", "n", ask=1.0)
+        node = Node(link, clients, tmp_path / "node", "n", hold_s=1.0)
         node.run()
         link.close()
     assert "need 4,514,304 at most" in node.closed

@@ -23,7 +23,7 @@ from arclight.federated.protocol import Close, Evaluate, Evaluated, Failed, Fit,
 from arclight.federated.server import service
 from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
-from arclight.federated.server.validation import Validated, validate_update
+from arclight.federated.server.validation import ValidUpdate, validate_update
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
 
@@ -254,7 +254,7 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
     """Each check has memory of its own: it does not grow with the clients that send at the same time."""
     under_way, seen, lock, two = 0, list[int](), threading.Lock(), threading.Barrier(2)
 
-    def slowly(*given: Any) -> Validated:
+    def slowly(*given: Any) -> ValidUpdate:
         nonlocal under_way
         with lock:
             under_way += 1

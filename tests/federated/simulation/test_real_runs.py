@@ -71,12 +71,12 @@ def real_run(folder: Path, federation: Federation, shapes: Mapping[str, tuple[in
     torch.manual_seed(0)
     committed: list[float] = []
 
-    def told(what: object) -> None:
+    def observe(what: object) -> None:
         if isinstance(what, RoundCommitted):
             committed.append(time.monotonic())
 
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
-    server = Server(federation, start, folder=folder / "run", told=told)
+    server = Server(federation, start, folder=folder / "run", observer=observe)
     lines: list[Line] = []
     sites: list[subprocess.Popen[bytes]] = []
 

@@ -106,7 +106,7 @@ def started(links: Links, folder: Path, stack: ExitStack) -> tuple[list[Node], l
         learners = [Client(one, learner=partial(_learner, one)) for one in clients]
         link = links(name)
         stack.callback(link.close)
-        nodes.append(Node(link, learners, folder / name, name, ask=2.0))
+        nodes.append(Node(link, learners, folder / name, name, hold_s=2.0))
         stack.callback(nodes[-1].stop)
     threads = [threading.Thread(target=node.run) for node in nodes]
     for thread in threads:

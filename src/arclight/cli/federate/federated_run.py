@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import Measuring
     from arclight.federated.rounds.history import History
-    from arclight.federated.server.server import Server, Told
+    from arclight.federated.server.server import RecordOrCommand, Server
     from arclight.federated.server.server_run import ServerRun
     from arclight.trainer import RunFolder
     from arclight.trainer.loggers import Logger
@@ -147,9 +147,9 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
     rounds = RoundLogging(build_loggers(recipe), folder.path)
     with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
 
-        def told(what: Told) -> None:
-            progress.told(what)
-            rounds.told(what)
+        def observe(what: RecordOrCommand) -> None:
+            progress.observe(what)
+            rounds.observe(what)
 
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
@@ -161,12 +161,12 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             run=run_name(recipe, folder),
             seed=recipe.seed,
             recipe=as_tables(recipe),
-            told=told,
+            observer=observe,
         )
         try:
             with server.opened() as run, rounds.opened(run.history, as_tables(recipe)):
                 progress.sent_down = run.service.history.sent_down
-                progress.take_up(list(run.coordinator.state.open.values()))
+                progress.resume(list(run.coordinator.state.open.values()))
                 with explain_resume(folder):
                     yield run, progress
         except KeyboardInterrupt as error:
@@ -195,7 +195,7 @@ class RoundLogging:
             if logger.needs_folder:
                 logger.use_folder(folder)
 
-    def told(self, what: Told) -> None:
+    def observe(self, what: RecordOrCommand) -> None:
         """Note a record of the journal: a round was committed, or the mean of its measurements is known."""
         from arclight.federated.coordination import records
         from arclight.federated.rounds.history import metrics_row
@@ -213,7 +213,7 @@ class RoundLogging:
 
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
-        """Log what is told until the block ends, beginning behind the rounds that ``history`` has already."""
+        """Log what is observed until the block ends, beginning behind the rounds that ``history`` has already."""
         self._history = history
         steps = max((here.clock for here in history.rounds), default=0)
         for logger in self._loggers:

@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 4
 """Clients that a line names; of more it says how many."""
-QUIET = 30.0
+QUIET_S = 30.0
 """Seconds of silence after which a log names the clients that the round waits for."""
-EVERY = 0.5
+REDRAW_S = 0.5
+"""Seconds between two updates of what is shown."""
 
 
 @dataclass
-class _Open:
-    """A round under way."""
+class _OpenRound:
+    """A round under way, and what its clients have sent."""
 
     number: int
     clients: dict[str, None]
@@ -43,7 +44,7 @@ class _Open:
 
 
 class Progress:
-    """Print the records of a `Server` (`told`) and nodes' heartbeats (`beat`). Use as a context.
+    """Print the records of a `Server` (`observe`) and nodes' heartbeats (`observe_heartbeat`). Use as a context.
 
     A terminal has one line that is redrawn, with every client's steps; everything else is printed once.
     """
@@ -52,7 +53,7 @@ class Progress:
         self._stream, self._rounds, self._clock = stream or sys.stdout, rounds, clock
         self._moves = self._stream.isatty()
         self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRound] = {}
         """Rounds under way; of streamed ones there are several."""
         self._failed: dict[tuple[int, str], list[str]] = {}
         """Clients that have just failed, by round and reason: printed unless the run ends of it, whose error has it too."""
@@ -78,14 +79,14 @@ class Progress:
 
     # -- records and heartbeats -------------------------------------------------------------------------------------------------
 
-    def take_up(self, rounds: Iterable[RoundState]) -> None:
+    def resume(self, rounds: Iterable[RoundState]) -> None:
         """Show rounds that were under way when the run was resumed."""
         with self._lock:
             for one in rounds:
                 here = self._begin(one.round, one.drawn, one.steps)
                 here.arrived = {**one.accepted, **here.arrived}
 
-    def told(self, what: Any) -> None:
+    def observe(self, what: Any) -> None:
         """Show a record of the journal or a command of the coordinator."""
         with self._lock:
             if isinstance(what, r.ClientFailed):
@@ -126,7 +127,7 @@ class Progress:
                     return
             self._draw()
 
-    def beat(self, beat: Heartbeat) -> None:
+    def observe_heartbeat(self, beat: Heartbeat) -> None:
         with self._lock:
             for one in beat.active_work:
                 here = self._open.get(one.round)
@@ -143,9 +144,9 @@ class Progress:
 
     # -- output -----------------------------------------------------------------------------------------------
 
-    def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _Open:
+    def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _OpenRound:
         """Start a round, or repeat one: updates that have arrived stay."""
-        here = self._open.setdefault(number, _Open(number, {}, steps, self._clock()))
+        here = self._open.setdefault(number, _OpenRound(number, {}, steps, self._clock()))
         here.clients = dict.fromkeys(clients)
         return here
 
@@ -155,7 +156,7 @@ class Progress:
             self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} excluded: {message}")
         self._failed.clear()
 
-    def _committed(self, here: _Open, record: r.RoundCommitted) -> None:
+    def _committed(self, here: _OpenRound, record: r.RoundCommitted) -> None:
         updates = list(here.arrived.values())
         losses = [u.metrics["train/loss"] for u in updates if "train/loss" in u.metrics]
         parts = [
@@ -181,12 +182,12 @@ class Progress:
         first, *later = (self._open[number] for number in sorted(self._open))
         return "  |  ".join([self._of(first), *filter(None, map(self._ahead, later))])
 
-    def _of(self, here: _Open) -> str:
+    def _of(self, here: _OpenRound) -> str:
         shares = [self._client_progress(here, client) for client in here.clients if client not in here.arrived]
         waited = f"waiting for client{'s' * (len(shares) > 1)} {_named(shares)}" if shares else "aggregating"
         return f"round {here.number}/{self._rounds}  {waited}"
 
-    def _ahead(self, here: _Open) -> str:
+    def _ahead(self, here: _OpenRound) -> str:
         """Describe a round while an older one is under way; empty for one that nobody has begun."""
         arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
         begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
@@ -194,7 +195,7 @@ class Progress:
         return f"round {here.number}  {', '.join(parts)}" if parts else ""
 
     @staticmethod
-    def _client_progress(here: _Open, client: str) -> str:
+    def _client_progress(here: _OpenRound, client: str) -> str:
         """Describe a client, and its progress once it has begun."""
         done, loss = here.done.get(client, 0), here.losses.get(client)
         begun = f" at {done} of {here.steps}" if done else ""
@@ -215,11 +216,11 @@ class Progress:
             self._drawn = ""
 
     def _keep(self) -> None:
-        while not self._ended.wait(EVERY):
+        while not self._ended.wait(REDRAW_S):
             with self._lock:
                 self._say_failed()
                 self._draw()
-                if not self._moves and self._clock() - self._said > QUIET and (status := self._status()):
+                if not self._moves and self._clock() - self._said > QUIET_S and (status := self._status()):
                     self._say(status)
 
 
@@ -247,5 +248,5 @@ class ObservedServer:
 
     def answer(self, message: Message) -> Message:
         if isinstance(message, Heartbeat):
-            self._progress.beat(message)
+            self._progress.observe_heartbeat(message)
         return self._server.answer(message)

@@ -26,7 +26,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Scratch:
-    """Buffers of one thread, a chunk each: float64, int64, bytes read from files, and a mean."""
+    """Buffers of one thread, a chunk each; what is in one is good until the next function that writes to it.
+
+    ``wide``, ``other``, ``spare``: float64, for a chunk widened and what is computed from it. ``whole``, ``sums``: int64, terms and their sums.
+    ``raw`` (``array`` and ``bytes`` are the same memory): bytes as they are read from a file. ``mean``: bytes of a mean in its own type.
+    """
 
     wide: Array = field(default_factory=lambda: np.empty(CHUNK))
     other: Array = field(default_factory=lambda: np.empty(CHUNK))
@@ -35,22 +39,22 @@ class Scratch:
     sums: Array = field(default_factory=lambda: np.empty(CHUNK, dtype=np.int64))
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(8 * CHUNK, dtype=torch.uint8))
     mean: Array = field(default_factory=lambda: np.empty(8 * CHUNK, dtype=np.uint8))
-    _kept: list[Array] = field(default_factory=list)
+    _float64_buffers: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.array = self.raw.numpy()
         """The same memory as ``raw``."""
         self.bytes = memoryview(self.array)  # type: ignore[arg-type]
 
-    def kept(self, number: int) -> Array:
+    def float64_buffer(self, number: int) -> Array:
         """Return float64 buffer ``number``, allocated when it is first asked for."""
-        while len(self._kept) <= number:
-            self._kept.append(np.empty(CHUNK))
-        return self._kept[number]
+        while len(self._float64_buffers) <= number:
+            self._float64_buffers.append(np.empty(CHUNK))
+        return self._float64_buffers[number]
 
 
-class Lanes:
-    """Threads that share the chunks of a tensor; made by `lanes`."""
+class ChunkWorkers:
+    """Threads that share the chunks of a tensor; made by `chunk_workers`."""
 
     def __init__(self, count: int, pool: ThreadPoolExecutor | None) -> None:
         self._pool = pool
@@ -78,19 +82,19 @@ class Lanes:
 
 
 @contextmanager
-def lanes(threads: int | None = None) -> Iterator[Lanes]:
-    """Open ``threads`` lanes, one by default: two mostly wait for each other, as numpy's calls on a chunk are short."""
+def chunk_workers(threads: int | None = None) -> Iterator[ChunkWorkers]:
+    """Open ``threads`` workers, one by default: two mostly wait for each other, as numpy's calls on a chunk are short."""
     count = 1 if threads is None else threads
     if count < 1:
         raise ValueError(f"at least one thread is needed, got {count}")
     if count == 1:
-        yield Lanes(1, None)
+        yield ChunkWorkers(1, None)
         return
     with ThreadPoolExecutor(count, thread_name_prefix="arclight-fold") as pool:
-        yield Lanes(count, pool)
+        yield ChunkWorkers(count, pool)
 
 
-class Chunked:
+class ChunkedTensor:
     """A dense tensor as a row of elements, read chunk by chunk if it still lies in its file (`StoredTensor`)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

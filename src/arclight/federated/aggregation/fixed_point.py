@@ -19,12 +19,22 @@ from typing import Literal
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import Array, Chunked, Lanes, Scratch, lanes, squares, total
+from arclight.federated.aggregation.chunks import (
+    Array,
+    ChunkedTensor,
+    ChunkWorkers,
+    Scratch,
+    chunk_workers,
+    squares,
+    total,
+)
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
 
 Form = Literal["delta", "weights"]
+"""Whether contributions are changes of weights or weights."""
 Rule = Literal["mean", "alone", "most", "least"]
+"""Weighted mean; the values of an only contributor; the largest or the smallest integer."""
 
 BITS = 61
 """Bits of the sum of all terms' sizes; one more holds what their rounding adds, the last is the sign."""
@@ -66,11 +76,11 @@ def uneven(given: Sequence[Contribution], prefix: str = "") -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Sizes of a client's tensors, measured during validation."""
+class TensorMagnitudes:
+    """Largest magnitudes and norms of a client's tensors, as validation measures them."""
 
     largest: dict[str, float | None]
-    """Largest size of a value by key; None for tensors of integers."""
+    """Largest magnitude of a value by key; None for tensors of integers."""
     norms: dict[str, float]
     """L2 norm by key, of tensors of floating point."""
 
@@ -163,20 +173,20 @@ def plan(
     return scales
 
 
-def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> Measured:
+def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> TensorMagnitudes:
     """Measure a client's tensors, each read once. Raises RefusedError for NaN or infinite values."""
     largest, norms = dict[str, float | None](), dict[str, float]()
-    with lanes(threads) as among:
+    with chunk_workers(threads) as workers:
         for key in tensors:
-            tensor = Chunked(tensors[key])
+            tensor = ChunkedTensor(tensors[key])
             if is_mean(client, key, tensor.dtype):
-                largest[key], norms[key] = _measure(client, key, tensor, among)
+                largest[key], norms[key] = _measure(client, key, tensor, workers)
             else:
                 largest[key] = None
-    return Measured(largest=largest, norms=norms)
+    return TensorMagnitudes(largest=largest, norms=norms)
 
 
-def _measure(client: str, key: str, tensor: Chunked, among: Lanes) -> tuple[float, float]:
+def _measure(client: str, key: str, tensor: ChunkedTensor, workers: ChunkWorkers) -> tuple[float, float]:
     def work(start: int, stop: int, scratch: Scratch) -> tuple[float, float]:
         values = tensor.wide(start, stop, scratch.wide, scratch)
         size = float(np.abs(values, out=scratch.other[: len(values)]).max())
@@ -188,7 +198,7 @@ def _measure(client: str, key: str, tensor: Chunked, among: Lanes) -> tuple[floa
             return size, float(np.ldexp(math.sqrt(squares(values, scratch)), exponent))
         return size, math.sqrt(squares(values, scratch))
 
-    parts = among.over(tensor.elements, work)
+    parts = workers.map_chunks(tensor.elements, work)
     return max((size for size, _ in parts), default=0.0), min(
         math.hypot(*(norm for _, norm in parts)), sys.float_info.max
     )
@@ -212,7 +222,7 @@ class Terms:
     anchor: if values are weights, those before; changes from it are told then, not the values.
     """
 
-    def __init__(self, key: str, scale: Scale, anchor: Chunked | None = None) -> None:
+    def __init__(self, key: str, scale: Scale, anchor: ChunkedTensor | None = None) -> None:
         self.key, self.scale, self.anchor = key, scale, anchor
         self.divisor = scale.factor(scale.total)
         self.shape, self.elements, self.dtype = tuple[int, ...](), 0, torch.float32
@@ -227,7 +237,7 @@ class Terms:
     def mean_dtype(self) -> torch.dtype:
         return torch.float32 if self.averaged and self.dtype is not torch.float64 else self.dtype
 
-    def admit(self, given: Contribution, tensor: Chunked) -> None:
+    def admit(self, given: Contribution, tensor: ChunkedTensor) -> None:
         """Admit a contributor's tensor. Raises RefusedError or FederatedError if it does not fit the others."""
         if is_mean(given.client, self.key, tensor.dtype) != self.averaged:
             raise RefusedError(

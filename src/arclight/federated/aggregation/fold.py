@@ -18,7 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import Array, Chunked, Lanes, Scratch, lanes, product, squares, total
+from arclight.federated.aggregation.chunks import (
+    Array,
+    ChunkedTensor,
+    ChunkWorkers,
+    Scratch,
+    chunk_workers,
+    product,
+    squares,
+    total,
+)
 from arclight.federated.aggregation.fixed_point import Contribution, Form, Scale, Terms, add, plan, sum_of
 from arclight.federated.aggregation.statistics import Contributor, Statistics, StatisticsBuilder
 from arclight.federated.errors import FederatedError
@@ -39,7 +48,7 @@ _HELD = 2
 """Of these, how many tensors may be in memory as a whole."""
 
 
-class Whole:
+class WholeTensorSink:
     """A sink that collects a mean as one tensor."""
 
     def __call__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
@@ -101,39 +110,39 @@ class Fold:
         )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with lanes(self._threads) as among:
+        with chunk_workers(self._threads) as workers:
             for key in self._keys:
-                yield key, self.whole(key, among)
+                yield key, self.whole(key, workers)
 
     @property
     def statistics(self) -> Statistics:
         """Return statistics of the keys so far."""
         return self._gathered.statistics()
 
-    def whole(self, key: str, among: Lanes) -> torch.Tensor:
+    def whole(self, key: str, workers: ChunkWorkers) -> torch.Tensor:
         """Return one key's mean."""
-        mean = Whole()
-        self.each(key, among, mean)
+        mean = WholeTensorSink()
+        self.each(key, workers, mean)
         return mean.tensor
 
-    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
+    def each(self, key: str, workers: ChunkWorkers, into: SinkFactory) -> None:
         """Average one key; its mean is passed on part by part as it is made."""
         scale, holders = self.scales[key], self._holders(key)
         anchor = None
         if key in self._of_values and key in self._anchor and scale.rule in ("mean", "alone"):
-            anchor = Chunked(self._anchor[key])
+            anchor = ChunkedTensor(self._anchor[key])
         terms = Terms(key, scale, anchor)
         if not terms.averaged:
-            emit(_furthest(terms, holders), among, into)
+            emit(_furthest(terms, holders), workers, into)
             return
         compared = self._cosines and self._gathered.counts(key)
-        tensors: list[Chunked] = []
+        tensors: list[ChunkedTensor] = []
         most = _AT_ONCE  # fewer, once one of them is in memory
         while len(tensors) < len(holders) <= most:
-            tensors.append(Chunked(holders[len(tensors)].tensors[key]))
+            tensors.append(ChunkedTensor(holders[len(tensors)].tensors[key]))
             most = _HELD if tensors[-1].held else most
         fold = _fold_at_once if len(holders) <= most else _fold_in_turn
-        self._tell(terms, holders, fold(terms, holders, tensors, compared, among, into))
+        self._tell(terms, holders, fold(terms, holders, tensors, compared, workers, into))
 
     def _holders(self, key: str) -> list[Contribution]:
         return [given for given in self._given if key in given.keys]
@@ -155,9 +164,9 @@ def _root(size: float) -> float:
 def _fold_at_once(
     terms: Terms,
     holders: Sequence[Contribution],
-    tensors: list[Chunked],
+    tensors: list[ChunkedTensor],
     compared: bool,
-    among: Lanes,
+    workers: ChunkWorkers,
     into: SinkFactory,
 ) -> _KeyStatistics:
     """Average a key of few contributors: every chunk goes through all steps at once."""
@@ -167,7 +176,9 @@ def _fold_at_once(
     take = into(terms.mean_dtype, terms.shape)
 
     def work(start: int, stop: int, scratch: Scratch) -> list[float]:
-        own = [tensor.wide(start, stop, scratch.kept(number), scratch) for number, tensor in enumerate(tensors)]
+        own = [
+            tensor.wide(start, stop, scratch.float64_buffer(number), scratch) for number, tensor in enumerate(tensors)
+        ]
         mean = terms.narrowed(own[0], scratch) if alone else None
         sizes = []
         for given, factor, one in zip(holders, factors, own, strict=True):
@@ -193,24 +204,26 @@ def _fold_at_once(
         take(start, stop, torch.from_numpy(mean), scratch)
         return [of_mean, *sizes, *products]
 
-    columns = _columns(among.over(terms.elements, work), 1 + len(holders) * (2 if compared else 1))
+    columns = _columns(workers.map_chunks(terms.elements, work), 1 + len(holders) * (2 if compared else 1))
     return _KeyStatistics(mean=columns[0], sizes=columns[1 : 1 + len(holders)], products=columns[1 + len(holders) :])
 
 
 def _fold_in_turn(
     terms: Terms,
     holders: Sequence[Contribution],
-    tensors: list[Chunked],
+    tensors: list[ChunkedTensor],
     compared: bool,
-    among: Lanes,
+    workers: ChunkWorkers,
     into: SinkFactory,
 ) -> _KeyStatistics:
     """Average a key one contributor after the other, holding one at a time; twice, to compare with the mean.
 
     tensors: those of the first contributors, if at hand; they are taken from the list.
     """
-    summed = _Summed(terms, among)
-    sizes = [summed.add(given, tensors.pop(0) if tensors else Chunked(given.tensors[terms.key])) for given in holders]
+    summed = _KeySum(terms, workers)
+    sizes = [
+        summed.add(given, tensors.pop(0) if tensors else ChunkedTensor(given.tensors[terms.key])) for given in holders
+    ]
     sums, take = summed.sums.numpy(), into(terms.mean_dtype, terms.shape)
     mean = torch.empty(terms.elements if compared else 0, dtype=terms.mean_dtype).numpy()
 
@@ -226,36 +239,36 @@ def _fold_in_turn(
         take(start, stop, torch.from_numpy(part), scratch)
         return size
 
-    of_mean = total(among.over(terms.elements, finish))
+    of_mean = total(workers.map_chunks(terms.elements, finish))
     products = [
-        _product(terms, terms.factor(given), Chunked(given.tensors[terms.key]), mean, among)
+        _product(terms, terms.factor(given), ChunkedTensor(given.tensors[terms.key]), mean, workers)
         for given in (holders if compared else ())
     ]
     return _KeyStatistics(mean=of_mean, sizes=sizes, products=products)
 
 
-def _product(terms: Terms, factor: float, tensor: Chunked, mean: Array, among: Lanes) -> float:
+def _product(terms: Terms, factor: float, tensor: ChunkedTensor, mean: Array, workers: ChunkWorkers) -> float:
     """Return the scaled inner product of a contributor's change and the mean's."""
 
     def work(start: int, stop: int, scratch: Scratch) -> float:
-        one = tensor.wide(start, stop, scratch.kept(0), scratch)
+        one = tensor.wide(start, stop, scratch.float64_buffer(0), scratch)
         one *= factor
         if terms.anchor is not None:
             terms.to_change(one, factor, start, scratch)
         return product(one, terms.widened(mean[start:stop], start, scratch), scratch)
 
-    return total(among.over(terms.elements, work))
+    return total(workers.map_chunks(terms.elements, work))
 
 
-class _Summed:
+class _KeySum:
     """The int64 sums of one key, contributor by contributor."""
 
-    def __init__(self, terms: Terms, among: Lanes) -> None:
-        self._terms, self._among = terms, among
+    def __init__(self, terms: Terms, workers: ChunkWorkers) -> None:
+        self._terms, self._workers = terms, workers
         self.sums = torch.empty(0, dtype=torch.int64)
         self._begun = False
 
-    def add(self, given: Contribution, tensor: Chunked) -> float:
+    def add(self, given: Contribution, tensor: ChunkedTensor) -> float:
         """Add a contributor; return its change's squared norm, scaled. A single one's values are kept as they are."""
         terms, first = self._terms, not self._begun
         terms.admit(given, tensor)
@@ -277,14 +290,14 @@ class _Summed:
                 size = squares(one, scratch)
             return size
 
-        return total(self._among.over(tensor.elements, work))
+        return total(self._workers.map_chunks(tensor.elements, work))
 
 
 def _furthest(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
     """Return the largest or smallest integer of each element: of the contributor that counted furthest."""
     found: torch.Tensor | None = None
     for given in holders:
-        tensor = Chunked(given.tensors[terms.key])
+        tensor = ChunkedTensor(given.tensors[terms.key])
         terms.admit(given, tensor)
         whole = tensor.part(0, tensor.elements)
         found = whole.to(torch.int64) if found is None else _further(terms.scale, found, whole.to(torch.int64))
@@ -296,10 +309,10 @@ def _further(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tens
     return torch.maximum(one, other) if scale.rule == "most" else torch.minimum(one, other)
 
 
-def emit(mean: torch.Tensor, among: Lanes, into: SinkFactory) -> None:
+def emit(mean: torch.Tensor, workers: ChunkWorkers, into: SinkFactory) -> None:
     """Pass a whole mean to a sink, chunk by chunk."""
     take, flat = into(mean.dtype, tuple(mean.shape)), mean.reshape(-1)
-    among.over(flat.numel(), lambda start, stop, scratch: take(start, stop, flat[start:stop], scratch))
+    workers.map_chunks(flat.numel(), lambda start, stop, scratch: take(start, stop, flat[start:stop], scratch))
 
 
 def _columns(rows: Sequence[Sequence[float]], count: int) -> list[float]:
@@ -318,15 +331,15 @@ def partial(
     scales: the plan for all contributors, the same wherever a part is summed. Keys that none of these has are left out.
     """
     given = sorted(contributions, key=lambda one: one.client)
-    with lanes(threads) as among:
+    with chunk_workers(threads) as workers:
         for key in sorted(scales) if keys is None else keys:
             holders, terms = [one for one in given if key in one.keys], Terms(key, scales[key])
             if holders and not terms.averaged:
                 yield key, _furthest(terms, holders).to(torch.int64).view(-1)
             elif holders:
-                summed = _Summed(terms, among)
+                summed = _KeySum(terms, workers)
                 for one in holders:
-                    summed.add(one, Chunked(one.tensors[key]))
+                    summed.add(one, ChunkedTensor(one.tensors[key]))
                 yield key, summed.sums
 
 
@@ -351,11 +364,11 @@ def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def mean_of(
-    scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], among: Lanes | None = None
+    scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], workers: ChunkWorkers | None = None
 ) -> torch.Tensor:
     """Return the mean of ``shape`` from the sums of all contributors: float64 for float64, else float32."""
-    if among is None:
-        with lanes(1) as one:
+    if workers is None:
+        with chunk_workers(1) as one:
             return mean_of(scale, sums, dtype, shape, one)
     terms = Terms("", scale)
     terms.dtype = dtype
@@ -369,5 +382,5 @@ def mean_of(
         np.copyto(wide, sums[start:stop].numpy(), casting="same_kind")
         mean[start:stop] = torch.from_numpy(terms.mean(wide, scratch))
 
-    among.over(sums.numel(), work)
+    workers.map_chunks(sums.numel(), work)
     return mean.reshape(tuple(shape))

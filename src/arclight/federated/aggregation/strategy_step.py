@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from arclight.checkpoint.stored_tensor import StoredTensor
-from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
+from arclight.federated.aggregation.chunks import ChunkedTensor, ChunkWorkers, Scratch, chunk_workers
 from arclight.federated.aggregation.fixed_point import Contribution, Form, Scale
 from arclight.federated.aggregation.fold import Fold, Sink, SinkFactory, Tensors
 from arclight.federated.aggregation.statistics import PREFIX, Statistics
 from arclight.federated.errors import FederatedError
 from arclight.federated.strategies import Strategy
 
-Described = tuple[torch.dtype, tuple[int, ...]]
+DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class StrategyStep:
             cosines=cosines,
         )
 
-    def states_after(self) -> dict[str, dict[str, Described]]:
+    def states_after(self) -> dict[str, dict[str, DtypeAndShape]]:
         """Return types and shapes of every key's state after the step, in order, for the header of a file."""
-        found: dict[str, dict[str, Described]] = {}
+        found: dict[str, dict[str, DtypeAndShape]] = {}
         for key in self.order:
             if key in self._fold.scales:
                 if self._is_stepped(key):
@@ -102,11 +102,11 @@ class StrategyStep:
         return {key: described for key, described in found.items() if described}
 
     def __iter__(self) -> Iterator[SteppedTensor]:
-        with lanes(self._threads) as among:
+        with chunk_workers(self._threads) as workers:
             for key in self.order:
                 count = self._counts.get(key, 0)
                 if key in self._fold.scales:
-                    stepped = self._one(key, count, among)
+                    stepped = self._one(key, count, workers)
                 else:
                     state = {name: plain(tensor) for name, tensor in self._states.get(key, {}).items()}
                     stepped = SteppedTensor(key, plain(self._anchor[key]), state, count)
@@ -121,18 +121,18 @@ class StrategyStep:
     def _is_stepped(self, key: str) -> bool:
         return key.startswith(PREFIX) and key not in self._buffers and self._anchor[key].is_floating_point()
 
-    def _one(self, key: str, count: int, among: Lanes) -> SteppedTensor:
+    def _one(self, key: str, count: int, workers: ChunkWorkers) -> SteppedTensor:
         if key not in self._anchor:
-            return SteppedTensor(key, self._fold.whole(key, among), {}, count + 1)
+            return SteppedTensor(key, self._fold.whole(key, workers), {}, count + 1)
         if self._is_stepped(key) and not (self._form == "weights" and self._strategy.goes_to_mean):
-            return self._stepped(key, count, among)
+            return self._stepped(key, count, workers)
         anchor, is_mean = self._anchor[key], self._form == "weights" or not key.startswith(PREFIX)
-        before, value = Chunked(anchor), self._empty(anchor.numel(), anchor.dtype)
+        before, value = ChunkedTensor(anchor), self._empty(anchor.numel(), anchor.dtype)
 
         def take(start: int, stop: int, mean: torch.Tensor, scratch: Scratch) -> None:
             value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(mean.dtype) - mean
 
-        self._fold.each(key, among, self._fitting(key, take))
+        self._fold.each(key, workers, self._fitting(key, take))
         return SteppedTensor(key, value.view(anchor.shape), {}, count + 1)
 
     def _fitting(self, key: str, take: Sink) -> SinkFactory:
@@ -143,10 +143,10 @@ class StrategyStep:
 
         return into
 
-    def _stepped(self, key: str, count: int, among: Lanes) -> SteppedTensor:
+    def _stepped(self, key: str, count: int, workers: ChunkWorkers) -> SteppedTensor:
         """Step by the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
-        anchor, strategy = Chunked(self._anchor[key]), self._strategy
-        before = {name: Chunked(tensor) for name, tensor in self._states.get(key, {}).items()}
+        anchor, strategy = ChunkedTensor(self._anchor[key]), self._strategy
+        before = {name: ChunkedTensor(tensor) for name, tensor in self._states.get(key, {}).items()}
         value = self._empty(anchor.elements, anchor.dtype)
         state = {name: self._empty(anchor.elements, state_dtype(anchor.dtype)) for name in strategy.state_keys}
 
@@ -170,9 +170,9 @@ class StrategyStep:
                 state[name][start:stop] = tensor.reshape(-1)
 
         if strategy.elementwise:
-            self._fold.each(key, among, self._fitting(key, step))
+            self._fold.each(key, workers, self._fitting(key, step))
         else:
-            step(0, anchor.elements, self._fold.whole(key, among))
+            step(0, anchor.elements, self._fold.whole(key, workers))
         shaped = {name: tensor.view(anchor.shape) for name, tensor in state.items()}
         return SteppedTensor(key, value.view(anchor.shape), shaped, count + 1)
 

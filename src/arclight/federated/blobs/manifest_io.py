@@ -56,11 +56,11 @@ class LocalStore(BlobStore, Protocol):
         """Yield a new blob's file, there under its SHA-256 when the block ends."""
 
 
-Given = torch.Tensor | Encoded
+TensorOrEncoded = torch.Tensor | Encoded
 
 
 def write_blobs(
-    tensors: Mapping[str, Given] | Iterable[tuple[str, Given]],
+    tensors: Mapping[str, TensorOrEncoded] | Iterable[tuple[str, TensorOrEncoded]],
     store: LocalStore,
     *,
     kind: Kind,

@@ -39,7 +39,7 @@ class Job:
     order: Fit | Evaluate | None = None
     """None for an update that was finished before the node was started."""
     stage: Stage = "fetching"
-    """Its weights are fetched; it waits for a worker, is with one; its outcome waits to be told, is told."""
+    """Its weights are fetched; it waits for a worker, is with one; its outcome waits to be reported, is reported."""
     weights: FolderStore | None = None
     outcome: Update | Evaluated | Failed | None = None
     steps: int = 0
@@ -101,7 +101,7 @@ class JobQueue:
         self._jobs: list[Job] = []
         self._requeued: dict[str, _Requeued] = {}
         self._finished = set[tuple[tuple[str, str, int], int]]()
-        """What came to its end since an ask was sent that may still be answered with it."""
+        """What came to its end since a request was sent that may still be answered with it."""
         self._asks = 0
         self._changed = threading.Condition()
 
@@ -141,7 +141,7 @@ class JobQueue:
             self._asks += 1
             return self._asks
 
-    def add(self, job: Job, ask: int) -> bool:
+    def add(self, job: Job, request: int) -> bool:
         """Add a job that came in reply to a request.
 
         Return False for one that is or was here already, or that will be sent again.
@@ -155,7 +155,7 @@ class JobQueue:
                         return False
                     other.cancelled = f"round {job.round} of {job.client} was begun again from other weights"
             put = self._requeued.get(job.client)
-            if put is not None and ask <= put.asked and job.kind == "fit" and job.round > put.after:
+            if put is not None and request <= put.asked and job.kind == "fit" and job.round > put.after:
                 return False
             self._jobs.append(job)
             return True
@@ -193,7 +193,7 @@ class JobQueue:
                     self._jobs.remove(other)
             self._changed.notify_all()
 
-    # -- and the server is told ----------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def next_to_report(self) -> Job | None:
         """Return a job whose result can be reported now, and mark it so."""

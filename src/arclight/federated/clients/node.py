@@ -44,7 +44,7 @@ class Node:
 
     clients: what is trained here, or a `Executor` that trains it. folder: where clients' states, weights and unsent updates lie; a
     node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
-    that is away is tried again. ask: seconds for which the server may hold an ask. identity: with which clients of secure sums know each
+    that is away is tried again. hold_s: seconds for which the server may hold a request for work. identity: with which clients of secure sums know each
     other, whatever the server passes on.
     """
 
@@ -56,16 +56,16 @@ class Node:
         name: str,
         *,
         patience: float = 3600.0,
-        ask: float = 20.0,
+        hold_s: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
         self._executor: Executor = InProcessExecutor(clients) if isinstance(clients, Sequence) else clients
-        self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
+        self._link, self._folder, self.name, self._hold_s = link, Path(folder), name, hold_s
         self._stopping = threading.Event()
         link.cancel_on(self._stopping)
         self._session = Session(link, name, self._executor.clients, self._held, patience, self._stopping)
         self._jobs = JobQueue(self._executor.slots, self._stopping)
-        self._reporter = ResultReporter(name, self._session, link, self._jobs, self._stopping, ask, identity)
+        self._reporter = ResultReporter(name, self._session, link, self._jobs, self._stopping, hold_s, identity)
         self._folders: dict[str, ClientStore] = {}
         self._opened = ""
         self._speed: float | None = None
@@ -124,10 +124,10 @@ class Node:
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             if thread.ident is not None:
-                thread.join(_THREAD_TIMEOUT_S + self._ask_for)
+                thread.join(_THREAD_TIMEOUT_S + self._hold_s)
             if thread.is_alive():
                 log.warning(
-                    "%s of node %s has not ended after %g s", thread.name, self.name, _THREAD_TIMEOUT_S + self._ask_for
+                    "%s of node %s has not ended after %g s", thread.name, self.name, _THREAD_TIMEOUT_S + self._hold_s
                 )
 
     # -- beginning ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Node:
 
         with self._node_errors():
             while (number := self._jobs.wait_for(reason)) is not None:
-                answer = self._session.send(self._ask)
+                answer = self._session.send(self._work_request)
                 match answer:
                     case Fit() | Evaluate():
                         self._accept_order(answer, number)
@@ -190,18 +190,18 @@ class Node:
                     case Close():
                         raise self._session.closed(answer)
                     case _:
-                        raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
+                        raise ProtocolError(f"the server answered {answer.kind!r} to a request for work")
 
-    def _ask(self, session: str) -> WorkRequest:
+    def _work_request(self, session: str) -> WorkRequest:
         return WorkRequest(
-            node=self.name, session=session, hold_s=self._ask_for, active_work=self._jobs.active_work_for_request()
+            node=self.name, session=session, hold_s=self._hold_s, active_work=self._jobs.active_work_for_request()
         )
 
-    def _accept_order(self, order: Fit | Evaluate, ask: int) -> None:
+    def _accept_order(self, order: Fit | Evaluate, request: int) -> None:
         job = Job.of(order, self._folder_of(order))
         if isinstance(order, Fit):
             self._reporter.ask_before(order, job.folder)
-        if not self._jobs.add(job, ask):
+        if not self._jobs.add(job, request):
             return
         with self._job_errors(job):
             if isinstance(order, Fit):
@@ -270,7 +270,7 @@ class Node:
             else:
                 self._jobs.done(job, failure_of(job, error))
 
-    # -- the server is told ------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def _keep_reporting(self) -> None:
         with self._node_errors():

@@ -39,11 +39,11 @@ class ResultReporter:
         link: Link,
         jobs: JobQueue,
         stopping: threading.Event,
-        ask: float = 20.0,
+        hold_s: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
         self._node, self._session, self._link, self._jobs, self._stopping = node, session, link, jobs, stopping
-        self._ask, self._identity = ask, identity
+        self._hold_s, self._identity = hold_s, identity
         self._lock = threading.Lock()
         self._committed = -1
         self._keeping = set[ClientStore]()
@@ -107,7 +107,9 @@ class ResultReporter:
         assert isinstance(job.order, Fit)
         assert isinstance(job.outcome, Update)
         place, finished = job.folder.folder / "masked", job.folder.finished
-        securing = SecureSumClient(self._node, job.order, self._session.send, self._stopping, self._ask, self._identity)
+        securing = SecureSumClient(
+            self._node, job.order, self._session.send, self._stopping, self._hold_s, self._identity
+        )
         try:
             masked = securing.masked(job.outcome, finished.blobs(job.round), place)
             if not self.send(job, masked, FolderStore(place)):

@@ -233,7 +233,7 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
         self, trainer: Trainer, keys: list[str], numbers: Callable[[str], Sequence[int] | None] | None = None
     ) -> None:
         """``numbers``: the experts of a stack that a client has, of which a smaller model may hold only these."""
-        self._keys, self._parts = keys, ExpertParts(_Whole(trainer), numbers)
+        self._keys, self._parts = keys, ExpertParts(_FullTensors(trainer), numbers)
         for key in keys:
             if key not in self._parts:
                 raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")
@@ -248,7 +248,7 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
         return len(self._keys)
 
 
-class _Whole(Mapping[str, torch.Tensor]):
+class _FullTensors(Mapping[str, torch.Tensor]):
     """Gather weights and moments of a trainer by key.
 
     Of sharded ones only rank 0 gets the values.

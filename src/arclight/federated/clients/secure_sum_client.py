@@ -50,7 +50,7 @@ class SecureSumClient:
 
     send: sends a message made for the session of the moment. order: the order that asked for the sum.
 
-    ask: seconds for which the server may hold an answer.
+    hold_s: seconds for which the server may hold an answer.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class SecureSumClient:
         order: Fit,
         send: Callable[[Callable[[str], Message]], Message],
         stopping: threading.Event,
-        ask: float = 20.0,
+        hold_s: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
         asked = dict(order.privacy["secure"])
         self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
         self._settings = SecureSum(**asked)
-        self._node, self._order, self._send, self._stopping, self._ask = node, order, send, stopping, ask
+        self._node, self._order, self._send, self._stopping, self._hold_s = node, order, send, stopping, hold_s
         self._identity = identity or Identity()
         self._me = Participant(order.client)
 
@@ -169,13 +169,13 @@ class SecureSumClient:
         until = None if patience is None else time.monotonic() + patience * self._settings.patience
         while True:
             began = time.monotonic()
-            told = self._exchange(waits_for=settled, hold_s=self._ask, **said)
+            told = self._exchange(waits_for=settled, hold_s=self._hold_s, **said)
             if told.finished and patience is not None:
                 why = f"the secure sum of round {self._order.round} continues without {self._order.client}"
                 raise ClientError(why, retryable=True)
             if told.finished or getattr(told, settled) is not None:
                 return told
-            if self._stopping.wait(max(0.0, min(_POLL_S, self._ask) - (time.monotonic() - began))):
+            if self._stopping.wait(max(0.0, min(_POLL_S, self._hold_s) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
                 why = f"{self._order.client} has waited for {what} in round {self._order.round} in vain"

@@ -53,7 +53,7 @@ def trainer_factory(**arguments: Any) -> Callable[[list[Callback], Path], Traine
 class TrainerLearner:
     """Implement `Learner` with a Trainer.
 
-    The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory
+    The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory.
 
     seed: of what the client draws and of the order of its data; by default it follows from the run's. All processes of a
     client that is trained by several make one each, with the same folder.

@@ -22,17 +22,15 @@ SMALL = 1024
 VECTOR = 1 << 16
 """So are vectors of at most as many: norms and biases weigh next to nothing and are sensitive."""
 _ROW = 4096
-"""Values that are looked at together where no block is called for."""
+"""Values of a block of codecs that have none."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scale"), "topk": ("index", "value", "level")}  # fmt: skip
 
 
 def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Return True if a tensor is sent raw.
+    """Return True if ``codec`` sends a tensor as it is: if it is small, of integers, or already of 16 bits under `BF16`.
 
-    With `Raw`, and with any codec if it is small or no float.
-
-    Few are less than `SMALL`, or a vector of at most `VECTOR`. Values of 16 bits gain nothing by `BF16`.
+    Small is a tensor of fewer than `SMALL` elements, and a vector of at most `VECTOR`.
     """
     if isinstance(codec, Raw) or tensor.dtype not in _FLOATS or tensor.numel() < SMALL:
         return True
@@ -48,7 +46,7 @@ def encode(
     Nothing given is changed.
 
     ``residual`` is what the previous message of this key left, or None. The new one (float32, on the CPU, the tensor's shape)
-    is exactly the difference in float32 between what was to be said and what `decode` will give; None where nothing is left
+    is exactly the difference in float32 between what was to be sent and what `decode` will give; None if nothing is left
     or nobody keeps it. Works chunk by chunk, on a tensor of any device. Raises FederatedError for values that are not finite
     numbers, or beyond 2^126, and ValueError for a residual of another shape.
     """

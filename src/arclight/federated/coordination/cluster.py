@@ -60,7 +60,7 @@ class Node:
         return [task for work, task in self.tasks.items() if work.client == client]
 
 
-class Departed(NamedTuple):
+class DepartedClient(NamedTuple):
     """A client whose data left with its node, and the reason that the node gave."""
 
     at: float
@@ -115,7 +115,7 @@ class ClusterState:
         self.empty_since: float | None = None
         """Time since which no node is here."""
         self._owners: dict[str, dict[str, None]] = {}
-        self.departed: dict[str, Departed] = {}
+        self.departed: dict[str, DepartedClient] = {}
         """Clients whose data left with their node."""
         self.unclaimed: set[str] = set()
         """Clients for which no node has joined in time, and none since."""
@@ -302,7 +302,7 @@ class ClusterState:
             if not owners:
                 self._owners.pop(client, None)
                 if departed:
-                    self.departed[client] = Departed(now, why)
+                    self.departed[client] = DepartedClient(now, why)
 
     def _part(self, node: Node) -> None:
         """End a node's session: its messages are refused and its held requests forgotten."""

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arclight.fabric.extras import require
-from arclight.federated.aggregation.chunks import Lanes
+from arclight.federated.aggregation.chunks import ChunkWorkers
 from arclight.federated.aggregation.fixed_point import Contribution, Form, measure
-from arclight.federated.aggregation.fold import Fold, SinkFactory, Whole, emit
+from arclight.federated.aggregation.fold import Fold, SinkFactory, WholeTensorSink, emit
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.random_stream import KEY_BYTES, add_noise
@@ -98,15 +98,15 @@ class NoisyFold(Fold):
             given = bounded(given, NormBound(largest=settings.clip), threads=more.get("threads"))
         super().__init__(given, form, **more)
 
-    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
+    def each(self, key: str, workers: ChunkWorkers, into: SinkFactory) -> None:
         if not self._deviation and self._former is None:
-            super().each(key, among, into)
+            super().each(key, workers, into)
             return
-        mean = Whole()
-        super().each(key, among, mean)
+        mean = WholeTensorSink()
+        super().each(key, workers, mean)
         if mean.tensor.is_floating_point() and self._deviation:
             add_noise(self._secret, key, mean.tensor, self._deviation / len(self._holders(key)))
-        emit(mean.tensor if self._former is None else clamp_variance(key, mean.tensor, self._former), among, into)
+        emit(mean.tensor if self._former is None else clamp_variance(key, mean.tensor, self._former), workers, into)
 
 
 def noise_for_clients(federation: Federation, least: int = 0) -> dict[str, Any]:

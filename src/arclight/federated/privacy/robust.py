@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import CHUNK, Array, Chunked, Lanes, Scratch, lanes, product, squares, total
+from arclight.federated.aggregation.chunks import (
+    CHUNK,
+    Array,
+    ChunkedTensor,
+    ChunkWorkers,
+    Scratch,
+    chunk_workers,
+    product,
+    squares,
+    total,
+)
 from arclight.federated.aggregation.fixed_point import Contribution, Form, is_mean, measure, not_finite, uneven
 from arclight.federated.aggregation.fold import Fold, SinkFactory
 from arclight.federated.aggregation.statistics import PREFIX
@@ -95,14 +105,14 @@ class OrderedFold(Fold):
         super().__init__(contributions, *rest, **more)
         self._settings = settings
 
-    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
+    def each(self, key: str, workers: ChunkWorkers, into: SinkFactory) -> None:
         if self.scales[key].rule != "mean":
-            super().each(key, among, into)
+            super().each(key, workers, into)
             return
         holders = self._holders(key)
-        tensors = [Chunked(given.tensors[key]) for given in holders]
+        tensors = [ChunkedTensor(given.tensors[key]) for given in holders]
         _check_alike(key, holders, tensors)
-        anchor = Chunked(self._anchor[key]) if key in self._of_values and key in self._anchor else None
+        anchor = ChunkedTensor(self._anchor[key]) if key in self._of_values and key in self._anchor else None
         wide = any(tensor.dtype is torch.float64 for tensor in tensors)
         dtype = torch.float64 if wide else torch.float32
         take = into(dtype, tensors[0].shape)
@@ -121,7 +131,7 @@ class OrderedFold(Fold):
                 found.append(norms + [product(row, middle, scratch) for row in rows])
             return found
 
-        parts = [sums for chunk in among.over(tensors[0].elements, work) for sums in chunk]
+        parts = [sums for chunk in workers.map_chunks(tensors[0].elements, work) for sums in chunk]
         sums = [total(column) for column in zip(*parts, strict=True)] or [0.0] * (2 * len(clients) + 1)
         norms = [math.sqrt(value) for value in sums[: len(clients) + 1]]
         self._gathered.mean(key, norms[0])
@@ -175,19 +185,21 @@ def _distances(given: list[Contribution], threads: int | None) -> Array:
         why = f"Krum compares whole updates: {', '.join(strangers)} sent other tensors than the others"
         raise RefusedError("wrong_names", why, strangers)
     keys = sorted(key for key in given[0].keys if key.startswith(PREFIX))
-    with lanes(threads) as among:
+    with chunk_workers(threads) as workers:
         for key in keys:
-            tensors = [Chunked(one.tensors[key]) for one in given]
+            tensors = [ChunkedTensor(one.tensors[key]) for one in given]
             _check_alike(key, given, tensors)
             if not tensors[0].dtype.is_floating_point:
                 continue
 
-            for found in among.over(tensors[0].elements, partial(_pairs, key, clients, tensors)):
+            for found in workers.map_chunks(tensors[0].elements, partial(_pairs, key, clients, tensors)):
                 apart += found
     return apart + apart.T
 
 
-def _pairs(key: str, clients: list[str], tensors: list[Chunked], start: int, stop: int, scratch: Scratch) -> Array:
+def _pairs(
+    key: str, clients: list[str], tensors: list[ChunkedTensor], start: int, stop: int, scratch: Scratch
+) -> Array:
     """Return squared distances in one chunk, below the diagonal."""
     found = np.zeros((len(tensors), len(tensors)))
     for first, last in _parts(start, stop, len(tensors)):
@@ -204,7 +216,7 @@ def _parts(start: int, stop: int, clients: int) -> list[tuple[int, int]]:
     return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
-def _rows(key: str, clients: list[str], tensors: list[Chunked], first: int, last: int, scratch: Scratch) -> Array:
+def _rows(key: str, clients: list[str], tensors: list[ChunkedTensor], first: int, last: int, scratch: Scratch) -> Array:
     """Return all clients' values of one part, (clients, elements).
 
     Raises RefusedError for NaN or infinite ones.
@@ -217,7 +229,7 @@ def _rows(key: str, clients: list[str], tensors: list[Chunked], first: int, last
     return rows
 
 
-def _check_alike(key: str, holders: list[Contribution], tensors: list[Chunked]) -> None:
+def _check_alike(key: str, holders: list[Contribution], tensors: list[ChunkedTensor]) -> None:
     for given, tensor in zip(holders, tensors, strict=True):
         if tensor.shape != tensors[0].shape:
             raise RefusedError(

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import Chunked, lanes
+from arclight.federated.aggregation.chunks import Chunked, chunk_workers
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy import key_agreement
 from arclight.federated.privacy.key_agreement import (
@@ -367,5 +367,5 @@ def fixed_point_terms(
         np.copyto(flat[start:stop], np.rint(wide, out=wide), casting="unsafe")
         return cut
 
-    with lanes(threads) as among:
-        return made, sum(among.over(values.elements, work))
+    with chunk_workers(threads) as workers:
+        return made, sum(workers.map_chunks(values.elements, work))

@@ -48,7 +48,7 @@ class NormBound(Checked):
 
 
 Robust = Median | Trimmed | Krum | NormBound
-"""Means that a few clients cannot take anywhere."""
+"""Robust means: a few Byzantine clients move them by a bounded amount, whatever they send."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,7 +159,7 @@ class History:
         with self._lock:
             return Round(round=number) if number < self._over else self._rounds.setdefault(number, Round(round=number))
 
-    def told(self, number: int) -> dict[str, Any]:
+    def to_json(self, number: int) -> dict[str, Any]:
         """Return a round as JSON values."""
         with self._lock:
             return asdict(self.at(number))

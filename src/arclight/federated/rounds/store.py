@@ -12,7 +12,7 @@ import torch
 from arclight import checkpoint
 from arclight.checkpoint import files, remote
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.manifest import Manifest as Described
+from arclight.checkpoint.manifest import Manifest as CheckpointManifest
 from arclight.checkpoint.manifest import read_manifest
 from arclight.checkpoint.remote import to_path
 from arclight.checkpoint.sharded.reader import open_state
@@ -33,7 +33,7 @@ class RoundFolder:
     path: Path
     problems: tuple[str, ...]
     """Why it is not complete; empty for a complete one."""
-    manifest: Described | None
+    manifest: CheckpointManifest | None
 
 
 class Rounds:
@@ -72,7 +72,7 @@ class Rounds:
                 return number
         return None
 
-    def open(self, number: int) -> Described:
+    def open(self, number: int) -> CheckpointManifest:
         """Return the manifest of a complete round. Raises FederatedError for an incomplete one."""
         found = self.look(number)
         if found.manifest is None or found.problems:
@@ -107,7 +107,7 @@ class Rounds:
         loaded: dict[str, torch.Tensor] = checkpoint.load(self.path(number), only=[entry])[entry]
         return loaded
 
-    def write(self, number: int, layout: dict[str, writer.Described]) -> RoundWriter:
+    def write(self, number: int, layout: dict[str, writer.TensorLayout]) -> RoundWriter:
         """Return a writer for a round; see `RoundWriter`."""
         return RoundWriter(self.path(number), layout)
 
@@ -120,7 +120,7 @@ class Rounds:
             files.retire(path)
 
 
-def layout_of(manifest: Described) -> dict[str, writer.Described]:
+def layout_of(manifest: CheckpointManifest) -> dict[str, writer.TensorLayout]:
     """Return the layout of a round's tensors, as `RoundWriter` takes it."""
     return {
         entry: {
@@ -132,7 +132,7 @@ def layout_of(manifest: Described) -> dict[str, writer.Described]:
     }
 
 
-def _problems(path: Path, manifest: Described) -> list[str]:
+def _problems(path: Path, manifest: CheckpointManifest) -> list[str]:
     problems = [f"{path} lacks {key!r}" for key in STATE_KEYS if key not in manifest.entries]
     for name, record in manifest.files.items():
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint
 from arclight.checkpoint import remote
-from arclight.checkpoint.manifest import Manifest as Described
+from arclight.checkpoint.manifest import Manifest as CheckpointManifest
 from arclight.checkpoint.tree import read_stored
 from arclight.federated.coordination.run_database import has_journal, locked
 from arclight.federated.errors import FederatedError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class RoundSummary:
     """One round of a run, in short."""
 
     number: int
@@ -46,10 +46,10 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspected:
+class RoundInspection:
     """One round in full; ``rich.print`` shows it as tables."""
 
-    listed: Listed
+    listed: RoundSummary
     checkpoint: checkpoint.Inspection
     run: str
     seed: int
@@ -86,7 +86,7 @@ class Inspected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edited:
+class EditReport:
     """The changes of an edit, planned or done."""
 
     path: Path
@@ -110,7 +110,7 @@ class Edit:
     """Client to the steps that it is said to have done."""
 
 
-def list_rounds(run: str | Path) -> list[Listed]:
+def list_rounds(run: str | Path) -> list[RoundSummary]:
     """List every round of a run, oldest first. Raises FederatedError if the run has none."""
     rounds = Rounds(run)
     found = [_listed(rounds, number) for number in rounds.numbers()]
@@ -121,13 +121,13 @@ def list_rounds(run: str | Path) -> list[Listed]:
     return found
 
 
-def inspect_round(run: str | Path, number: int | None = None) -> Inspected:
+def inspect_round(run: str | Path, number: int | None = None) -> RoundInspection:
     """Inspect one round, by default the newest complete one. Raises FederatedError if it is incomplete."""
     rounds = Rounds(run)
     number = _chosen(rounds, number)
     trees = rounds.trees(number)
     listed = _listed(rounds, number)
-    return Inspected(
+    return RoundInspection(
         listed=listed,
         checkpoint=checkpoint.inspect(listed.path),
         run=trees["round"]["run"],
@@ -149,7 +149,7 @@ def validate(run: str | Path, number: int | None = None) -> dict[int, list[str]]
     return {each: _wrong(rounds, each) for each in numbers}
 
 
-def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, backup: bool = True) -> Edited:
+def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, backup: bool = True) -> EditReport:
     """Set values in a round that no journal speaks for: of a fork, or of rounds that were copied.
 
     The round as it was is kept beside it unless ``backup`` is False. Raises FederatedError for a run with a journal, whose word
@@ -182,7 +182,7 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
         after["clients"][client]["steps"] = _counted(f"steps of {client}", steps)
     changes = _changes(before, after)
     if dry_run or not changes:
-        return Edited(path=rounds.path(target), changes=changes, backup=None, done=False)
+        return EditReport(path=rounds.path(target), changes=changes, backup=None, done=False)
     kept = None
     if backup:
         kept = _free(rounds.path(number))
@@ -190,7 +190,7 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
     _rewrite(rounds, number, rounds.path(target), after)
     if target != number:
         rounds.remove(number)
-    return Edited(path=rounds.path(target), changes=changes, backup=kept, done=True)
+    return EditReport(path=rounds.path(target), changes=changes, backup=kept, done=True)
 
 
 def fork(
@@ -239,14 +239,14 @@ def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _listed(rounds: Rounds, number: int) -> Listed:
+def _listed(rounds: Rounds, number: int) -> RoundSummary:
     found = rounds.look(number)
-    described: Described | None = found.manifest
+    described: CheckpointManifest | None = found.manifest
     if described is None or found.problems:
-        return Listed(number=number, path=str(found.path), complete=False, problems=found.problems)
+        return RoundSummary(number=number, path=str(found.path), complete=False, problems=found.problems)
     trees = rounds.trees(number)
     record = _record(trees, number)
-    return Listed(
+    return RoundSummary(
         number=number,
         path=str(found.path),
         complete=True,

@@ -29,7 +29,7 @@ from arclight.checkpoint.tensorfile import NAMES, write_header, write_values
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Entry, Manifest
 
-Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorLayout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Names of tensors with their types and shapes, in the order in which they are written."""
 
 MODEL = "model"
@@ -44,7 +44,7 @@ STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenCheckpoint:
     """A round that is on disk."""
 
     path: Path
@@ -57,7 +57,7 @@ class RoundWriter:
     layout: for each entry of tensors, what comes in which order; see `in_order`. Left without `publish`, nothing remains.
     """
 
-    def __init__(self, path: str | Path, layout: Mapping[str, Described]) -> None:
+    def __init__(self, path: str | Path, layout: Mapping[str, TensorLayout]) -> None:
         if unknown := [entry for entry in layout if entry not in TENSOR_ENTRIES]:
             raise FederatedError(f"a round has no entry of tensors {unknown[0]!r}; it has {', '.join(TENSOR_ENTRIES)}")
         self.path = to_path(path)
@@ -114,7 +114,7 @@ class RoundWriter:
             for entry, file in self._open.items()
         }
 
-    def publish(self, trees: Mapping[str, Any]) -> Written:
+    def publish(self, trees: Mapping[str, Any]) -> WrittenCheckpoint:
         """Publish the complete round. trees: the entries without tensors. Raises OSError if the disk is full."""
         records = self.finished()
         encoded = tree.encode(trees)
@@ -130,7 +130,7 @@ class RoundWriter:
         records[STATE] = self._write(STATE, json.dumps(encoded.entries, allow_nan=False))
         self._write(NAME, describe(encoded, records, files.data_folder(self._staging)).to_json())
         files.publish(self._staging, self.path)
-        return Written(path=self.path, files=records)
+        return WrittenCheckpoint(path=self.path, files=records)
 
     def _write(self, name: str, text: str) -> FileRecord:
         with files.create(self._staging / name) as file:
@@ -138,17 +138,17 @@ class RoundWriter:
         return FileRecord(sha256=file.sha256, bytes=file.bytes)
 
 
-def _tensors(entry: str, tensors: Described) -> dict[str, Any]:
+def _tensors(entry: str, tensors: TensorLayout) -> dict[str, Any]:
     return {"$": "tensors", "file": f"{entry}.safetensors", "names": list(tensors), "aliases": {}}
 
 
-def in_order(tensors: Mapping[str, torch.Tensor]) -> Described:
+def in_order(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
     """Return the order of tensors in a round's files: widest types first, so that all are aligned, then by name."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     return {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
 
 
-def weights_manifest(layout: Mapping[str, Described], records: Mapping[str, FileRecord]) -> Manifest:
+def weights_manifest(layout: Mapping[str, TensorLayout], records: Mapping[str, FileRecord]) -> Manifest:
     """Return the manifest of a round's weights: its files of model and moments, as they are."""
     tensors, blobs = dict[str, Entry](), dict[str, int]()
     for entry, prefix in ((MODEL, "model/"), ("moments", "")):

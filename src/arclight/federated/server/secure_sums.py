@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from arclight.fabric.atomic_replace import replace_text
-from arclight.federated.aggregation.chunks import Lanes
+from arclight.federated.aggregation.chunks import ChunkWorkers
 from arclight.federated.aggregation.fixed_point import Contribution, Scale, uneven
 from arclight.federated.aggregation.fold import Fold, SinkFactory, emit, mean_of
 from arclight.federated.errors import FederatedError, RefusedError, UnopenedError
@@ -475,7 +475,7 @@ class SecureFold(Fold):
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
         self._opened, self._held = opening([one.client for one in given]), held
 
-    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
+    def each(self, key: str, workers: ChunkWorkers, into: SinkFactory) -> None:
         sums: torch.Tensor | None = None
         shape: tuple[int, ...] = ()
         for given in self._given:
@@ -485,6 +485,6 @@ class SecureFold(Fold):
             sums = flat.clone() if sums is None else sums.add_(flat)
         assert sums is not None
         self._opened.remove(key, sums)
-        mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, among))
+        mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, workers))
         self._gathered.mean(key, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
-        emit(mean, among, into)
+        emit(mean, workers, into)

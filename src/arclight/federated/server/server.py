@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Weights = Mapping[str, torch.Tensor]
-Told = events.Command | r.Record
+RecordOrCommand = events.Command | r.Record
 Evaluate = Callable[[Weights], Measurement | Mapping[str, float]]
 
 
@@ -48,7 +48,7 @@ class Server:
     clients: their names; by default "0", "1", ... as many as ``federation.clients``.
     evaluate: called with the weights of a round (by parameter name); gives metrics, or how many samples and metrics.
     run: its name, by default the folder's. seed: of sampling, and of what clients draw.
-    told: called with every record and notable command, for progress; it must be quick.
+    observer: called with every record and notable command, for progress; it must be quick.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Server:
         run: str | None = None,
         seed: int = 0,
         recipe: dict[str, Any] | None = None,
-        told: Callable[[Told], None] | None = None,
+        observer: Callable[[RecordOrCommand], None] | None = None,
         inject: Injection | None = None,
     ) -> None:
         self.federation, self.folder, self.seed = federation, Path(folder), seed
         self.name = run or self.folder.resolve().name
         self._weights, self._moments, self._recipe, self._inject = weights, moments or {}, recipe, inject
         self._clients = clients
-        self._evaluate, self._told = evaluate, told or (lambda what: None)
+        self._evaluate, self._observer = evaluate, observer or (lambda what: None)
         self._run: ServerRun | None = None
 
     @property
@@ -107,7 +107,7 @@ class Server:
             start=self._start,
             evaluate=None if self._evaluate is None else self._measured,
             recipe=self._recipe,
-            told=self._told,
+            observer=self._observer,
             inject=self._inject,
         ) as run:
             self._run = run

@@ -49,7 +49,7 @@ from arclight.federated.server.runtime import (
 from arclight.federated.server.secure_sums import SecureFold, SecureSumRelay, most_clients
 from arclight.federated.server.server_step import AcceptedUpdate, ServerStep, repeat_round, write_first_round
 from arclight.federated.server.service import Service, UploadQuota
-from arclight.federated.server.validation import Validated
+from arclight.federated.server.validation import ValidUpdate
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -88,11 +88,17 @@ class ServerRun:
         start: Callable[[], InitialState],
         evaluate: Evaluation | None = None,
         recipe: dict[str, Any] | None = None,
-        told: Callable[[events.Command | r.Record], None] = lambda what: None,
+        observer: Callable[[events.Command | r.Record], None] = lambda what: None,
         inject: Injection | None = None,
     ) -> None:
         self.folder, self.federation, self.seed, self.name = folder, federation, seed, name
-        self._start, self._evaluate, self._told, self._inject, self._recipe = start, evaluate, told, inject, recipe
+        self._start, self._evaluate, self._observer, self._inject, self._recipe = (
+            start,
+            evaluate,
+            observer,
+            inject,
+            recipe,
+        )
         self.rounds = Rounds(folder)
         at = federation.blobs_at
         self.blobs = (
@@ -104,7 +110,7 @@ class ServerRun:
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._masks = ServerMasks(federation, seed, self.coordinator.roster.index)
         self._quota = UploadQuota(self.blobs)
-        self._validated: dict[str, Validated] = {}
+        self._validated: dict[str, ValidUpdate] = {}
         self._check_count(len(self.coordinator.roster))
         self._server_step = ServerStep(
             rounds=self.rounds,
@@ -432,7 +438,7 @@ class ServerRun:
             "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
             "clients": progress,
             "sampler": {"seed": self.seed, "clients": len(self.coordinator.roster)},
-            "history": [self.history.told(number)],
+            "history": [self.history.to_json(number)],
         }
 
     # -- after a commit ------------------------------------------------------------------------------------------------
@@ -479,7 +485,7 @@ class ServerRun:
             case _:
                 pass
         history.note(record)
-        self._told(record)
+        self._observer(record)
 
     def _on_command(self, command: events.Command) -> None:
         match command:
@@ -491,7 +497,7 @@ class ServerRun:
                 log.log(logging.ERROR if command.failed else logging.INFO, "run %s is over: %s", self.name, command.why)
             case _:
                 return
-        self._told(command)
+        self._observer(command)
 
 
 def recover(

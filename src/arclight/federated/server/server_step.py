@@ -14,13 +14,13 @@ from arclight.federated.aggregation import strategy_step as aggregation
 from arclight.federated.aggregation.fixed_point import Contribution, Form
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
-from arclight.federated.aggregation.strategy_step import SteppedTensor, StrategyStep, plain
+from arclight.federated.aggregation.strategy_step import DtypeAndShape, SteppedTensor, StrategyStep, plain
 from arclight.federated.blobs import BlobStore
 from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.masks.experts import expert_key, expert_of
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds, layout_of
-from arclight.federated.rounds.writer import BufferPool, Described, Written, in_order, weights_manifest
+from arclight.federated.rounds.writer import BufferPool, TensorLayout, WrittenCheckpoint, in_order, weights_manifest
 from arclight.federated.strategies import Strategy
 
 ENTRY = "model"
@@ -59,7 +59,7 @@ class AcceptedUpdate:
 class WrittenRound:
     """A round that is written."""
 
-    written: Written
+    written: WrittenCheckpoint
     weights: Manifest
     statistics: Statistics
     all_changed: bool = False
@@ -170,13 +170,13 @@ class _PreviousRound:
     def keys(self) -> list[str]:
         return [MODEL + name for name in self.layout[ENTRY]]
 
-    def described(self, states: Collection[str]) -> Described:
+    def described(self, states: Collection[str]) -> TensorLayout:
         """Return types and shapes of weights and their moments, by key."""
         model = self.layout[ENTRY]
         kinds = {key.partition("/")[0] for key in self.layout.get("moments", {})} | set(states)
         return {f"{kind}/{name}": model[name] for kind in ("model", *sorted(kinds)) for name in model}
 
-    def moments_after(self, given: Sequence[AcceptedUpdate], stacks: ExpertStacks) -> Described:
+    def moments_after(self, given: Sequence[AcceptedUpdate], stacks: ExpertStacks) -> TensorLayout:
         """Return the layout of the next round's moments: those there are, and those that clients send for the first time."""
         found = dict(self.layout.get("moments", {}))
         for one in given:
@@ -219,7 +219,7 @@ def repeat_round(
 ) -> WrittenRound:
     """Write the weights, moments and states of round ``before`` again, as round ``number``."""
     anchor = _PreviousRound(rounds, before)
-    layout: dict[str, Described] = {entry: anchor.layout.get(entry, {}) for entry in (ENTRY, "moments", "server")}
+    layout: dict[str, TensorLayout] = {entry: anchor.layout.get(entry, {}) for entry in (ENTRY, "moments", "server")}
     with rounds.write(number, layout) as writer:
         for entry, tensors in layout.items():
             kept = rounds.stored(before, entry)
@@ -227,9 +227,6 @@ def repeat_round(
                 writer.add(entry, name, plain(kept[name]))
         written = writer.publish(trees(_NOTHING, dict(anchor.counts)))
     return WrittenRound(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
-
-
-DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ from arclight.federated.server.validation import (
     LARGEST_METRIC,
     MOST_COUNTED,
     Baseline,
-    Expected,
-    Validated,
+    ExpectedUpdate,
+    ValidUpdate,
     largest_message,
     most_bytes,
     too_many_metrics,
@@ -93,7 +93,7 @@ class Service:
         masks: ServerMasks,
         quota: UploadQuota,
         history: History,
-        validated: dict[str, Validated],
+        validated: dict[str, ValidUpdate],
         relay: secure_sums.SecureSumRelay | None = None,
         recipe: dict[str, Any] | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Service:
             known = self._limits = (weights, message, most_bytes(weights, self.federation))
         return known
 
-    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+    def reserve_upload(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """Return a context for a node's upload of a blob, or a part of it.
 
         Raises RefusedError if its clients' updates cannot need as much.
@@ -132,7 +132,7 @@ class Service:
         if clients is None:
             raise SessionError("this session is not known here (any more): join again")
         updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure_sums.most_clients(self.federation))
-        return self._quota.taking(node, digest, size, updates * self._limits_now()[2])
+        return self._quota.reserve_upload(node, digest, size, updates * self._limits_now()[2])
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -284,12 +284,12 @@ class Service:
             self._validated.pop(digest, None)
         return receipt
 
-    def _validate(self, update: Update) -> Validated:
+    def _validate(self, update: Update) -> ValidUpdate:
         opened = self._runtime.coordinator.state.started_rounds.get(update.round)
         if opened is None:
             raise RefusedError("stale", f"round {update.round} of {update.client} was not asked for, or is over")
         base, asked = self._weights.known(opened.base).manifest, self.federation
-        expected = Expected(
+        expected = ExpectedUpdate(
             base=base,
             weights=LazyTensors(base, self.blobs),
             travel=self._masks.of(update.client, update.round, base),
@@ -386,7 +386,7 @@ class UploadQuota:
         """Those, and all that were since the last call of `kept`."""
 
     @contextmanager
-    def taking(self, node: str, digest: str, size: int, room: int) -> Iterator[None]:
+    def reserve_upload(self, node: str, digest: str, size: int, room: int) -> Iterator[None]:
         """Make room for the upload of a blob, or a part of it, by removing the node's unused ones, the oldest first.
 
         room: bytes that all of them may take. Raises RefusedError for a blob beyond it, LinkError while other uploads of the

@@ -38,7 +38,7 @@ _FASTEST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedUpdate:
     """All that an update must match: what the server has asked its client for."""
 
     base: Manifest
@@ -63,7 +63,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validated:
+class ValidUpdate:
     """Norm and largest values of a sound update."""
 
     norm: float
@@ -115,7 +115,9 @@ def _check_name(what: str, name: str) -> None:
         raise ProtocolError(f"the name of a {what} is of printable characters, got {name!r}")
 
 
-def validate_update(update: Update, asked: Expected, seen: Baseline, limits: Checks, store: BlobStore) -> Validated:
+def validate_update(
+    update: Update, asked: ExpectedUpdate, seen: Baseline, limits: Checks, store: BlobStore
+) -> ValidUpdate:
     """Validate all of an update. Raises RefusedError with the reason."""
     who = f"the update of {update.client} for round {update.round}"
     if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
@@ -139,10 +141,10 @@ def validate_update(update: Update, asked: Expected, seen: Baseline, limits: Che
     except (FederatedError, FileNotFoundError) as error:
         raise RefusedError("damaged", f"{who}: {error}") from error
     _check_norm(who, norm, asked, seen, limits)
-    return Validated(norm=norm, largest=measured.largest)
+    return ValidUpdate(norm=norm, largest=measured.largest)
 
 
-def _check_masked(who: str, update: Update, store: BlobStore) -> Validated:
+def _check_masked(who: str, update: Update, store: BlobStore) -> ValidUpdate:
     """Check masked values: all there is to check is that they are complete."""
     if not update.secure:
         raise RefusedError("wrong_names", f"{who} is not masked: this run takes secure sums only")
@@ -150,10 +152,10 @@ def _check_masked(who: str, update: Update, store: BlobStore) -> Validated:
         open_manifest(update.manifest, store)
     except (FederatedError, FileNotFoundError) as error:
         raise RefusedError("damaged", f"{who}: {error}") from error
-    return Validated(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
+    return ValidUpdate(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
 
 
-def _check_numbers(who: str, update: Update, asked: Expected, seen: Baseline, limits: Checks) -> None:
+def _check_numbers(who: str, update: Update, asked: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
     said = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
     if wrong := [name for name, value in said.items() if not 0 <= value <= MOST_COUNTED]:
         raise RefusedError(
@@ -191,7 +193,7 @@ def too_many_metrics(metrics: Mapping[str, float]) -> str | None:
     return None
 
 
-def _check_layout(who: str, update: Update, asked: Expected, limits: Checks) -> None:
+def _check_layout(who: str, update: Update, asked: ExpectedUpdate, limits: Checks) -> None:
     given = update.manifest.tensors
     if strange := sorted(key for key in given if asked.entry(key) is None):
         raise RefusedError(
@@ -244,7 +246,7 @@ def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
     return given == weight or change
 
 
-def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Expected) -> float:
+def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: ExpectedUpdate) -> float:
     """Return the norm of the change of weights that were sent whole, one tensor at a time."""
     squares, weights = [], ExpertParts(asked.weights)
     for key in tensors:
@@ -255,7 +257,7 @@ def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Expected) -> flo
     return math.sqrt(math.fsum(squares))
 
 
-def _check_norm(who: str, norm: float, asked: Expected, seen: Baseline, limits: Checks) -> None:
+def _check_norm(who: str, norm: float, asked: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
     if not limits.norm_times:
         return
     if seen.norms:

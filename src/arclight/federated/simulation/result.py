@@ -44,7 +44,7 @@ class RoundTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class SimulationResult:
     """The result of a simulation. ``print(result)`` shows a summary."""
 
     rounds: tuple[RoundTimes, ...]
@@ -171,7 +171,7 @@ class SimulationRecorder:
         elif isinstance(command, LogMessage) and len(self._messages) < 100:
             self._messages.append(command.text)
 
-    def result(self, **known: Any) -> Simulated:
+    def result(self, **known: Any) -> SimulationResult:
         rounds = tuple(
             RoundTimes(
                 round=number, opened=r.opened, closed=r.closed, committed=committed, asked=len(r.asked), accepted=r.accepted,
@@ -179,7 +179,7 @@ class SimulationRecorder:
             )
             for number, (r, committed) in sorted(self._done.items())
         )  # fmt: skip
-        return Simulated(
+        return SimulationResult(
             rounds=rounds, lost=self._lost, messages=tuple(self._messages),
             bytes_down=sum(r.down for r in self._rounds.values()), bytes_up=sum(r.up for r in self._rounds.values()), **known,
         )  # fmt: skip

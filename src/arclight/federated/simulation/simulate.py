@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Fleet
-from arclight.federated.simulation.result import Simulated
+from arclight.federated.simulation.result import SimulationResult
 
 
 def simulate(
@@ -16,7 +16,7 @@ def simulate(
     *,
     dtype: str = "F32",
     seed: int = 0,
-) -> Simulated:
+) -> SimulationResult:
     """Simulate a federation with a fleet of given lines, speeds and failures.
 
     Report times and traffic.

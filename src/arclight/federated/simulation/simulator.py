@@ -29,10 +29,10 @@ from arclight.federated.protocol import (
 )
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Cores, Device, Fleet, FleetSampler, Pipe, SimulatedJob
-from arclight.federated.simulation.result import Simulated, SimulationRecorder
+from arclight.federated.simulation.result import SimulationRecorder, SimulationResult
 from arclight.federated.simulation.sizes import Sizes
 
-_HELD = math.inf  # asks are held until there is an answer: a simulated line never breaks
+_HOLD_S = math.inf  # work requests are held until there is an answer: a simulated connection never breaks
 
 
 class Simulator:
@@ -44,25 +44,29 @@ class Simulator:
         self.now, self.events = 0.0, 0
         self._sampler = FleetSampler(fleet, seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        """Heap of (second, number, what happens then)."""
         self._numbers = itertools.count()
         self._devices: dict[str, Device] = {}
         self._sessions: dict[str, Device] = {}
-        self._asks: dict[str, Device] = {}
+        self._held_requests: dict[str, Device] = {}
+        """Work requests that the server holds, by where their answers go."""
         self._remembered: dict[str, int] = {}
         """The weights that clients which have left still have."""
         costs = fleet.costs
         self._down, self._up = Pipe(costs.rate), Pipe(costs.rate)
         self._checks, self._folds = Cores(costs.threads), Cores(1)
-        self._stay = federation.clients <= fleet.connected
-        self._ahead = federation.overlap
+        self._all_connected = federation.clients <= fleet.connected
+        """Whether all clients stay connected; else one connects when it is sampled."""
+        self._overlap = federation.overlap
+        """Rounds that a client may fetch before it has reported the one it trains."""
         self._ended: ev.RunOver | None = None
         self._answer: Any = None
-        self._beaten = -math.inf
+        self._last_heartbeat = -math.inf
         self._recorder = SimulationRecorder()
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulationResult:
         """Run to the end. Raises FederatedError for a run that comes to a halt."""
-        first = range(self.federation.clients) if self._stay else self.coordinator.sampler.draw(1)
+        first = range(self.federation.clients) if self._all_connected else self.coordinator.sampler.draw(1)
         for client in first:
             self._at(self.fleet.links.latency, lambda name=str(client): self._connect(name))  # type: ignore[misc]
         self._handle(ev.RunStarted(base="0", checkpoint="0"))
@@ -117,8 +121,8 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case ev.Answer(to=to, plan=plan) if to in self._asks:
-                device = self._asks.pop(to)
+            case ev.Answer(to=to, plan=plan) if to in self._held_requests:
+                device = self._held_requests.pop(to)
                 device.asking = False
                 if not device.gone:
                     self._at(self.now + self.fleet.links.latency, lambda: self._answered(device, plan))
@@ -181,11 +185,13 @@ class Simulator:
 
     def _ask(self, device: Device) -> None:
         """As nodes do: one ask at a time, while the client has fewer rounds than it may."""
-        if not device.asking and not device.gone and len(device.jobs) <= self._ahead:
+        if not device.asking and not device.gone and len(device.jobs) <= self._overlap:
             to = f"ask {next(self._numbers)}"
-            self._asks[to] = device
+            self._held_requests[to] = device
             device.asking = True
-            ask = WorkRequest(node=device.name, session=device.session, hold_s=_HELD, active_work=device.active_work())
+            ask = WorkRequest(
+                node=device.name, session=device.session, hold_s=_HOLD_S, active_work=device.active_work()
+            )
             self._handle(ev.NodeMessage(to=to, message=ask, session=device.session))
 
     def _answered(self, device: Device, plan: Any) -> None:
@@ -219,7 +225,7 @@ class Simulator:
         if dies is not None:
             self._at(self.now + dies * (job.ended - self.now), lambda: self._vanish(device))
         self._at(job.ended, lambda: self._fitted(device, job, fails))
-        if self._ahead:
+        if self._overlap:
             self._at(there, lambda: self._ask(device))
 
     def _evaluate(self, device: Device, plan: EvaluatePlan) -> None:
@@ -292,7 +298,7 @@ class Simulator:
         """Ask for more once the server has a result; in a large fleet leave until drawn again."""
         if device.gone:
             return
-        if self._stay or device.jobs:
+        if self._all_connected or device.jobs:
             self._ask(device)
             return
         self._send(Leave(node=device.name, session=device.session), device.session)
@@ -318,10 +324,10 @@ class Simulator:
     def _beat_in_time(self, following: float) -> bool:
         """Let living nodes be heard that would soon count as silent; ``following``: when the next thing happens."""
         every = self.federation.waiting.heartbeat_interval_s
-        if following <= self._beaten + every:
+        if following <= self._last_heartbeat + every:
             return False
         self.now = max(self.now, following - every)
-        self._beaten = self.now
+        self._last_heartbeat = self.now
         for timer in _due(self.coordinator.cluster.timers, following + 2 * every):
             device = self._sessions.get(str(timer.key)) if timer.kind in ("silence", "stall") else None
             if device is not None:

@@ -254,13 +254,13 @@ class HttpLink:
 
         link = self
 
-        class Noting(HTTPSConnection):
+        class NotingConnection(HTTPSConnection):
             def connect(self) -> None:
                 super().connect()
                 shown = self.sock.getpeercert(binary_form=True) if isinstance(self.sock, ssl.SSLSocket) else None
                 link._shown = hashlib.sha256(shown or b"").hexdigest()
 
-        return Noting
+        return NotingConnection
 
     def _pinned(self, fingerprint: str) -> ssl.SSLContext:
         """Make a context that trusts the certificate of that fingerprint alone."""

@@ -357,8 +357,8 @@ class App:
 
     async def _put(self, request: Request) -> Response:
         token, digest = _token(request), _digest(request)
-        taking = partial(self._server.taking, self._guard.node_of(token), token, digest)
-        status = await self._uploads.receive(request, digest, taking)
+        reserve_upload = partial(self._server.reserve_upload, self._guard.node_of(token), token, digest)
+        status = await self._uploads.receive(request, digest, reserve_upload)
         return _response("", status=status)
 
     async def _get(self, request: Request) -> Response:

@@ -125,7 +125,7 @@ class NodeKey(SigningKey):
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredNode:
     """A node that may join."""
 
     key: str
@@ -158,13 +158,13 @@ class Registry:
         """List the nodes that may speak for any client."""
         return [name for name, one in self.nodes().items() if not one.clients]
 
-    def nodes(self) -> dict[str, Registered]:
+    def nodes(self) -> dict[str, RegisteredNode]:
         """Read the file: names to nodes. Raises FederatedError naming the line that is none."""
         try:
             lines = self.path.read_text().splitlines()
         except OSError as error:
             raise FederatedError(f"the file of nodes {self.path} cannot be read: {error}") from error
-        found: dict[str, Registered] = {}
+        found: dict[str, RegisteredNode] = {}
         for number, line in enumerate(lines, 1):
             fields = line.partition("#")[0].split()
             if not fields:
@@ -180,7 +180,7 @@ class Registry:
                     f"wanted, clients with commas between them, got {line[:200]!r}"
                 )
             clients = frozenset(fields[2].split(",")) if len(fields) == 3 else frozenset()
-            found[fields[0]] = Registered(fields[1], clients)
+            found[fields[0]] = RegisteredNode(fields[1], clients)
         return found
 
 

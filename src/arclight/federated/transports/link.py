@@ -53,7 +53,7 @@ class ServerApi(Protocol):
     def answer(self, message: Message) -> Message:
         """Answer a node's message; may take as long as a `WorkRequest` allows. Called from any thread."""
 
-    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+    def reserve_upload(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """Reserve room while a node puts a blob, or a part of it.
 
         Raises RefusedError where none of its updates needs as much.

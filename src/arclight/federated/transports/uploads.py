@@ -33,7 +33,7 @@ RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"
 
 
 T = TypeVar("T")
-Taking = Callable[[int], AbstractContextManager[None]]
+UploadReservation = Callable[[int], AbstractContextManager[None]]
 
 
 def length_of(request: Request, largest: int, what: str) -> int:
@@ -79,12 +79,12 @@ class UploadHandler:
         said = {RECEIVED: str(self._spool.received(digest))}
         return said | ({BUSY: "1"} if digest in self._open else {})
 
-    async def receive(self, request: Request, digest: str, taking: Taking) -> int:
+    async def receive(self, request: Request, digest: str, reserve_upload: UploadReservation) -> int:
         """Receive a blob, or the rest of one; return the status to answer with.
 
         Raises Refusal, and keeps what is good of it.
 
-        taking: entered with the blob's bytes while it comes; it may refuse.
+        reserve_upload: entered with the blob's bytes while it comes; it may refuse.
         """
         length = length_of(request, self._limits.blob_bytes, "a blob")
         start, total = _place(request.headers.get("content-range"), length)
@@ -97,7 +97,7 @@ class UploadHandler:
         self._open.append(digest)
         try:
             with ExitStack() as held:
-                await self._in_thread(lambda: held.enter_context(taking(total)))
+                await self._in_thread(lambda: held.enter_context(reserve_upload(total)))
                 return await self._receive(request, digest, start, total)
         finally:
             self._open.remove(digest)
