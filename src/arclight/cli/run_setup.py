@@ -62,7 +62,7 @@ def make_trainer(recipe: TrainingRun, **objects: Any) -> Trainer:
         objects["logger"] = [CSVLogger(), *build_loggers(recipe)]
     try:
         if recipe.plan is not None:
-            objects |= spread(with_replicas(recipe.plan, recipe.diloco), recipe.trainer)
+            objects |= strategy_of_plan(with_replicas(recipe.plan, recipe.diloco), recipe.trainer)
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
@@ -119,7 +119,7 @@ def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
     return plan if diloco is None else replace(plan, replicas="apart")
 
 
-def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
+def strategy_of_plan(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
     """Return the strategy and devices of a recipe's plan; UsageError if trainer.strategy is set too."""
     if settings.strategy != "auto":
         raise UsageError(

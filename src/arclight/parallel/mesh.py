@@ -69,7 +69,7 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Over which parameters are spread; with a first dimension of copies where there are any that are kept alike."""
+        """Return the mesh over which parameters are sharded; with a first dimension of copies where there are any that are kept alike."""
         return self.dense["dp_replicate", "fsdp"] if self.copies else self.dense["fsdp"]
 
     @property
@@ -77,9 +77,9 @@ class Mesh:
         """Return True for weights with copies that every step keeps alike."""
         return self.plan.dp_replicate > 1 and not self.plan.apart
 
-    def over_replicas(self, spread: DeviceMesh | None) -> DeviceMesh:
-        """``spread``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
-        names = (spread.mesh_dim_names or ()) if spread is not None else ()
+    def over_replicas(self, own: DeviceMesh | None) -> DeviceMesh:
+        """``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
+        names = (own.mesh_dim_names or ()) if own is not None else ()
         root = self.dense if self.sparse is None or not {"efsdp", "ep"} & set(names) else self.sparse
         return root[("dp_replicate", *names)]
 

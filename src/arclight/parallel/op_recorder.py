@@ -89,7 +89,7 @@ exchange = torch.ops.arclight.exchange.default
 """Stands for a collective over ``dimension`` that leaves ``x`` with ``size`` elements in dimension ``dim``; of fake tensors only."""
 
 
-class _Held(NamedTuple):
+class _LiveStorage(NamedTuple):
     reference: weakref.ref[torch.UntypedStorage]
     bytes: int
 
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self._ops: list[Op] = []
         self._messages: list[Message] = []
         self._uncut = 0.0
-        self._known: dict[int, _Held] = {}
+        self._known: dict[int, _LiveStorage] = {}
         self._unwritten: set[int] = set()
         self._read: set[int] = set()
 
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
             self._known.pop(key, None)
             self._unwritten.discard(key)
 
-        self._known[key] = _Held(weakref.ref(storage, gone), size)
+        self._known[key] = _LiveStorage(weakref.ref(storage, gone), size)
         self.live += size
         self.peak = max(self.peak, self.live)
         return True
@@ -231,7 +231,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-class Attending(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Scaled dot-product attention as a fused kernel: no matrix of scores in memory, on whatever device."""
 
     def __init__(self, recorder: Recorder, cpu: bool) -> None:
@@ -264,7 +264,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, cpu: bool) -> Ten
     return out
 
 
-class _Marked(torch.autograd.Function):
+class _PassMarker(torch.autograd.Function):
     """Identity that tells when forward and backward pass here."""
 
     @staticmethod
@@ -279,7 +279,7 @@ class _Marked(torch.autograd.Function):
         return grad, None
 
 
-def marked(x: Tensor, passed: Callable[[str], None]) -> Tensor:
+def mark_passes(x: Tensor, passed: Callable[[str], None]) -> Tensor:
     """``x``; ``passed("forward")`` is called now, ``passed("backward")`` when its gradient is known."""
-    out: Tensor = _Marked.apply(x, passed)
+    out: Tensor = _PassMarker.apply(x, passed)
     return out

@@ -80,17 +80,17 @@ class Pipeline(PlanStrategy):
     def _refuse_wishes(self, module: nn.Module) -> None:
         """Raise PlanError for what is done for steps that are cut, where the model is cut by deletion; warn of "auto"."""
         plan, request, usual = self.plan, self.request, PipelineRequest()
-        spread = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
+        sharded_by = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
         for name in ("memory", "evaluation_micro_batches", "reduction", "example"):
             if getattr(request, name) is not getattr(usual, name) and getattr(request, name) != getattr(usual, name):
                 raise PlanError(
-                    f"Pipeline({name}=...) needs stages that are cut by what their parts cost, and {spread} spreads "
+                    f"Pipeline({name}=...) needs stages that are cut by what their parts cost, and {sharded_by} spreads "
                     f"{type(module).__name__} over more than stages: leave {name} out, or use stages, replicas and shards alone"
                 )
         left = [name for name in ("schedule", "micro_batches") if getattr(request, f"choose_{name}")]
         if left:
             rank_zero_warn(
-                f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {plan.pieces} micro-batches '
+                f'{" and ".join(left)} = "auto" cannot be predicted with {sharded_by}: {plan.schedule} and {plan.pieces} micro-batches '
                 "are used; name what shall be"
             )
 

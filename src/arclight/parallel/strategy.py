@@ -44,7 +44,7 @@ from arclight.parallel.step_protocol import lacking
 
 
 class PlanStrategy(ShardedStrategy):
-    """The processes of a `Plan`: they start or join, build its mesh, and spread the module over it.
+    """The processes of a `Plan`: they start or join, build its mesh, and shard the module over it.
 
     Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and each step of the module is called as
     the outermost unit. A module made on the meta device (in ``configure_model``) gets memory for its shares only. Checkpoints
@@ -128,7 +128,7 @@ class PlanStrategy(ShardedStrategy):
     # -- model -----------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return self._spread(module, whole=True)
+        return self._shard(module, whole=True)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -138,7 +138,7 @@ class PlanStrategy(ShardedStrategy):
                 "stages of a pipeline have other parameters than the whole: make optimizers after setup_module"
             )
         before = dict(module.named_parameters())
-        root = self._spread(module, whole=True)
+        root = self._shard(module, whole=True)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
             sharding.replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
@@ -146,10 +146,10 @@ class PlanStrategy(ShardedStrategy):
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
         if module not in self._roots:
-            self._spread(module, whole_step)
+            self._shard(module, whole_step)
 
-    def _spread(self, module: nn.Module, whole: bool) -> nn.Module:
-        """Spread ``module`` in place; what is called in its place."""
+    def _shard(self, module: nn.Module, whole: bool) -> nn.Module:
+        """Shard ``module`` in place; return what is called in its place."""
         if not whole and (self.in_stages or not self.plan.only_replicates):
             raise PlanError(
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
@@ -169,7 +169,7 @@ class PlanStrategy(ShardedStrategy):
         if own_steps:
             root = self._cut_steps(module, options)
         elif self.in_stages:
-            root = self._spread_stages(module, options)
+            root = self._shard_stages(module, options)
         else:
             if self.plan.cp > 1:
                 install_context_runner(module, self.mesh.grid["cp"])
@@ -179,8 +179,8 @@ class PlanStrategy(ShardedStrategy):
         self._roots[module] = root
         return root
 
-    def _spread_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """Of the module's model this process's stages, each spread; a schedule calls them, so that nothing need be called around a step."""
+    def _shard_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+        """Of the module's model this process's stages, each sharded; a schedule calls them, so that nothing need be called around a step."""
         self._refuse_scaler()
         install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
         return StepRoot(module, shared=False)
@@ -229,7 +229,7 @@ class PlanStrategy(ShardedStrategy):
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         if module in self._steps:
             return self._steps[module].bound(step)
-        if self.plan.only_replicates:  # other parameters may train than when the module was spread
+        if self.plan.only_replicates:  # other parameters may train than when the module was sharded
             root = self._roots[module]
             bare = root.module if isinstance(root, DistributedDataParallel) else root
             self._roots[module] = replicate(bare, self.plan)

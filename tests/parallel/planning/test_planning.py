@@ -119,7 +119,7 @@ def test_405b_gains_by_interleaving_as_published() -> None:
     plan = Plan(dp_shard=8, tp=8, pp=8, activation_checkpointing="full")
     plain = estimate(chain, plan)
     interleaved = estimate(chain, dataclasses.replace(plan, schedule="Interleaved1F1B"))
-    assert plain.seconds / interleaved.seconds == pytest.approx(1.28, rel=0.1)
+    assert plain.step_seconds / interleaved.step_seconds == pytest.approx(1.28, rel=0.1)
     assert 60 < plain.tokens_per_second_per_gpu < 120
 
 
@@ -215,7 +215,7 @@ def test_schedules_that_fill_the_bubble_are_found_where_blocks_are_not_compiled(
     best = search(chain, limits).best[0]
     assert schedule_kind(best.plan.schedule).splits_backward or best.plan.schedule == "Interleaved1F1B"
     plain = search(chain, dataclasses.replace(limits, fixed=limits.fixed | {"schedule": "1F1B"})).best[0]
-    assert best.seconds < plain.seconds
+    assert best.step_seconds < plain.step_seconds
     assert best.idle < plain.idle
     found = search(debug(16), dataclasses.replace(limits, fixed=limits.fixed | {"compile": "inductor"}))
     (said,) = [one for one in found.rejected if "which compiled blocks cannot" in one.reason]
@@ -248,10 +248,10 @@ def test_a_search_finds_the_fastest_that_fits() -> None:
     chain = debug(64)
     free = search(chain, Limits(8, 1 * GIB))
     assert free.best[0].plan.world_size == 8
-    assert [one.seconds for one in free.best] == sorted(one.seconds for one in free.best)
+    assert [one.step_seconds for one in free.best] == sorted(one.step_seconds for one in free.best)
     tight = search(chain, Limits(8, 0.5 * free.best[0].worst.total))
     assert tight.best[0].worst.total <= 0.5 * free.best[0].worst.total
-    assert tight.best[0].seconds >= free.best[0].seconds
+    assert tight.best[0].step_seconds >= free.best[0].step_seconds
     reasons = " ".join(one.reason for one in tight.rejected)
     assert "GiB too much" in reasons
     fixed = search(chain, Limits(8, GIB, {"tp": 2, "activation_checkpointing": "full"}))

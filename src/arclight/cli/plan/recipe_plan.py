@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import Estimate
-    from arclight.parallel.planning.plan_search import Found, Limits
+    from arclight.parallel.planning.plan_search import Limits, SearchResult
 
 
 def plan(arguments: list[str]) -> int:
@@ -47,7 +47,7 @@ def plan(arguments: list[str]) -> int:
     limits = _limits(recipe, options, device, gpus)
     found = search(chain, limits, options.top)
     found = dataclasses.replace(
-        found, best=sorted((refined(one, device) for one in found.best), key=lambda one: one.seconds)
+        found, best=sorted((refined(one, device) for one in found.best), key=lambda one: one.step_seconds)
     )
     from arclight.cli.plan.recipe_tables import show
 
@@ -72,7 +72,7 @@ def _verified(task: LanguageTask, best: Estimate) -> bool:
     return all(share.bytes == share.predicted for share in shares)
 
 
-def _timeline(found: Found, device: Hardware, file: Path) -> None:
+def _timeline(found: SearchResult, device: Hardware, file: Path) -> None:
     """Write a page with a step of the best plan that has a pipeline, as it is predicted."""
     from arclight.parallel.pipeline.view.timeline import timeline
     from arclight.parallel.planning.estimates import simulated
@@ -84,7 +84,7 @@ def _timeline(found: Found, device: Hardware, file: Path) -> None:
             "--timeline shows pipelines, and no plan above has one: decide it (--fix pp=4), or show more plans (--top)"
         )
     step = simulated(best, device)
-    after = f"; then {duration(best.seconds - step.seconds)} for gradients and the optimizer"
+    after = f"; then {duration(best.step_seconds - step.seconds)} for gradients and the optimizer"
     timeline(
         step,
         file=file,
@@ -195,7 +195,7 @@ def _fixed(word: str) -> tuple[str, Any]:
     return name, int(text) if text.isdigit() else text
 
 
-def as_json(chain: Chain, device: Hardware, found: Found) -> dict[str, Any]:
+def as_json(chain: Chain, device: Hardware, found: SearchResult) -> dict[str, Any]:
     """Everything that was found, in bytes and seconds."""
     return {
         "device": dataclasses.asdict(device),
@@ -212,7 +212,7 @@ def as_json(chain: Chain, device: Hardware, found: Found) -> dict[str, Any]:
 def _plan_as_json(one: Estimate) -> dict[str, Any]:
     return {
         "plan": dataclasses.asdict(one.plan), "samples": one.samples, "micro_batches": one.passes, "layers": one.layers,
-        "seconds": one.seconds, "tokens_per_second": one.tokens_per_second,
+        "seconds": one.step_seconds, "tokens_per_second": one.tokens_per_second,
         "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu, "mfu": one.mfu, "idle": one.idle, "parts": one.parts,
         "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in one.memory],
         "traffic": [[message._asdict() for message in stage] for stage in one.traffic],

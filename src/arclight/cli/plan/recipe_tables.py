@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import Estimate
-    from arclight.parallel.planning.plan_search import Found, Limits
+    from arclight.parallel.planning.plan_search import Limits, SearchResult
 
 GIB = 2**30
 COLOURS = {
@@ -30,7 +30,7 @@ REASONS = 12
 """Of why not otherwise; all are in the JSON."""
 
 
-def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
+def show(chain: Chain, device: Hardware, limits: Limits, found: SearchResult) -> None:
     """Print the answer of a search."""
     console, best = console_of(), found.best[0]
     console.print(Text.assemble(
@@ -74,7 +74,7 @@ def _plans(best: list[Estimate]) -> Table:
         schedule = (one.plan.schedule if one.plan.pp > 1 else "",) if piped else ()
         table.add_row(
             describe(one.plan), *schedule, f"{one.samples} x {one.passes}", str(one.plan.activation_checkpointing),
-            f"{one.worst.total / GIB:.1f} GiB", duration(one.seconds), short(one.tokens_per_second),
+            f"{one.worst.total / GIB:.1f} GiB", duration(one.step_seconds), short(one.tokens_per_second),
             f"{one.tokens_per_second_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.idle:.0%}", style="bold green" if number == 0 else "",
         )  # fmt: skip
     return table
@@ -128,7 +128,7 @@ def _traffic(best: Estimate) -> Table:
 def _time(best: Estimate) -> Table:
     table = table_of("\nWhere a step's time goes", "", "", "")
     for name, seconds in best.parts.items():
-        share = seconds / best.seconds
+        share = seconds / best.step_seconds
         if share < LEAST and duration(seconds) == "0.0 ms":
             continue
         table.add_row(name, duration(seconds), Text("█" * round(BAR * share) or "", "green"))
@@ -136,7 +136,7 @@ def _time(best: Estimate) -> Table:
     return table
 
 
-def _rejected(found: Found) -> Table:
+def _rejected(found: SearchResult) -> Table:
     table = table_of("\nWhy not otherwise", "choice", "reason")
     table.columns[1].justify = "left"
     for one in found.rejected[:REASONS]:

@@ -82,13 +82,13 @@ def main() -> None:
         model = build_model(task["model"], **task["overrides"])
     mesh = Mesh(plan)
 
-    def spread(part: nn.Module, root: nn.Module | None) -> nn.Module:
+    def shard(part: nn.Module, root: nn.Module | None) -> nn.Module:
         return parallelize(part, mesh, device=meta, root=root)
 
     if plan.pp > 1:
-        install(_module(model), mesh, spread, meta)
+        install(_module(model), mesh, shard, meta)
     else:
-        spread(model, None)
+        shard(model, None)
     own = {id(p): _bytes(p) for p in model.parameters()}
     print(json.dumps({"bytes": sum(own.values()), "seconds": time.process_time()}))
 

@@ -89,7 +89,7 @@ def _in_parts(whole: Tensor, dim: int, cp: int) -> Tensor:
 
 
 @dataclass
-class _Spread:
+class _RankMasks:
     """Hold one mask as whole sequences see it, and as each chunk of queries here does."""
 
     whole: Any
@@ -117,19 +117,19 @@ class ContextParallel:
     def __call__(self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, mask: Any, attend: Attend) -> Tensor:
         if q_BHtC.shape[2] != k_BKtC.shape[2]:
             raise PlanError("context parallelism has no cache of keys: generate with cp = 1")
-        if not hasattr(mask, "spread"):
-            mask.spread = self._make_spread(mask, q_BHtC.shape[2], q_BHtC.device)
+        if not hasattr(mask, "rank_masks"):
+            mask.rank_masks = self._make_rank_masks(mask, q_BHtC.shape[2], q_BHtC.device)
         if self.method == "ulysses":
-            return self._ulysses(q_BHtC, k_BKtC, v_BKtC, mask.spread, attend)
-        return self._gather(q_BHtC, k_BKtC, v_BKtC, mask.spread, attend)
+            return self._ulysses(q_BHtC, k_BKtC, v_BKtC, mask.rank_masks, attend)
+        return self._gather(q_BHtC, k_BKtC, v_BKtC, mask.rank_masks, attend)
 
     def prepared(self, mask: Any) -> Any:
         """``mask``, for which all is made that blocks need: outside of them, where they are compiled or computed again."""
         if mask.positions_q is not None:
-            mask.spread = self._make_spread(mask, mask.positions_q.shape[-1], mask.positions_q.device)
+            mask.rank_masks = self._make_rank_masks(mask, mask.positions_q.shape[-1], mask.positions_q.device)
         return mask
 
-    def _make_spread(self, mask: Any, tokens: int, device: torch.device) -> _Spread:
+    def _make_rank_masks(self, mask: Any, tokens: int, device: torch.device) -> _RankMasks:
         length = tokens * self.cp
         whole = dataclasses.replace(mask, index_q=None, index_k=None, **self._whole_ids(mask))
         size, chunks = length // (2 * self.cp), []
@@ -145,7 +145,7 @@ class ContextParallel:
                 if ids is not None:
                     own |= {f"{name}_q": ids[:, first:stop], f"{name}_k": ids[:, begin:end]}
             chunks.append((dataclasses.replace(whole, **own), begin, end))
-        return _Spread(whole, chunks)
+        return _RankMasks(whole, chunks)
 
     def _whole_ids(self, mask: Any) -> dict[str, Tensor | None]:
         """Documents and positions of whole sequences, by one all-gather."""
@@ -177,18 +177,18 @@ class ContextParallel:
         return begin, stop
 
     def _gather(
-        self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, spread: _Spread, attend: Attend
+        self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, rank_masks: _RankMasks, attend: Attend
     ) -> Tensor:  # fmt: skip
         both = unshard_sequence(torch.cat((k_BKtC, v_BKtC), -1), 2, self.mesh)
         k_BKTC, v_BKTC = both.split((k_BKtC.shape[-1], v_BKtC.shape[-1]), -1)
         outputs = [
             attend(q, k_BKTC[:, :, begin:end], v_BKTC[:, :, begin:end], mask)
-            for q, (mask, begin, end) in zip(q_BHtC.chunk(2, 2), spread.chunks, strict=True)
+            for q, (mask, begin, end) in zip(q_BHtC.chunk(2, 2), rank_masks.chunks, strict=True)
         ]
         return torch.cat(outputs, 2)
 
     def _ulysses(
-        self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, spread: _Spread, attend: Attend
+        self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, rank_masks: _RankMasks, attend: Attend
     ) -> Tensor:  # fmt: skip
         repeats = kv_repeats(q_BHtC.shape[1], k_BKtC.shape[1], self.cp)
         if repeats > 1:
@@ -199,7 +199,7 @@ class ContextParallel:
         sent = torch.cat([part.flatten(1) for part in parts], 1)
         received = self._exchange(sent).split([part[0].numel() for part in parts], 1)
         q, k, v = (_in_order(got.unflatten(1, part.shape[1:]), 2) for got, part in zip(received, parts, strict=True))
-        out_BhTC = attend(q, k, v, spread.whole)
+        out_BhTC = attend(q, k, v, rank_masks.whole)
         back = _in_parts(out_BhTC, 2, self.cp)
         return self._exchange(back.contiguous()).movedim(0, 1).flatten(1, 2)
 

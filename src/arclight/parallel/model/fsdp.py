@@ -28,7 +28,7 @@ class FsdpTypes:
 def shard_parameters(
     model: nn.Module, mesh: Mesh, types: FsdpTypes | None = None, root: nn.Module | None = None
 ) -> None:
-    """Spread all parameters below ``model`` in place: each block is a unit, then embeddings, then ``root`` with all else.
+    """Shard all parameters below ``model`` in place: each block is a unit, then embeddings, then ``root`` with all else.
 
     root: the outermost module that is called, ``model`` by default. What is in it (the last norm, the output) stays gathered
     from its forward to the end of its backward, so that a loss inside it may use the output's weights in parts.
@@ -49,7 +49,7 @@ def shard_parameters(
 
 
 def check_tied(model: nn.Module) -> None:
-    """Raise PlanError for a parameter that is in two units: each of them would gather it and let it go."""
+    """Raise PlanError for a parameter that is in two units: each of them would gather it and free it."""
     unit_of = {part: name for name, block in repeated_blocks(model) for part in block.modules()}
     first: dict[nn.Parameter, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

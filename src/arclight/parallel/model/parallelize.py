@@ -21,10 +21,10 @@ def parallelize(
     model: nn.Module, plan: Plan | Mesh, *, device: torch.device | str = "cpu", types: FsdpTypes | None = None,
     seed: int | None = None, sequence_length: int | None = None, root: nn.Module | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Spread ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
+    """Shard ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
 
     The model is changed in place and comes back itself (or ``root``); where the plan only replicates, it comes back in a
-    DistributedDataParallel (not where replicas are apart). On the meta device it takes memory only once it is spread, and its first values are a function of
+    DistributedDataParallel (not where replicas are apart). On the meta device it takes memory only once it is sharded, and its first values are a function of
     ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes. Losses are means over what a
     process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` where replicas are apart.
 
@@ -90,7 +90,7 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
 def check_sizes(
     model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None
 ) -> None:
-    """The part of :func:`check` that looks at sizes alone, which needs no model that can be spread."""
+    """The part of :func:`check` that looks at sizes alone, which needs no model that can be sharded."""
     plan.check(world_size=world_size, sequence_length=sequence_length)
     for part in model.modules():
         config = getattr(part, "config", None)

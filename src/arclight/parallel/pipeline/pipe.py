@@ -27,8 +27,8 @@ from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage,
 from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
 from arclight.parallel.pipeline.splitting.traced.traced_stage import TracedStage, trace_model
 from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
-from arclight.parallel.pipeline.weights.initialize import begin
-from arclight.parallel.pipeline.weights.load import Loaded, load
+from arclight.parallel.pipeline.weights.initialize import initialize_stages
+from arclight.parallel.pipeline.weights.load import LoadReport, load
 from arclight.parallel.pipeline.weights.save import save
 from arclight.parallel.plan import PlanError
 
@@ -145,28 +145,28 @@ class Pipe:
         return self.train(False)
 
     def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
-        """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`begin` give their weights before."""
+        """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`initialize` give their weights before."""
         return topology_of(self, schedule, group).own
 
     def load(
         self, path: str | Path, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None, prefix: str | None = None, rename: Callable[[str], str] | None = None, mapped: bool = True,
-    ) -> Loaded:  # fmt: skip
+    ) -> LoadReport:  # fmt: skip
         """Fill the stages of these numbers (None: all) from safetensors: see `arclight.parallel.pipeline.weights.load.load`."""
         chosen = self.stages if stages is None else [self.stages[number] for number in stages]
         return load(
             chosen, path, model=self._model, device=device, dtype=dtype, prefix=prefix, rename=rename, mapped=mapped
         )
 
-    def begin(
+    def initialize(
         self, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu", seed: int | None = None
     ) -> tuple[str, ...]:
         """First values for the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
 
-        See `arclight.parallel.pipeline.weights.initialize.begin`.
+        See `arclight.parallel.pipeline.weights.initialize.initialize_stages`.
         """
         chosen = self.stages if stages is None else [self.stages[number] for number in stages]
-        return begin(chosen, model=self._model, device=device, seed=seed)
+        return initialize_stages(chosen, model=self._model, device=device, seed=seed)
 
     def save(
         self, folder: str | Path, *, max_shard_size: int | str = "5GB", group: dist.ProcessGroup | None = None
@@ -201,7 +201,7 @@ def split(
     """Cut ``model`` into stages: ``stages`` of them, or where the modules named by ``at`` begin.
 
     example_inputs: a tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``; shapes may differ later. The model may be on
-    the meta device (its stages then compute where the example lies: see `Pipe.load` and `Pipe.begin`); it is not changed, and stages have
+    the meta device (its stages then compute where the example lies: see `Pipe.load` and `Pipe.initialize`); it is not changed, and stages have
     its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise a step is made as short as
     can be by ``costs``, which may be measured (`arclight.parallel.pipeline.cost.measure`); None: predicted ones. multi_use: what is done with
     parameters that several stages use.

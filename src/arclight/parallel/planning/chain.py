@@ -23,12 +23,12 @@ from arclight.parallel.hardware import TABLE, Hardware
 from arclight.parallel.layers.expert_parallel import expert_layers
 from arclight.parallel.layers.tensor_parallel import declared_styles
 from arclight.parallel.op_recorder import (
-    Attending,
+    FusedAttentionMode,
     Message,
     Recorder,
     Work,
     exchange,
-    marked,
+    mark_passes,
     size_of,
     summed,
     tensors_in,
@@ -87,13 +87,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Shapes of a link's parameters on one process of the tensor-parallel dimension, before they are spread further."""
+    """Shapes of a link's parameters on one process of the tensor-parallel dimension, before FSDP shards them."""
 
     shapes: tuple[tuple[int, ...], ...]
     replicated: tuple[tuple[int, ...], ...]
     """Those of them whose gradients are summed over that dimension."""
     experts: tuple[tuple[int, ...], ...] = ()
-    """Those of experts that ``ep`` shares out, and that FSDP spreads over fewer processes."""
+    """Those of experts that ``ep`` shares out, and that FSDP shards over fewer processes."""
 
     @property
     def elements(self) -> int:
@@ -297,7 +297,7 @@ class _Stop(nn.Module):
         self.given = ((x.detach(), *args), kwargs)
         if self.ends:
             raise _StoppedError
-        return marked(x, self.passed)
+        return mark_passes(x, self.passed)
 
 
 class _Through(nn.Module):
@@ -325,7 +325,7 @@ class _Tracing:
 
     def running(self) -> ExitStack:
         modes = ExitStack()
-        for mode in (self.fake, Attending(self.recorder, self.workload.device.kind == "cpu"), self.recorder):
+        for mode in (self.fake, FusedAttentionMode(self.recorder, self.workload.device.kind == "cpu"), self.recorder):
             modes.enter_context(mode)
         self.recorder.begin()
         return modes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan with all that is predicted of it. Bytes, seconds; of one step and one process where nothing else is said."""
+    """A plan with all that is predicted of it: of one step and one process where nothing else is said."""
 
     plan: Plan
     samples: int
@@ -41,11 +41,10 @@ class Estimate:
     """Bytes that a micro-batch carries from stage to stage."""
     times: tuple[StageTime, ...]
     """Of each stage."""
-    seconds: float
+    step_seconds: float
     idle: float
     """Share of a step in which a process waits for other stages."""
-    update: float
-    """Of the optimizer."""
+    optimizer_seconds: float
     tokens: int
     """Of all processes."""
     model_flops: float
@@ -55,7 +54,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.tokens / self.step_seconds
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -64,7 +63,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Share of the nominal FLOP/s that the model's own operations make up."""
-        return self.model_flops / self.seconds / self.nominal
+        return self.model_flops / self.step_seconds / self.nominal
 
     @cached_property
     def worst(self) -> Memory:
@@ -84,9 +83,9 @@ class Estimate:
             "computing": self.passes * busiest.computing,
             "waiting for tensor, context and expert parallelism": self.passes * busiest.exposed,
             "gathering weights and scattering gradients": self.passes * busiest.sharing + busiest.once,
-            "the optimizer": self.update,
+            "the optimizer": self.optimizer_seconds,
         }
-        return own | {"waiting for other stages": max(0.0, self.seconds - sum(own.values()))}
+        return own | {"waiting for other stages": max(0.0, self.step_seconds - sum(own.values()))}
 
 
 def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
@@ -167,7 +166,7 @@ def refined(estimate: Estimate, device: Hardware) -> Estimate:
     if estimate.plan.pp == 1:
         return estimate
     step = simulated(estimate, device)
-    return replace(estimate, seconds=step.step_seconds, idle=bubble(step))
+    return replace(estimate, step_seconds=step.step_seconds, idle=bubble(step))
 
 
 def simulated(estimate: Estimate, device: Hardware) -> Prediction:

@@ -48,7 +48,7 @@ def neighbours(
     """
     best = fitting[0]
     found: dict[tuple[str, Any], RejectedPlan] = {}
-    for one in sorted([*fitting[1:], *too_large], key=lambda one: (one.worst.total > memory, one.seconds)):
+    for one in sorted([*fitting[1:], *too_large], key=lambda one: (one.worst.total > memory, one.step_seconds)):
         changed = differences(best, one)
         if len(changed) == 1:
             name, value = changed[0]
@@ -56,12 +56,14 @@ def neighbours(
                 (name, value), RejectedPlan(one.plan, f"{_LABELS.get(name, name)} {value}", why(best, one, memory), one)
             )
     if too_large:
-        fastest = min(too_large, key=lambda one: one.seconds)
-        if fastest.seconds < best.seconds and all(one.estimate is not fastest for one in found.values()):
+        fastest = min(too_large, key=lambda one: one.step_seconds)
+        if fastest.step_seconds < best.step_seconds and all(one.estimate is not fastest for one in found.values()):
             found["fastest", 0] = RejectedPlan(
                 fastest.plan, "fastest, if it fitted", why(best, fastest, memory), fastest
             )
-    ordered = sorted(found.values(), key=lambda one: abs(one.estimate.seconds - best.seconds) if one.estimate else 0.0)
+    ordered = sorted(
+        found.values(), key=lambda one: abs(one.estimate.step_seconds - best.step_seconds) if one.estimate else 0.0
+    )
     said: dict[str, RejectedPlan] = {}
     usual = Plan().schedule
     for plan, reason in refused:
@@ -95,7 +97,7 @@ def _differ(best: Estimate, other: Estimate, name: str) -> bool:
 
 def why(best: Estimate, other: Estimate, memory: float) -> str:
     """Say in one sentence why ``other`` was not chosen."""
-    worst, ratio = other.worst, other.seconds / best.seconds
+    worst, ratio = other.worst, other.step_seconds / best.step_seconds
     if worst.total > memory:
         over = f"{(worst.total - memory) / GIB:.1f} GiB too much: {getattr(worst, worst.largest) / GIB:.1f} GiB of {memory_name(worst.largest)}"
         return over + (f", for a step {1 - ratio:.1%} shorter" if ratio < 0.999 else "")

@@ -40,7 +40,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The answer of :func:`search`."""
 
     best: list[Estimate]
@@ -51,7 +51,7 @@ class Found:
     """Plans that were predicted."""
 
 
-def search(chain: Chain, limits: Limits, keep: int = 5) -> Found:
+def search(chain: Chain, limits: Limits, keep: int = 5) -> SearchResult:
     """Return the fastest plans for ``limits.gpus`` processes that fit. Raises PlanError where none does, naming what comes nearest."""
     fitting: list[Estimate] = []
     too_large: list[Estimate] = []
@@ -66,12 +66,12 @@ def search(chain: Chain, limits: Limits, keep: int = 5) -> Found:
             (fitting if made.worst.total <= limits.memory else too_large).append(made)
     if not fitting:
         raise PlanError(_nothing_fits(chain, too_large, refused, limits))
-    fitting.sort(key=lambda one: (one.seconds, one.worst.total))
+    fitting.sort(key=lambda one: (one.step_seconds, one.worst.total))
     first_of_mesh: dict[tuple[int, ...], Estimate] = {}
     for one in fitting:
         first_of_mesh.setdefault(_mesh(one.plan), one)
     rejected = neighbours(fitting, too_large, refused, limits.memory)
-    return Found(list(first_of_mesh.values())[:keep], rejected, len(fitting) + len(too_large))
+    return SearchResult(list(first_of_mesh.values())[:keep], rejected, len(fitting) + len(too_large))
 
 
 def _mesh(plan: Plan) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ def meshes(chain: Chain, limits: Limits, refused: list[tuple[Plan, str]]) -> Ite
                 if rest or (dp_shard * cp) % ep or fixed.get("dp_replicate", copies) != copies:
                     continue
                 if state / (pp * dp_shard * cp) > 2 * limits.memory and dp_shard != shards[0]:
-                    continue  # not even the weights, by far, and more could be spread: not worth a word
+                    continue  # not even the weights, by far, and more could be sharded: not worth a word
                 sizes = {"pp": pp, "dp_replicate": copies, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
                 yield Plan(**{**_whole_choices(fixed), **sizes})
 
@@ -131,7 +131,7 @@ def _whole_choices(fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _useful_shards(dp: int, inner: int, node: int) -> list[int]:
-    """Sizes of groups over which weights are spread: all, fewer by steps of four, one node's, none; largest first."""
+    """Sizes of groups over which weights are sharded: all, fewer by steps of four, one node's, none; largest first."""
     within = max(1, node // inner)
     sizes = {1, dp, *(within * 4**step for step in range(12))}
     return sorted((size for size in sizes if size <= dp and dp % size == 0), reverse=True)

@@ -22,7 +22,7 @@ from tests.parallel.pipeline.cost.chains import (
 )
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.cost.partition import Partition, Room, RoomError, partition, refine
+from arclight.parallel.pipeline.cost.partition import MemoryLimit, MemoryLimitError, Partition, partition, refine
 from arclight.parallel.pipeline.unit_costs import Link, Tie, UnitCost
 
 
@@ -56,7 +56,7 @@ class Case:
         self.together = draw.random() < 0.3 and self.stages > 1
         self.closed = draw.sample(range(self.count), draw.choice([0, 0, 1]))
         flights = tuple(float(self.stages - stage) for stage in range(self.stages))
-        self.room = draw.choice([None, Room(draw.uniform(0, 90), flights, draw.choice([1.0, 4.0]))])
+        self.memory_limit = draw.choice([None, MemoryLimit(draw.uniform(0, 90), flights, draw.choice([1.0, 4.0]))])
 
     def transfer(self, at: int) -> float:
         if self.link is None or at in (0, self.count):
@@ -77,20 +77,25 @@ class Case:
                 total += 2 * (self.link.latency + tie.parameters / self.link.bandwidth)
         return total
 
-    def memory(self, cuts: Sequence[int], room: Room) -> list[float]:
+    def memory(self, cuts: Sequence[int], memory_limit: MemoryLimit) -> list[float]:
         found = []
-        for (i, j), flight in zip(zip(cuts, [*cuts[1:], self.count], strict=True), room.in_flight, strict=True):
+        for (i, j), flight in zip(zip(cuts, [*cuts[1:], self.count], strict=True), memory_limit.in_flight, strict=True):
             parameters = sum(unit.parameters for unit in self.units[i:j])
             for tie in self.ties:
                 inside = [unit for unit in tie.units if i <= unit < j]
                 parameters -= tie.parameters * max(0, len(inside) - 1)
             came = (self.crossing[i] if self.crossing is not None else self.units[i - 1].output) if i else 0
             held = sum(unit.held for unit in self.units[i:j]) + came
-            found.append(parameters * room.states + held * flight)
+            found.append(parameters * memory_limit.states + held * flight)
         return found
 
     def solve(self) -> Partition:
-        options: dict[str, Any] = {"link": self.link, "ties": self.ties, "crossing": self.crossing, "room": self.room}
+        options: dict[str, Any] = {
+            "link": self.link,
+            "ties": self.ties,
+            "crossing": self.crossing,
+            "memory_limit": self.memory_limit,
+        }
         return partition(
             self.units, self.stages, self.micro_batches, together=self.together, closed=self.closed, **options
         )
@@ -107,14 +112,18 @@ def test_no_cut_is_better(block: int) -> None:
             with pytest.raises(PlanError, match="are too few"):
                 case.solve()
             continue
-        room = case.room
-        fits = [cuts for cuts in every if room is None or max(case.memory(cuts, room)) <= room.cap]
-        if room is not None and not fits:
+        memory_limit = case.memory_limit
+        fits = [
+            cuts for cuts in every if memory_limit is None or max(case.memory(cuts, memory_limit)) <= memory_limit.cap
+        ]
+        if memory_limit is not None and not fits:
             refused += 1
-            least = min(max(case.memory(cuts, room)) for cuts in every)
-            with pytest.raises(RoomError, match=rf"the least cap that would do is .*\({least:.0f} bytes") as said:
+            least = min(max(case.memory(cuts, memory_limit)) for cuts in every)
+            with pytest.raises(
+                MemoryLimitError, match=rf"the least cap that would do is .*\({least:.0f} bytes"
+            ) as said:
                 case.solve()
-            assert said.value.least == max(case.memory(said.value.cuts, room)) == pytest.approx(least)
+            assert said.value.least == max(case.memory(said.value.cuts, memory_limit)) == pytest.approx(least)
             continue
         found = case.solve()
         bounded += len(fits) < len(every)
@@ -122,8 +131,8 @@ def test_no_cut_is_better(block: int) -> None:
         assert found.cuts in fits
         assert case.seconds(found.cuts) == pytest.approx(best, rel=1e-9, abs=1e-9)
         assert found.seconds == pytest.approx(best, rel=1e-9, abs=1e-9)
-        if room is not None:
-            assert found.memory == pytest.approx(case.memory(found.cuts, room))
+        if memory_limit is not None:
+            assert found.memory == pytest.approx(case.memory(found.cuts, memory_limit))
     assert refused
     assert bounded
 
@@ -166,7 +175,7 @@ def test_what_cannot_be_cut_is_said() -> None:
     with pytest.raises(PlanError, match=r"must be 1 or more"):
         partition(timed(1, 1, 1), 0)
     with pytest.raises(PlanError, match=r"2 stages hold in flight, and there are 3"):
-        partition(timed(1, 1, 1), 3, room=Room(1.0, (1, 1)))
+        partition(timed(1, 1, 1), 3, memory_limit=MemoryLimit(1.0, (1, 1)))
 
 
 # -- against the rules of others, on published sizes (max stage over its lower bound) --------------------------------

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from arclight.parallel.pipeline.runtime import failure_store
 from arclight.parallel.pipeline.runtime.failure_store import DeviceSteps, FailureStore, StageLostError
-from arclight.parallel.pipeline.runtime.runner import UnlikeScales
+from arclight.parallel.pipeline.runtime.runner import ScaleMismatch
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology
 from arclight.parallel.pipeline.runtime.tied_parameters import BUCKET, TiedParameters
 from arclight.parallel.pipeline.schedule.table import SCHEDULES
@@ -94,13 +94,13 @@ def test_the_end_of_a_step_is_seen_in_time_and_asks_the_store_seldom(seconds: fl
 
 
 def test_scales_that_are_unlike_are_named_when_they_are_known() -> None:
-    found, over = UnlikeScales(), SimpleNamespace(query=lambda: over.now, now=False)
+    found, over = ScaleMismatch(), SimpleNamespace(query=lambda: over.now, now=False)
     found.note(torch.tensor(True), over)
-    found.raise_found()  # the device has not come to it
+    found.raise_if_found()  # the device has not come to it
     over.now = True
     with pytest.raises(RuntimeError, match="give the module a batch_weight"):
-        found.raise_found()
-    found.raise_found()
+        found.raise_if_found()
+    found.raise_if_found()
     found.note(torch.tensor(False), None)
     with pytest.raises(RuntimeError, match="give the module a batch_weight"):
         found.note(torch.tensor(True), None)

@@ -23,7 +23,7 @@ from transformers import (
 
 from arclight.parallel import PlanError, initialize, pipeline
 from arclight.parallel.pipeline.unit_costs import ModelCosts
-from arclight.parallel.pipeline.weights.initialize import begin
+from arclight.parallel.pipeline.weights.initialize import initialize_stages
 from arclight.text import build_model
 
 torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def begun(build: Callable[[], nn.Module], example: Any, stages: int, seed: int =
         pipe = pipeline.split(model, example, stages=stages, costs=COSTS[build])
         torch.manual_seed(100 * stages + number)
         before = torch.get_rng_state()
-        pipe.begin([number], seed=seed)
+        pipe.initialize([number], seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
         own = dict(pipe.stages[number].named_parameters(remove_duplicate=False))
         own |= dict(pipe.stages[number].named_buffers(remove_duplicate=False))
@@ -207,7 +207,7 @@ def test_what_only_a_constructor_knows_is_refused_and_nothing_begins(kind: type[
     with pytest.raises(
         PlanError, match=rf"1\.{name} has its first value from the constructor of {kind.__name__}.*reset_parameters"
     ):
-        begin(model)
+        initialize_stages(model)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -230,17 +230,17 @@ def test_what_has_values_keeps_them_whatever_the_modules_do() -> None:
     model.line = nn.Linear(3, 3)
     before = {name: tensor.clone() for name, tensor in model.line.state_dict().items()}
     places = [parameter.data_ptr() for parameter in model.line.parameters()]
-    assert begin(model) == ("steps",)
+    assert initialize_stages(model) == ("steps",)
     assert model.steps.tolist() == [0, 1, 2]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.line.state_dict().items())
     assert [parameter.data_ptr() for parameter in model.line.parameters()] == places
-    assert begin(model) == ()
+    assert initialize_stages(model) == ()
 
 
 def test_weights_of_recurrent_layers_are_what_they_compute_with() -> None:
     with torch.device("meta"):
         model = nn.LSTM(4, 4, 2)
-    begin(model, seed=1)
+    initialize_stages(model, seed=1)
     x = torch.randn(3, 1, 4)
     other = nn.LSTM(4, 4, 2)
     other.load_state_dict(model.state_dict())

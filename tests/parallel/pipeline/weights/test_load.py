@@ -85,7 +85,7 @@ def test_a_whole_model_comes_from_one_file_tied_weights_and_passing_buffers_too(
     assert is_same(model, net())
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, nn.Parameter)
-    assert loaded.begun == ("scale.steps",)
+    assert loaded.initialized == ("scale.steps",)
     assert loaded.bytes == sum(t.nbytes for t in weights(net()).values())
     assert "head.weight" not in loaded.names
 

@@ -224,7 +224,7 @@ def replicas(folder: Path) -> list[str]:
     """Two pipelines of two stages: what this process wrote."""
     written: list[str] = []
     pipe = cut("gpt2", 2)
-    pipe.begin([dist.get_rank() % 2], seed=3)
+    pipe.initialize([dist.get_rank() % 2], seed=3)
     plainly = saving.write_shard
 
     def noted(tensors: dict[str, Tensor], file: Path) -> None:
@@ -242,7 +242,7 @@ def replicas(folder: Path) -> list[str]:
 def test_what_several_processes_have_is_written_once_and_by_all_of_them(tmp_path: Path) -> None:
     everyone = everywhere(4, replicas, tmp_path / "m")
     pipe = cut("gpt2", 1)
-    pipe.begin(seed=3)
+    pipe.initialize(seed=3)
     opened = GPT2LMHeadModel.from_pretrained(tmp_path / "m")
     assert is_equal(opened.state_dict(), pipe.stages[0].state_dict())
     assert all(everyone)
@@ -301,7 +301,7 @@ def test_buffers_between_the_parts_are_saved_once_and_loaded_everywhere(tmp_path
     pipe = pipeline.split(empty, (x,), stages=4)
     for number in range(4):
         loaded = pipe.load(tmp_path / "m", [number])
-        assert loaded.begun == ("scale",)
+        assert loaded.initialized == ("scale",)
     assert torch.equal(pipe(x), model(x))
 
 
@@ -315,12 +315,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def failing(folder: Path) -> list[str]:
     told = []
     pipe = cut("gpt2", 2)
-    pipe.begin([0], seed=1)  # nobody has the second stage
+    pipe.initialize([0], seed=1)  # nobody has the second stage
     with pytest.raises(
         ValueError, match=r"no process has values of transformer\.h\.2\..* every stage must be materialized"
     ):
         pipe.save(folder)
-    pipe.begin([1] if dist.get_rank() == 1 else [], seed=1)
+    pipe.initialize([1] if dist.get_rank() == 1 else [], seed=1)
 
     def full(tensors: Any, file: Path) -> None:
         file.write_bytes(b"half")

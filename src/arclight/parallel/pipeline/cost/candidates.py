@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from arclight.parallel.pipeline.cost.partition import Judge, Room, RoomError, partition, refine
+from arclight.parallel.pipeline.cost.partition import CutCost, MemoryLimit, MemoryLimitError, partition, refine
 from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble, peak_bytes
@@ -146,17 +146,17 @@ class StageLayout:
         options |= {"crossing": self.costs.crossing or None, "closed": self.costs.closed}
         units, number, limit = self.costs.units, self.setting.micro_batches, self.forecast.limit
         if self.kind.stages_per_process == 1 and limit is not None:
-            room = Room(limit - self.moment, tuple(map(float, self.flights)), self.forecast.states)
+            memory_limit = MemoryLimit(limit - self.moment, tuple(map(float, self.flights)), self.forecast.states)
             try:
-                return partition(units, self.number, number, room=room, **options).cuts
-            except RoomError as error:  # the cut that holds least tells how much more there should be
+                return partition(units, self.number, number, memory_limit=memory_limit, **options).cuts
+            except MemoryLimitError as error:  # the cut that holds least tells how much more there should be
                 return error.cuts
         seed = partition(units, self.number, number, **options).cuts
         if self.kind.stages_per_process == 1:
             return seed
         return refine(seed, len(units), self._judge(), 300, self.costs.closed)
 
-    def _judge(self) -> Judge:
+    def _judge(self) -> CutCost:
         """Bytes over the limit, then how long the busiest process computes."""
         states, count = self.forecast.states, len(self.costs.units)
         limit = float("inf") if self.forecast.limit is None else self.forecast.limit - self.moment

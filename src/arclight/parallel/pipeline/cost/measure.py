@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from arclight.parallel.hardware import Hardware, hardware
-from arclight.parallel.op_recorder import Attending, Recorder, size_of
+from arclight.parallel.op_recorder import FusedAttentionMode, Recorder, size_of
 from arclight.parallel.pipeline.call_graph import (
     Call,
     CallGraph,
@@ -33,7 +33,7 @@ from arclight.parallel.pipeline.call_graph import (
     bind_function,
     samples_of,
 )
-from arclight.parallel.pipeline.cost.timed_pass import Clock, Done, Pass, Roofline, Seen
+from arclight.parallel.pipeline.cost.timed_pass import Clock, OnCall, Pass, PassResult, Roofline
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost
 from arclight.parallel.plan import PlanError
 
@@ -57,8 +57,8 @@ def measure(
 
 
 def _timed(
-    model: nn.Module, run: Callable[..., Any], graph: CallGraph, example: Any, repetitions: int, seen: Seen | None = None
-) -> tuple[Done, str]:  # fmt: skip
+    model: nn.Module, run: Callable[..., Any], graph: CallGraph, example: Any, repetitions: int, seen: OnCall | None = None
+) -> tuple[PassResult, str]:  # fmt: skip
     """Medians of warm passes with what one more holds, which ``seen`` is told of; and where they were timed."""
     device, arguments = _device(model), arguments_of(example)
     if device.type == "meta":
@@ -92,7 +92,7 @@ def predict(
 
 def _done(
     model: nn.Module, function: Callable[[nn.Module], Callable[..., Any]], graph: CallGraph, example: Any, figures: Hardware
-) -> Done:  # fmt: skip
+) -> PassResult:  # fmt: skip
     """Return a pass over a copy of the model that has shapes alone."""
     recorder, fake = Recorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -114,7 +114,7 @@ def _done(
         modes.enter_context(torch.random.fork_rng([]))  # glue may draw numbers
         if any(x.is_meta for x in tree_leaves(example) if isinstance(x, Tensor)):
             modes.enter_context(fake)
-        modes.enter_context(Attending(recorder, figures.kind == "cpu"))
+        modes.enter_context(FusedAttentionMode(recorder, figures.kind == "cpu"))
         modes.enter_context(recorder)
         try:
             return Pass(double, function(double), graph, Roofline(recorder), saving=True).run(arguments)
@@ -162,7 +162,7 @@ def predict_stages(
 
 
 def measure_stages(
-    stages: Sequence[nn.Module], received: Sequence[int], example: Any, *, repetitions: int = 5, seen: Seen | None = None
+    stages: Sequence[nn.Module], received: Sequence[int], example: Any, *, repetitions: int = 5, seen: OnCall | None = None
 ) -> list[UnitCost]:  # fmt: skip
     """Time stages, all of which are in this process, as :func:`measure` times calls.
 
@@ -241,7 +241,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _costs(
-    model: nn.Module, graph: CallGraph, example: Any, done: Done, source: str
+    model: nn.Module, graph: CallGraph, example: Any, done: PassResult, source: str
 ) -> ModelCosts:  # fmt: skip
     sizes = {name: size_of(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     users: dict[str, list[int]] = {}

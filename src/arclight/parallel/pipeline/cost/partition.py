@@ -30,7 +30,7 @@ EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryLimit:
     """Limit what a stage holds: states of its parameters, and activations in flight."""
 
     cap: float
@@ -41,12 +41,12 @@ class Room:
     """Bytes for each byte of parameters: weights, gradients and two moments of an optimizer."""
 
 
-class RoomError(PlanError):
-    """No cut keeps all stages within their room."""
+class MemoryLimitError(PlanError):
+    """No cut keeps all stages within the limit."""
 
-    def __init__(self, said: str, least: float, cuts: tuple[int, ...]) -> None:
+    def __init__(self, message: str, least: float, cuts: tuple[int, ...]) -> None:
         """least: the least cap in bytes with which ``cuts``, and no others with less, would do."""
-        super().__init__(said)
+        super().__init__(message)
         self.least, self.cuts = least, cuts
 
 
@@ -61,7 +61,7 @@ class Partition:
     stages: tuple[float, ...]
     """Seconds of each stage for one micro-batch, transfers included."""
     memory: tuple[float, ...]
-    """Bytes that each stage holds: its states and, where a :class:`Room` says how many, activations in flight."""
+    """Bytes that each stage holds: its states and, where a :class:`MemoryLimit` says how many, activations in flight."""
     solved: int
     """Bounds on the slowest stage for which a dynamic programme was solved."""
 
@@ -73,7 +73,7 @@ class Partition:
 
 def partition(
     units: Sequence[UnitCost], stages: int, micro_batches: int = 1, *, link: Link | None = None, ties: Sequence[Tie] = (),
-    crossing: Sequence[float] | None = None, room: Room | None = None, together: bool = False, closed: Collection[int] = (),
+    crossing: Sequence[float] | None = None, memory_limit: MemoryLimit | None = None, together: bool = False, closed: Collection[int] = (),
 ) -> Partition:  # fmt: skip
     """Return the cut of ``units`` into ``stages`` contiguous stages, none of them empty, whose step takes least time.
 
@@ -83,8 +83,8 @@ def partition(
     they need not exchange gradients.
     Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
-    Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and RoomError, which
-    names the least cap that would do, where no cut keeps all stages within ``room``.
+    Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and MemoryLimitError, which
+    names the least cap that would do, where no cut keeps all stages within ``memory_limit``.
     """
     count = len(units)
     if stages < 1 or micro_batches < 1:
@@ -93,31 +93,33 @@ def partition(
     if places < stages:
         apart = f", which can be cut in {places - 1} places," if places < count else ""
         raise PlanError(f"{count} units{apart} are too few for {stages} stages: use {places} or less")
-    if room is not None and len(room.in_flight) != stages:
-        raise PlanError(f"room tells what {len(room.in_flight)} stages hold in flight, and there are {stages} stages")
+    if memory_limit is not None and len(memory_limit.in_flight) != stages:
+        raise PlanError(
+            f"memory_limit tells what {len(memory_limit.in_flight)} stages hold in flight, and there are {stages} stages"
+        )
     table = _Table.of(units, link or Link(), ties, crossing, together, closed)
     allowed = [table.valid] * stages
-    if room is not None:
-        needs = [table.memory(room.states, flight) for flight in room.in_flight]
-        allowed = [need <= room.cap for need in needs]
+    if memory_limit is not None:
+        needs = [table.memory(memory_limit.states, flight) for flight in memory_limit.in_flight]
+        allowed = [need <= memory_limit.cap for need in needs]
         least, cuts = _least_max(needs)
-        if least > room.cap:
-            raise RoomError(_no_room(room, least, cuts, count), least, tuple(cuts))
+        if least > memory_limit.cap:
+            raise MemoryLimitError(_does_not_fit(memory_limit, least, cuts, count), least, tuple(cuts))
     search = _Search(table, allowed, micro_batches)
     cuts = search.best()
     ends = [*cuts[1:], count]
     own = [float(table.waits[i, j]) for i, j in zip(cuts, ends, strict=True)]
     extra = sum(float(table.extra[i, j]) for i, j in zip(cuts, ends, strict=True))
-    states, flights = (4.0, (0.0,) * stages) if room is None else (room.states, room.in_flight)
+    states, flights = (4.0, (0.0,) * stages) if memory_limit is None else (memory_limit.states, memory_limit.in_flight)
     held = [float(table.memory(states, f)[i, j]) for i, j, f in zip(cuts, ends, flights, strict=True)]
     seconds = sum(own) + extra + (micro_batches - 1) * max(own)
     return Partition(tuple(cuts), seconds, tuple(own), tuple(held), search.solved)
 
 
-def _no_room(room: Room, least: float, cuts: list[int], count: int) -> str:
+def _does_not_fit(memory_limit: MemoryLimit, least: float, cuts: list[int], count: int) -> str:
     sizes = [end - begin for begin, end in zip(cuts, [*cuts[1:], count], strict=True)]
     return (
-        f"no cut into {len(cuts)} stages keeps each within {room.cap / 2**30:.3g} GiB: the least cap that would do is {least / 2**30:.4g} GiB "
+        f"no cut into {len(cuts)} stages keeps each within {memory_limit.cap / 2**30:.3g} GiB: the least cap that would do is {least / 2**30:.4g} GiB "
         f"({least:.0f} bytes; stages of {', '.join(map(str, sizes))} units); take more stages, smaller or fewer micro-batches, or recompute"
     )
 
@@ -262,12 +264,12 @@ def _cuts(choices: list[Array]) -> list[int]:
     return [0, *cuts]
 
 
-Judge = Callable[[tuple[int, ...]], tuple[float, ...]]
+CutCost = Callable[[tuple[int, ...]], tuple[float, ...]]
 """How bad a cut is: compared from the left, less is better."""
 
 
 def refine(
-    cuts: Sequence[int], count: int, judge: Judge, most: int = 2000, closed: Collection[int] = ()
+    cuts: Sequence[int], count: int, judge: CutCost, most: int = 2000, closed: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return a cut that ``judge`` prefers to all whose stages begin a unit earlier or later in one place, in two, or in a row of places.
 

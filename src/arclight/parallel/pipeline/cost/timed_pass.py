@@ -21,7 +21,7 @@ Phases = tuple[float, float, float]
 
 
 class Meter(Protocol):
-    """Tells how long something takes."""
+    """Measure seconds: by a clock, or in theory."""
 
     def begin(self) -> None: ...
 
@@ -63,17 +63,18 @@ class Roofline:
         return self.recorder.work().seconds
 
 
-Seen = Callable[[list[Tensor], list[Tensor], list[nn.Parameter]], object]
-"""Told of each call what it gave, what it read of earlier ones and its parameters: of all what requires a gradient."""
+OnCall = Callable[[list[Tensor], list[Tensor], list[nn.Parameter]], object]
+"""Called after each call with its outputs, its inputs from earlier calls and its parameters: of all, the tensors that require a gradient."""
 
 
 @dataclass
-class Done:
-    """Hold what a pass found of each call."""
+class PassResult:
+    """Hold what a pass measured, for each call of the graph."""
 
     phases: list[Phases]
+    """Seconds of forward (F), backward of inputs (I) and of weights (W)."""
     held: list[int]
-    """Bytes; zeros where nothing was counted."""
+    """Bytes kept for backward; zeros where nothing was counted."""
     outputs: list[tuple[int, ...]]
     """Bytes of each leaf that a call gave, 0 for what is no tensor."""
 
@@ -89,7 +90,7 @@ class Pass:
     meter: Meter
     saving: bool = False
     """Whether to count what is kept for backward (which takes time of its own)."""
-    seen: Seen | None = None
+    seen: OnCall | None = None
     phases: list[Phases] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     outputs: list[tuple[int, ...]] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Pass:
     saved: dict[int, Tensor] = field(default_factory=dict)
     depth: int = 0
 
-    def run(self, arguments: Arguments) -> Done:
+    def run(self, arguments: Arguments) -> PassResult:
         modules = dict.fromkeys(self.model.get_submodule(call.name) for call in self.graph.calls)
         inside = (*self.model.parameters(), *self.model.buffers(), *tree_leaves(arguments))
         self.known = {storage_key(x) for x in inside if isinstance(x, Tensor)}
@@ -120,7 +121,7 @@ class Pass:
                     f"the forward made {len(self.phases)} of the {len(self.graph.calls)} calls of the graph: capture the model again"
                 )
             self._end(result)
-        return Done(self.phases, self.held, self.outputs)
+        return PassResult(self.phases, self.held, self.outputs)
 
     def _enter(self, module: nn.Module, given: Any) -> None:
         self.depth += 1

@@ -107,8 +107,8 @@ class Engine:
         """The part of the last stage, where that is here."""
         return self.parts.get(self.line.stages - 1)
 
-    def run(self, pieces: list[Split], key: Hashable, backward: bool) -> None:
-        """All ``pieces`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
+    def run(self, micro_batches: list[Split], key: Hashable, backward: bool) -> None:
+        """All ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed before and cannot continue: {self._failure}")
         self.wait(DeviceSteps.AHEAD - 1)
@@ -119,9 +119,9 @@ class Engine:
             part.totals.clear()
             part.counts.clear()
         with torch.autocast(device, enabled=False):
-            schedule = self._schedule(pieces, key, backward)
+            schedule = self._schedule(micro_batches, key, backward)
             try:
-                schedule.run([{"piece": piece} for piece in pieces])
+                schedule.run([{"micro_batch": micro_batch} for micro_batch in micro_batches])
             except BaseException as error:
                 raise self._fail(error, *self._place(schedule)) from error.__cause__
         if not backward:
@@ -174,20 +174,18 @@ class Engine:
 
     # -- schedules and what crosses the cuts -----------------------------------------------------------------------
 
-    def _schedule(self, pieces: list[Split], key: Hashable, backward: bool) -> Schedule:
+    def _schedule(self, micro_batches: list[Split], key: Hashable, backward: bool) -> Schedule:
         """For micro-batches of these shapes, made when they first come."""
         trains = tuple(p.requires_grad for p in self.parameters) if backward else ()
-        return self._schedules.get((backward, key, trains), lambda: self._make(pieces, backward, trains))
+        return self._schedules.get((backward, key, trains), lambda: self._make(micro_batches, backward, trains))
 
-    def _make(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
-        line, number_of_pieces = self.line, len(pieces)
-        found = self._crossings(pieces, backward, trains)
-        kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
+    def _make(self, micro_batches: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
+        line, count = self.line, len(micro_batches)
+        found = self._crossings(micro_batches, backward, trains)
+        kind = that_fits(line.kind, count, line.ranks, backward)
         if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
             self._warned = True
-            rank_zero_warn(
-                f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"
-            )
+            rank_zero_warn(f"a batch of {count} micro-batches does not fit the schedule: it runs by a simpler one")
         stages = [
             Stage(
                 part, number, line.stages, line.device, line.group,
@@ -195,18 +193,20 @@ class Engine:
             )
             for number, part in self.parts.items()
         ]  # fmt: skip
-        return Schedule(kind, stages, number_of_pieces, backward)
+        return Schedule(kind, stages, count, backward)
 
-    def _crossings(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> list[dict[int, Boundary]]:
+    def _crossings(
+        self, micro_batches: list[Split], backward: bool, trains: tuple[bool, ...]
+    ) -> list[dict[int, Boundary]]:
         """Find what crosses the cuts, of each micro-batch."""
         stages = " and ".join(map(str, self.parts))
         where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
-        shapes = [(backward, trains, signature(*tree_flatten(piece))) for piece in pieces]
+        shapes = [(backward, trains, signature(*tree_flatten(micro_batch))) for micro_batch in micro_batches]
         try:
             self._agree(shapes)
             return [
-                self._boundaries.get(shape, functools.partial(self._cross, piece, backward))
-                for piece, shape in zip(pieces, shapes, strict=True)
+                self._boundaries.get(shape, functools.partial(self._cross, micro_batch, backward))
+                for micro_batch, shape in zip(micro_batches, shapes, strict=True)
             ]
         except DisagreementError:  # which all processes have
             raise
@@ -233,7 +233,7 @@ class Engine:
                     "the data-parallel rank)"
                 )
 
-    def _cross(self, piece: Split, backward: bool) -> dict[int, Boundary]:
+    def _cross(self, micro_batch: Split, backward: bool) -> dict[int, Boundary]:
         """By the number of the stage before it: what crosses each cut that this process has to do with.
 
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
@@ -257,7 +257,7 @@ class Engine:
                 if number == line.stages - 1:
                     continue
                 before = {name: buffer.clone() for name, buffer in part.named_buffers()}
-                output = part(*arrived, piece=piece)
+                output = part(*arrived, micro_batch=micro_batch)
                 with torch.no_grad():
                     for name, buffer in part.named_buffers():
                         buffer.copy_(before[name])

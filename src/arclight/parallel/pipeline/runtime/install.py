@@ -20,8 +20,8 @@ from arclight.parallel.step_protocol import lacking
 if TYPE_CHECKING:
     from arclight.parallel.mesh import Mesh
 
-Spread = Callable[[nn.Module, nn.Module], Any]
-"""Spreads a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
+ShardStage = Callable[[nn.Module, nn.Module], Any]
+"""Shards a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
 
 
 def exchanges_within_step(plan: Plan) -> bool:
@@ -29,11 +29,11 @@ def exchanges_within_step(plan: Plan) -> bool:
     return plan.ep > 1 or (plan.reshard_after_forward == "always" and plan.dp_shard * plan.cp > 1)
 
 
-def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> PipelineRunner:
-    """Leave of ``module.model`` what this process's stages need, spread that, and let ``module.runner`` run all stages.
+def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) -> PipelineRunner:
+    """Leave of ``module.model`` what this process's stages need, shard it, and let ``module.runner`` run all stages.
 
     ``module`` is as `arclight.parallel.step_protocol.Runnable` says. All processes of ``mesh`` call this. The model may be on the meta
-    device: only what is left is given memory (by ``spread``). Names do not change, and ``load_state_dict`` takes a
+    device: only what is left is given memory (by ``shard``). Names do not change, and ``load_state_dict`` takes a
     whole state, of which it leaves alone what other stages have. Raises PlanError for what cannot be cut, before it is changed.
     """
     plan = mesh.plan
@@ -64,7 +64,7 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     for number in own:
         model = module.model if len(own) == 1 else pruned_view(module.model, cuts[number])
         parts[number] = StageProgram(model, module.loss if number == line.stages - 1 else None, first=number == 0)
-        spread(model, parts[number])
+        shard(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
     runner = PipelineRunner(
         Engine(parts, line), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=exchanges_within_step(plan),

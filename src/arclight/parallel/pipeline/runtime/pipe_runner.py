@@ -117,8 +117,8 @@ class PipeRunner:
 
         args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
         """
-        pieces, key = self._pieces(args, kwargs, targets)
-        known = self.reduction.divisor([piece[2] for piece in pieces])
+        micro_batches, key = self._micro_batches(args, kwargs, targets)
+        known = self.reduction.divisor([micro_batch[2] for micro_batch in micro_batches])
         known = self._over_data(known) if known is not None else None
         for part in self.engine.parts.values():
             part.loss_scale = 1.0 / known if known else 1.0
@@ -126,7 +126,7 @@ class PipeRunner:
         self._keep(outputs)
         held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
         try:
-            self.engine.run(pieces, key, backward=True)
+            self.engine.run(micro_batches, key, backward=True)
         finally:
             held.taken()
         total, count = self.engine.totals()
@@ -135,21 +135,23 @@ class PipeRunner:
         if self.data is not None:
             sum_gradients_over(self.data, held.parameters, held.new)
         held.put(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
-        return self._result(total, count, outputs, pieces)
+        return self._result(total, count, outputs, micro_batches)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
         """Forward of a batch, on any schedule. Without ``targets`` there are outputs only, and no loss."""
-        pieces, key = self._pieces(args, kwargs, targets)
+        micro_batches, key = self._micro_batches(args, kwargs, targets)
         wanted = self.reduction if targets is not None else no_loss
         for part in self.engine.parts.values():
             part.loss = wanted if part.loss is not None else None
         self._keep(outputs)
-        self.engine.run(pieces, key, backward=False)
+        self.engine.run(micro_batches, key, backward=False)
         total, count = self.engine.totals()
-        return self._result(total, count, outputs, pieces)
+        return self._result(total, count, outputs, micro_batches)
 
-    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[list[Split], Hashable]:
+    def _micro_batches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+    ) -> tuple[list[Split], Hashable]:
         """Micro-batches, and what their shapes follow from."""
         tree: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         if "targets" in kwargs:
@@ -157,20 +159,26 @@ class PipeRunner:
                 "the model has an argument called targets, which here are those of the loss: wrap the model"
             )
         tree["targets"] = targets
-        pieces, reason = self._chunks.cut(tree, self.options.micro_batches)
+        micro_batches, reason = self._chunks.cut(tree, self.options.micro_batches)
         if reason and not self._warned:
             self._warned = True
-            rank_zero_warn(f"Reducing micro-batches from {self.options.micro_batches} to {len(pieces)}: {reason}")
+            rank_zero_warn(
+                f"Reducing micro-batches from {self.options.micro_batches} to {len(micro_batches)}: {reason}"
+            )
         leaves, structure = tree_flatten(tree)
         if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             raise PlanError(
                 "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
             )
         made = [
-            (tuple(piece[i] for i in range(len(args))), {k: piece[k] for k in kwargs}, piece["targets"])
-            for piece in pieces
+            (
+                tuple(micro_batch[i] for i in range(len(args))),
+                {k: micro_batch[k] for k in kwargs},
+                micro_batch["targets"],
+            )
+            for micro_batch in micro_batches
         ]
-        return made, (len(pieces), signature(leaves, structure))
+        return made, (len(micro_batches), signature(leaves, structure))
 
     def _keep(self, outputs: Where) -> None:
         if outputs not in ("nowhere", "last", "everywhere"):
@@ -187,7 +195,7 @@ class PipeRunner:
         dist.all_reduce(number, group=self.data)
         return float(number)
 
-    def _result(self, total: Tensor, count: Tensor, outputs: Where, pieces: list[Split]) -> Result:
+    def _result(self, total: Tensor, count: Tensor, outputs: Where, micro_batches: list[Split]) -> Result:
         if self.data is not None:
             both = torch.stack((total, count))
             dist.all_reduce(both, group=self.data)
@@ -196,7 +204,7 @@ class PipeRunner:
         found, last = None, self.engine.last
         if last is not None and last.outputs is not None:
             found = merge_outputs(
-                [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, pieces))
+                [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, micro_batches))
             )
             last.outputs = None
         if outputs == "everywhere" and self.line.group is not None:
@@ -308,7 +316,7 @@ def _refuse_empty(stages: Mapping[int, nn.Module]) -> None:
         if empty is not None:
             raise PlanError(
                 f"{empty} of stage {number} is on the meta device: give this process's stages their weights first, by "
-                "pipe.load(folder, pipe.own(schedule)) or pipe.begin(pipe.own(schedule))"
+                "pipe.load(folder, pipe.own(schedule)) or pipe.initialize(pipe.own(schedule))"
             )
 
 
@@ -322,5 +330,5 @@ def _names(pipe: SplitModel) -> tuple[str, ...]:
     return tuple(sorted(pipe.graph.used))
 
 
-def _samples(piece: Split) -> int:
-    return next((x.shape[0] for x in tree_flatten(piece)[0] if isinstance(x, Tensor) and x.ndim), 1)
+def _samples(micro_batch: Split) -> int:
+    return next((x.shape[0] for x in tree_flatten(micro_batch)[0] if isinstance(x, Tensor) and x.ndim), 1)

@@ -55,7 +55,7 @@ class PipelineRunner:
     ) -> None:  # fmt: skip
         """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
         self.in_step = in_step
-        self.unlike = UnlikeScales()
+        self.mismatch = ScaleMismatch()
         self.engine, self.line, self.parts = engine, engine.line, engine.parts
         self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
@@ -65,14 +65,14 @@ class PipelineRunner:
             split = shard_arguments(split, self.cp)
         return self.run(split_arguments(split, self.micro_batches), StepWeights.of(module, batch))
 
-    def run(self, pieces: list[Split], weights: StepWeights) -> tuple[Tensor, Tensor]:
-        """Run a batch that is cut into ``pieces`` already; gives loss and count of the whole."""
-        self.unlike.raise_found()
+    def run(self, micro_batches: list[Split], weights: StepWeights) -> tuple[Tensor, Tensor]:
+        """Run a batch that is cut into ``micro_batches`` already; gives loss and count of the whole."""
+        self.mismatch.raise_if_found()
         if self.in_step:
-            self._check_number(len(pieces))
-        key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
+            self._check_number(len(micro_batches))
+        key = tuple(signature(*tree_flatten(micro_batch)) for micro_batch in micro_batches)
         if not torch.is_grad_enabled():
-            self.engine.run(pieces, key, backward=False)
+            self.engine.run(micro_batches, key, backward=False)
             return self._totals()
         share = self._share(weights)
         for part in self.parts.values():
@@ -80,19 +80,19 @@ class PipelineRunner:
         if weights.scale_losses is not None:
             weights.scale_losses(share)
         held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
-        self.engine.run(pieces, key, backward=True)
+        self.engine.run(micro_batches, key, backward=True)
         gradients = held.taken()
         if self.shared is not None:
             self.shared.sum(gradients.new)
         total, count = self._totals()
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
-        return _Computed.apply(start, total, gradients, factor, self.data, self.unlike), count
+        return _ComputedLoss.apply(start, total, gradients, factor, self.data, self.mismatch), count
 
-    def _check_number(self, pieces: int) -> None:
+    def _check_number(self, micro_batches: int) -> None:
         """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
         self.engine.wait()  # to read the numbers would do so too, and name nobody
-        both = torch.tensor([pieces, -pieces], device=self.line.device)
+        both = torch.tensor([micro_batches, -micro_batches], device=self.line.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
         most, least = both.tolist()
         if most != -least:
@@ -155,8 +155,8 @@ class StepGradients:
                 parameter.grad = new
 
 
-class UnlikeScales:
-    """Hear of data-parallel processes that scale the gradients of their pipelines differently.
+class ScaleMismatch:
+    """Find data-parallel processes that scale the gradients of their pipelines differently.
 
     On a CPU at once. On a device, which nobody waits for here, such gradients are NaN, and the next step says why.
     """
@@ -181,9 +181,9 @@ class UnlikeScales:
         """Look at ``unlike``, on the host, once ``event`` (None: now) has happened."""
         self._noted.append((unlike, event))
         if event is None:
-            self.raise_found()
+            self.raise_if_found()
 
-    def raise_found(self) -> None:
+    def raise_if_found(self) -> None:
         """Raise RuntimeError where scales were unlike, as far as is known by now."""
         while self._noted and (self._noted[0][1] is None or self._noted[0][1].query()):
             if bool(self._noted.pop(0)[0]):
@@ -193,20 +193,20 @@ class UnlikeScales:
                 )
 
 
-class _Computed(torch.autograd.Function):
+class _ComputedLoss(torch.autograd.Function):
     """A loss whose gradients are there before its backward, which scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, start: Tensor, total: Tensor, gradients: StepGradients, factor: Tensor, data: dist.ProcessGroup | None,
-        unlike: UnlikeScales,
+        unlike: ScaleMismatch,
     ) -> Tensor:  # fmt: skip
-        ctx.gradients, ctx.factor, ctx.data, ctx.unlike = gradients, factor, data, unlike
+        ctx.gradients, ctx.factor, ctx.data, ctx.mismatch = gradients, factor, data, unlike
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, ...]:
         if ctx.data is not None:  # FSDP has averaged over processes already: that is right if all of them scale alike
-            scale = ctx.unlike.checked(scale, ctx.data)
+            scale = ctx.mismatch.checked(scale, ctx.data)
         ctx.gradients.put(scale * ctx.factor)
         return None, None, None, None, None, None

@@ -2,11 +2,11 @@
 
 It declares its own exchanges. torch's stage
 
-- runs the model on uninitialised memory to learn shapes (here they are told), and keeps buffers for every micro-batch;
+- runs the model on uninitialised memory to learn shapes (here they are given), and keeps buffers for every micro-batch;
 - loses, when backward is split, the gradients of a stage below which all is frozen, and of weights that what came in does not meet
   (see `split_backward`);
 - cannot run forwards only where the two stages of a process are neighbours;
-- cannot say what it was at when it failed.
+- cannot tell which action it was at when it failed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from arclight.parallel.pipeline.schedule.actions import Action, Kind
 
 
 def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a method of a stage that does ``kind`` for the micro-batch it is given, seen by the stage's recorder if there is one."""
+    """Decorate a method that does ``kind`` for a micro-batch: the stage's recorder, if it has one, notes when it runs."""
 
-    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(self: Stage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             if self.recorder is None or (kind != "F" and not self.has_backward):
@@ -44,7 +44,7 @@ def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         return run
 
-    return around
+    return decorate
 
 
 class Stage(StageBase):
@@ -66,24 +66,27 @@ class Stage(StageBase):
         self.before, self.after = before, after
         self.progress = Progress()
         self.recorder: Recorder | None = None
-        self.hands_over = False
+        self.passes_locally = False
+        """Whether the next stage is this process's too and is given the output by torch's schedule."""
         self.fwd_cache: dict[int, Any] = {}
         self.bwd_cache: dict[int, Any] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        """Of the outputs, received from the next stage."""
         self._rests: dict[int, Callable[[], None]] = {}
+        """What is left of a split backward, by micro-batch: the gradients of the weights (W)."""
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
-        """A stage knows what it exchanges from the start."""
+        """Do nothing: a stage knows what it exchanges from the start."""
 
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
-        """Nor does a backward need more."""
+        """Do nothing: a backward exchanges what the forward did."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         raise NotImplementedError("a stage knows what it receives from the start")
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing is sent to warm up: the exchange of shapes was the first."""
+        """Return nothing: the exchange of shapes has connected the neighbours."""
         return []
 
     def clear_runtime_states(self) -> None:
@@ -158,7 +161,7 @@ class Stage(StageBase):
         output = self.submod(*given, **kwargs)
         if not self.is_last:
             check_given(output, self.after[fwd_chunk_id], self.has_backward)
-        if self.has_backward or not (self.is_last or self.hands_over):
+        if self.has_backward or not (self.is_last or self.passes_locally):
             self.fwd_cache[fwd_chunk_id] = (output if isinstance(output, tuple) else (output,), given)
         self._end()
         return output
@@ -175,7 +178,7 @@ class Stage(StageBase):
         pairs = [(x, grad) for x, grad in zip(outputs, gradients, strict=True) if x.requires_grad and grad is not None]
         roots, arrived = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         wanted = [x for x in given if x.requires_grad]
-        self._gather_later()
+        self._defer_reduction()
         if full_backward:
             if roots:
                 torch.autograd.backward(roots, arrived)
@@ -203,12 +206,12 @@ class Stage(StageBase):
         if not self.has_backward:
             return
         self._begin("W", bwd_chunk_id)
-        self._gather_later()
+        self._defer_reduction()
         if (rest := self._rests.pop(bwd_chunk_id, None)) is not None:
             rest()
         self._end()
 
-    def _gather_later(self) -> None:
+    def _defer_reduction(self) -> None:
         """Keep FSDP from reducing gradients in this backward: the schedule says when."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)

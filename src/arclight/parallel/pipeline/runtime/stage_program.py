@@ -39,12 +39,12 @@ class StageProgram(nn.Module):
         self.autocast: Any = nullcontext()
         """Context of forwards alone: the schedule runs backwards too, outside of it."""
 
-    def forward(self, *arrived: Tensor, piece: Split) -> Any:
+    def forward(self, *arrived: Tensor, micro_batch: Split) -> Any:
         with self.autocast:
-            return self._forward(arrived, piece)
+            return self._forward(arrived, micro_batch)
 
-    def _forward(self, arrived: tuple[Tensor, ...], piece: Split) -> Any:
-        args, kwargs, targets = piece
+    def _forward(self, arrived: tuple[Tensor, ...], micro_batch: Split) -> Any:
+        args, kwargs, targets = micro_batch
         if self.sliced:
             output = self.model(*arrived, args=args, kwargs=kwargs)
         else:

@@ -59,7 +59,7 @@ class StageBase(_PipelineStageBase):
 
     progress: Progress
     recorder: Any
-    hands_over: bool
+    passes_locally: bool
     """True where the next stage is in the same process."""
 
 
@@ -71,7 +71,7 @@ class Schedule:
         self._stages, self.progress, self._name = list(stages), stages[0].progress, kind.name
         own = {stage.stage_index for stage in stages}
         for stage in stages:
-            stage.progress, stage.hands_over = self.progress, stage.stage_index + 1 in own
+            stage.progress, stage.passes_locally = self.progress, stage.stage_index + 1 in own
         self._schedule = _built(kind, self._stages, micro_batches)
         self._schedule._has_backward = backward
 

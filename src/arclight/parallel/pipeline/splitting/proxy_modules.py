@@ -27,7 +27,7 @@ def shallow_clone(module: nn.Module) -> nn.Module:
         if name == "_compiled_call_impl":
             continue  # compiled code of the original
         if name.endswith("_hooks") and isinstance(value, dict):
-            value = type(value)((key, hook) for key, hook in value.items() if not _spreads(hook))
+            value = type(value)((key, hook) for key, hook in value.items() if not _gathers_parameters(hook))
         elif isinstance(value, dict) and (name.startswith("_") or not value):
             value = value.copy()
         elif isinstance(value, set):
@@ -42,7 +42,7 @@ def shallow_clone(module: nn.Module) -> nn.Module:
     return made
 
 
-def _spreads(hook: Any) -> bool:
+def _gathers_parameters(hook: Any) -> bool:
     """Return True for hooks that gather sharded parameters (FSDP, DDP); clones must not run them."""
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
@@ -178,7 +178,7 @@ def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, origina
         made.__dict__[name] = stands_for.__dict__[name]
     for name in HOOKS:
         hooks = original.__dict__[name]
-        made.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _spreads(hook))
+        made.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _gathers_parameters(hook))
     made.__dict__.update(_path=path, _stands_for=stands_for, _conductor=conductor)
     return made
 

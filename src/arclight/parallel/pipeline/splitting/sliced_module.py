@@ -35,7 +35,7 @@ from arclight.parallel.plan import PlanError
 
 
 class AbsentModule(nn.Module):
-    """In a module that is spread, what stands for a part of which this process has nothing: it has no parameters."""
+    """In a module that is sharded, what stands for a part of which this process has nothing: it has no parameters."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raises PlanError."""

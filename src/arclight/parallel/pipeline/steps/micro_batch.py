@@ -116,10 +116,10 @@ def split_step(
     if own and reduction == "token_mean" and any(counts):
         kept = [i for i, count in enumerate(counts) if count > 0]
         cut, counts = [cut[i] for i in kept], [counts[i] for i in kept]
-    return list(_pieces(step, args, kwargs, cut, counts, _loss_weights(counts, own, reduction), seed)), own
+    return list(_micro_batches(step, args, kwargs, cut, counts, _loss_weights(counts, own, reduction), seed)), own
 
 
-def _pieces(
+def _micro_batches(
     step: str, args: tuple[Any, ...], kwargs: dict[str, Any], cut: list[tuple[Any, int]], counts: list[float], shares: list[float],
     seed: int,
 ) -> Iterator[MicroBatch]:  # fmt: skip

@@ -177,7 +177,7 @@ class FullModuleView:
             self.module.__dict__.update(now)
 
     def _catch_up(self) -> None:
-        """Parts that the process has may hold other tensors by now: those that were loaded, spread or given memory."""
+        """Parts that the process has may hold other tensors by now: those that were loaded, sharded or given memory."""
         for path, part in self.module.named_modules(remove_duplicate=False):
             whole = self._whole if not path else vars(self._tree[path]) if path in self._tree else None
             if whole is None or whole["_parameters"] is part._parameters:

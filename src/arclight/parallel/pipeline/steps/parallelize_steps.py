@@ -29,7 +29,7 @@ from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineChoice, PipelineRequest, choose_pipeline
 from arclight.parallel.pipeline.steps.micro_batch import hides_targets, split_samples
 from arclight.parallel.pipeline.steps.pipelined_steps import PipelinedSteps, StagePart, StepOptions
-from arclight.parallel.pipeline.weights.initialize import begin
+from arclight.parallel.pipeline.weights.initialize import initialize_stages
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.step_protocol import own_batch_weight
 
@@ -63,7 +63,7 @@ def parallelize_steps(
     example: tuple[Any, Any],
     request: PipelineRequest,
 ) -> PipelinedSteps:
-    """Leave of ``module`` what this process's stages need, spread that, and give the steps that run on all of them.
+    """Leave of ``module`` what this process's stages need, shard it, and give the steps that run on all of them.
 
     example: the step that decides where to cut, and a batch for it. All processes of ``mesh`` call this. Raises PlanError for what
     cannot be cut, before it is changed.
@@ -93,7 +93,7 @@ def parallelize_steps(
     names = steps.names_of()
     own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}
     found = {n: StagePart(steps, n, own[n] if len(line.own) > 1 else None) for n in line.own}
-    _spread(steps, found, mesh, device, types, seed)
+    _shard_stages(steps, found, mesh, device, types, seed)
     named: dict[int, nn.Module] = {n: _Named(part) for n, part in found.items()}
     engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
     steps.runner = PipelineRunner(
@@ -135,7 +135,7 @@ def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
     return (piece, 0) if len(wanted) > 1 or several else (piece,) if required or wanted else ()
 
 
-def _spread(
+def _shard_stages(
     steps: PipelinedSteps, found: dict[int, StagePart], mesh: Mesh, device: torch.device, types: FsdpTypes, seed: int
 ) -> None:
     """Memory on the device, and shares of it, for what the module has now."""
@@ -151,7 +151,7 @@ def _spread(
     if plan.data_parallel > 1:
         _shard(steps, found, units, mesh, types)
     materialize(module, device, seed, apart=True)
-    steps.spread_shared()
+    steps.send_shared()
 
 
 def _begin(steps: PipelinedSteps, device: torch.device, seed: int) -> None:
@@ -161,7 +161,7 @@ def _begin(steps: PipelinedSteps, device: torch.device, seed: int) -> None:
     if any(tensor.is_meta and name not in declared for name, tensor in tensors):
         with steps.skeleton.whole():
             model = meta_skeleton(steps.module)
-        begin(steps.module, model=model, device=device, seed=seed)
+        initialize_stages(steps.module, model=model, device=device, seed=seed)
 
 
 def _shard(

@@ -93,7 +93,7 @@ class PipelinedSteps:
 
     line: PipelineTopology
     options: StepOptions
-    teller: OutputBroadcaster
+    broadcaster: OutputBroadcaster
     last: bool
     """Whether this process has the last stage."""
 
@@ -129,7 +129,7 @@ class PipelinedSteps:
     ) -> None:
         """Share out the calls of ``graph``: stage n begins with call ``begins[n]``; the module keeps this process's parts."""
         self.line, self.options = line, options
-        self.teller = OutputBroadcaster(line.group, line.owner(line.stages - 1), line.device)
+        self.broadcaster = OutputBroadcaster(line.group, line.owner(line.stages - 1), line.device)
         self.last = line.stages - 1 in line.own
         cuts = StageAssignment.of(graph, tuple(begins))
         if graph.repeated and len(line.own) > 1:
@@ -156,7 +156,7 @@ class PipelinedSteps:
                 f"{getattr(step, '__name__', step)} is no plain method of {type(self.module).__name__} (it was compiled, or put in its place), "
                 "so it cannot be cut into stages: leave it as it is, and set compile in the plan"
             )
-        with self._undisturbed(), self.recorder.listening():
+        with self._undisturbed(), self.recorder.recording():
             graph = capture_call_graph(self.module, step, args, kwargs, open_end=True)
             logged = [source for hole in placeholders_in(self.recorder.values()) for source in hole.origin.sources]
         values = frozenset(source for source in logged if isinstance(source, Value))
@@ -199,10 +199,10 @@ class PipelinedSteps:
             )
         return tuple(cuts)
 
-    def _slice(self, step: Step, piece: MicroBatch) -> None:
+    def _slice(self, step: Step, micro_batch: MicroBatch) -> None:
         name = step.__name__
         with self.skeleton.whole():
-            graph = self._observe(step, piece.args, piece.kwargs)
+            graph = self._observe(step, micro_batch.args, micro_batch.kwargs)
             graph = graph.keeping(name for name, _ in self.module.named_parameters())
             cuts = StageAssignment.of(graph, self._following_cuts(name, graph))
             self._sliced[name] = self._cut(step, cuts)
@@ -263,7 +263,7 @@ class PipelinedSteps:
         return shared.elsewhere if shared is not None else set()
 
     @torch.no_grad()
-    def spread_shared(self) -> None:
+    def send_shared(self) -> None:
         """Parameters of several stages begin alike: as the first of these has them."""
         if self.line.group is None:
             return
@@ -293,56 +293,58 @@ class PipelinedSteps:
         seed = int(torch.randint(_SEEDS, ()))
         number = self.options.micro_batches if trains else self.options.evaluation_micro_batches
         reduction = self.options.reduction if trains else "token_mean"
-        pieces, counted = split_step(self.module, name, args, kwargs, number, reduction, seed)
+        micro_batches, counted = split_step(self.module, name, args, kwargs, number, reduction, seed)
         if name not in self._sliced:
-            self._slice(step, pieces[0])
+            self._slice(step, micro_batches[0])
         self._outputs = {}
         assert self.runner is not None
         weights = StepWeights.of(self.module, args[0]) if trains and counted else StepWeights()
-        with self._own_randomness(), self.recorder.listening():
-            total, _ = self.runner.run([((piece, repr(piece)), {}, piece) for piece in pieces], weights)
+        with self._own_randomness(), self.recorder.recording():
+            total, _ = self.runner.run(
+                [((micro_batch, repr(micro_batch)), {}, micro_batch) for micro_batch in micro_batches], weights
+            )
         self.runner.engine.wait()
-        outcome = self.teller.tell(self._outcome(name, pieces, trains) if self.last else None, seed)
+        outcome = self.broadcaster.broadcast(self._outcome(name, micro_batches, trains) if self.last else None, seed)
         if outcome.values is not None:
             self.recorder.replay(outcome.names, outcome.values)
         if not trains:
             return outcome.output
-        weight = sum(piece.weight for piece in pieces)
+        weight = sum(micro_batch.weight for micro_batch in micro_batches)
         loss = total / weight if counted and reduction == "token_mean" and weight else total
         return loss if outcome.output is None else {"loss": loss, **outcome.output}
 
-    def forward(self, number: int, received: tuple[Tensor, ...], piece: MicroBatch) -> Any:
+    def forward(self, number: int, received: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
         """Run one stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
-        torch.manual_seed(piece.seed + number * _SEEDS)
-        self.recorder.piece = piece.number
-        return self._sliced[piece.step].run(number, received, piece.args, piece.kwargs)
+        torch.manual_seed(micro_batch.seed + number * _SEEDS)
+        self.recorder.micro_batch = micro_batch.number
+        return self._sliced[micro_batch.step].run(number, received, micro_batch.args, micro_batch.kwargs)
 
-    def loss(self, output: Any, piece: MicroBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Of what the last stage's step returned: the loss, weighed."""
-        self._outputs[piece.number] = output
+        self._outputs[micro_batch.number] = output
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         if not torch.is_grad_enabled():
             return zero, zero
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PlanError(
-                f"{piece.step} of a pipeline must return a loss for each micro-batch (a tensor with one number, or a dict with 'loss'), got "
+                f"{micro_batch.step} of a pipeline must return a loss for each micro-batch (a tensor with one number, or a dict with 'loss'), got "
                 f"{type(loss).__name__}: a batch cannot be skipped once its stages have run"
             )
-        return loss.reshape(()) * piece.weight, zero
+        return loss.reshape(()) * micro_batch.weight, zero
 
-    def _outcome(self, step: str, pieces: list[MicroBatch], trains: bool) -> StepOutput:
-        names, values = self.recorder.combined({p.number: p.counts for p in pieces}, self.device)
+    def _outcome(self, step: str, micro_batches: list[MicroBatch], trains: bool) -> StepOutput:
+        names, values = self.recorder.combined({p.number: p.counts for p in micro_batches}, self.device)
         output = merge_step_outputs(
-            [_besides(self._outputs[p.number], trains) for p in pieces],
-            [p.samples for p in pieces], [p.counts for p in pieces], f"what {step} returned",
+            [_besides(self._outputs[p.number], trains) for p in micro_batches],
+            [p.samples for p in micro_batches], [p.counts for p in micro_batches], f"what {step} returned",
         )  # fmt: skip
         self._outputs = {}
         return StepOutput(names, torch.stack(values) if values else None, output)
 
     def settle(self) -> None:
         """After the last step of an epoch or an evaluation: what steps gathered in the module is alike on the whole pipeline."""
-        self.attributes.settle(self.line.group, self.teller.source, self.device)
+        self.attributes.settle(self.line.group, self.broadcaster.source, self.device)
 
 
 def _besides(output: Any, trains: bool) -> Any:

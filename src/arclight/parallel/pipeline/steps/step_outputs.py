@@ -16,7 +16,7 @@ from torch import Tensor
 from arclight.fabric.batches import map_tensors
 from arclight.parallel.plan import PlanError
 
-_UNSAID = -1.0
+_NO_SIZE = -1.0
 """In the place of a batch size that was not given."""
 
 
@@ -31,8 +31,8 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class Name:
-    """A value of the step, without its number: what all processes know of it after its first time."""
+class LoggedName:
+    """Name, options and type of a value that the step logs: sent to all processes once, its numbers at every step."""
 
     name: str
     options: dict[str, Any]
@@ -41,20 +41,22 @@ class Name:
 
 
 class LogRecorder:
-    """Takes the place of ``module.log`` while micro-batches run; the calls of each of them are kept apart.
+    """Record what micro-batches log, in the place of ``module.log``; the calls of each micro-batch are kept apart.
 
     Only what the last stage's process records counts: it alone runs each step to its end.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.pieces: dict[int, list[_Call]] = {}
-        self.piece = 0
+        self.calls: dict[int, list[_Call]] = {}
+        """By micro-batch."""
+        self.micro_batch = 0
+        """The one that is running."""
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """In here the module's ``log`` is this."""
-        self.pieces = {}
+    def recording(self) -> Iterator[None]:
+        """Replace the module's ``log`` within the block by this recorder."""
+        self.calls = {}
         if not hasattr(self.module, "log"):
             yield
             return
@@ -81,37 +83,39 @@ class LogRecorder:
                 f"self.log({name!r}, sync_dist_group=...) in a step that a pipeline runs: leave the group out, values are merged "
                 "over all processes"
             )
-        self.pieces.setdefault(self.piece, []).append(_Call(name, value, size, given))
+        self.calls.setdefault(self.micro_batch, []).append(_Call(name, value, size, given))
 
     def values(self) -> list[Any]:
         """Return all that was logged."""
-        return [call.value for calls in self.pieces.values() for call in calls]
+        return [call.value for calls in self.calls.values() for call in calls]
 
-    def combined(self, weights: Mapping[int, float], device: torch.device) -> tuple[tuple[Name, ...], list[Tensor]]:
+    def combined(
+        self, weights: Mapping[int, float], device: torch.device
+    ) -> tuple[tuple[LoggedName, ...], list[Tensor]]:
         """Return each value as if the step had run on the whole batch, and for each its number and batch size.
 
         A mean counts with the batch sizes that were given, else with ``weights``; sums, least and greatest are those of all.
         """
         together: dict[tuple[str, int], list[tuple[float, _Call]]] = {}
-        for piece, calls in self.pieces.items():
+        for micro_batch, calls in self.calls.items():
             seen: dict[str, int] = {}
             for call in calls:
                 seen[call.name] = seen.get(call.name, 0) + 1
-                together.setdefault((call.name, seen[call.name]), []).append((weights[piece], call))
+                together.setdefault((call.name, seen[call.name]), []).append((weights[micro_batch], call))
         names, values = [], []
         for (name, _), calls_of_name in together.items():
             newest = calls_of_name[-1][1]
             options = newest.options if _dtype(newest.value) is not None else with_attribute(self.module, newest)
-            names.append(Name(name, options, _dtype(newest.value)))
+            names.append(LoggedName(name, options, _dtype(newest.value)))
             values += [x.to(device, torch.float64) for x in _whole(calls_of_name)]
         return tuple(names), values
 
-    def replay(self, names: Sequence[Name], values: Tensor) -> None:
-        """Log the whole step's values; called on every process, outside of :meth:`listening`."""
+    def replay(self, names: Sequence[LoggedName], values: Tensor) -> None:
+        """Log the whole step's values; called on every process, outside of :meth:`recording`."""
         sizes = values[1::2].tolist()
         for number, entry in enumerate(names):
             options = dict(entry.options)
-            if sizes[number] != _UNSAID:
+            if sizes[number] != _NO_SIZE:
                 size = sizes[number]
                 options["batch_size"] = int(size) if size == int(size) else size
             if entry.dtype is not None:
@@ -132,7 +136,7 @@ def _whole(calls: list[tuple[float, _Call]]) -> tuple[Tensor, Tensor]:
     newest = calls[-1][1]
     sizes = [call.size for _, call in calls]
     given = all(size is not None for size in sizes)
-    total = sum(torch.as_tensor(size).double() for size in sizes) if given else torch.tensor(_UNSAID)
+    total = sum(torch.as_tensor(size).double() for size in sizes) if given else torch.tensor(_NO_SIZE)
     if _dtype(newest.value) is None:
         return torch.as_tensor(_newest_of(newest.value)).double().reshape(()), torch.as_tensor(total)
     values = torch.stack([torch.as_tensor(call.value).double() for _, call in calls])
@@ -153,7 +157,7 @@ def _newest_of(metric: Any) -> Any:
     return float("nan") if cache is None else cache
 
 
-def _attribute(module: Any, entry: Name) -> Any:
+def _attribute(module: Any, entry: LoggedName) -> Any:
     path = entry.options["metric_attribute"]
     found = module
     for part in path.split("."):
@@ -207,14 +211,14 @@ def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Se
     )
 
 
-# -- telling all processes -----------------------------------------------------------------------------------------
+# -- broadcasting them ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class StepOutput:
     """Hold what a step gave besides its loss."""
 
-    names: tuple[Name, ...] = ()
+    names: tuple[LoggedName, ...] = ()
     values: Tensor | None = None
     """(2 n,) float64: for each name its number and its batch size."""
     output: Any = None
@@ -231,10 +235,10 @@ class OutputBroadcaster:
     source: int
     """The process that has the last stage, as all are numbered."""
     device: torch.device
-    known: tuple[Name, ...] | None = field(default=None)
+    known: tuple[LoggedName, ...] | None = field(default=None)
     with_output: bool = False
 
-    def tell(self, outcome: StepOutput | None, check: int) -> StepOutput:
+    def broadcast(self, outcome: StepOutput | None, check: int) -> StepOutput:
         """Return the last stage's outcome, on every process; others give None. Raises RuntimeError where ``check`` differs."""
         if self.group is None:
             assert outcome is not None
@@ -244,13 +248,13 @@ class OutputBroadcaster:
         )
         vector = self._vector(None if changed else outcome, check, changed)
         dist.broadcast(vector, self.source, group=self.group)
-        said, other = vector[:2].tolist()
+        changed_names, other = vector[:2].tolist()
         if int(other) != check:
             raise RuntimeError(
                 "processes of one pipeline draw other random numbers than the last stage's, so that its stages would compute other "
                 "steps: a hook or data set draws from torch's global generator on some processes only"
             )
-        if said:
+        if changed_names:
             box = [(outcome.names, outcome.output is not None)] if outcome is not None else [None]
             dist.broadcast_object_list(box, self.source, group=self.group, device=self._box_device)
             self.known, self.with_output = box[0]  # type: ignore[misc]

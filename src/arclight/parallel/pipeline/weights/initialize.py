@@ -1,6 +1,6 @@
 """Initialise a stage from the meta device: a function of (seed, name), for any number of stages.
 
-Modules have their own ways to begin: what `arclight.parallel.deterministic_init` declares, ``_init_weights(module)`` of the model around
+Modules initialize in several ways: what `arclight.parallel.deterministic_init` declares, ``_init_weights(module)`` of the model around
 them (as models of transformers have), ``reset_parameters()``. All of these draw one number after the other, so a process that
 has some of the modules only would draw others than one that has all. Here each draw begins a random stream of its own,
 which the name of the tensor decides that it is for.
@@ -29,11 +29,11 @@ from arclight.parallel.plan import PlanError
 
 
 @torch.no_grad()
-def begin(
+def initialize_stages(
     stages: nn.Module | Iterable[nn.Module], *, model: nn.Module | None = None, device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Memory and first values for what of ``stages`` is on the meta device; the names of all that got some.
+    """Give memory and first values to what of ``stages`` is on the meta device; return the names of all that got some.
 
     What has memory stays as it is, so this also gives values to buffers that no file has. ``model``: the whole, where stages
     lack modules of it, because methods of outer modules may name them; a copy of its tree whose tensors come and go. ``seed``: by
@@ -45,7 +45,7 @@ def begin(
     if device.type == "meta":
         return ()
     stages = [stages] if isinstance(stages, nn.Module) else list(stages)
-    begun: list[str] = []
+    initialized: list[str] = []
     for stage in stages:
         fresh: dict[torch.Tensor, list[str]] = {}
         for name, tensor in named_tensors(stage):
@@ -56,17 +56,17 @@ def begin(
                 f"{spread[0]} is sharded over processes already: give stages their first values before that"
             )
         if fresh:
-            replace_tensors(stages, _begun(stage if model is None else model, fresh, device, seed))
-            begun += [names[0] for names in fresh.values()]
-    return tuple(dict.fromkeys(begun))
+            replace_tensors(stages, _initialized(stage if model is None else model, fresh, device, seed))
+            initialized += [names[0] for names in fresh.values()]
+    return tuple(dict.fromkeys(initialized))
 
 
-def _begun(
+def _initialized(
     model: nn.Module, fresh: dict[torch.Tensor, list[str]], device: torch.device, seed: int
 ) -> dict[torch.Tensor, torch.Tensor]:
     """Initialise ``fresh`` tensors; gives what takes the place of each.
 
-    ``model`` has them while its modules begin, and is then as before.
+    ``model`` has them while its modules initialize, and is then as before.
     """
     distributions = declarations(model)
     made: dict[torch.Tensor, torch.Tensor] = {}
@@ -82,14 +82,14 @@ def _begun(
     before = {name: old for old, names in fresh.items() for name in names}
     replace_named_tensors(model, {name: made[old] for name, old in before.items()})
     try:
-        _initialize(model, waiting, device, seed)
+        _run_initializers(model, waiting, device, seed)
         now = dict(named_tensors(model))  # a module may have put others there
         return {old: like(now[names[0]].detach(), old) for old, names in fresh.items()}
     finally:
         replace_named_tensors(model, before)
 
 
-def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torch.device, seed: int) -> None:
+def _run_initializers(model: nn.Module, waiting: dict[torch.Tensor, str], device: torch.device, seed: int) -> None:
     """Let the modules write what is ``waiting``, inner ones first, as constructors run."""
     first: dict[torch.Tensor, str] = {}
     for name, tensor in named_tensors(model):
@@ -108,7 +108,7 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
                 with draws.of(name, modules[name]):
                     _run(modules[name], maker, draws)
     for tensor, data in kept.items():
-        if tensor.data_ptr() != data.data_ptr():  # a module put other memory under what it thought was to begin
+        if tensor.data_ptr() != data.data_ptr():  # a module put other memory under what it took for uninitialized
             tensor.data = data
     now = dict(named_tensors(model))
     missing = [name for tensor, name in waiting.items() if not draws.has_value(tensor, now[name])]

@@ -13,14 +13,14 @@ from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 from arclight.fabric.distributed.sharding import shard_like
 from arclight.fabric.weight_files import WeightFiles
 from arclight.parallel.pipeline.splitting.stage_tensors import like, named_tensors, replace_tensors, stored_tensors
-from arclight.parallel.pipeline.weights.initialize import begin
+from arclight.parallel.pipeline.weights.initialize import initialize_stages
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types that are converted into each other. Those of 8 bits have scales beside them, so their numbers alone mean something else."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadReport:
     """Report what was loaded for some stages."""
 
     names: dict[str, str]
@@ -29,7 +29,7 @@ class Loaded:
     """The files that were opened."""
     bytes: int
     """What the stages' tensors take up."""
-    begun: tuple[str, ...] = ()
+    initialized: tuple[str, ...] = ()
     """Buffers that no file holds, which the modules that have them computed again."""
 
 
@@ -38,7 +38,7 @@ def load(
     stages: nn.Module | Iterable[nn.Module], path: str | Path, *, model: nn.Module | None = None,
     device: str | torch.device = "cpu", dtype: torch.dtype | None = None, prefix: str | None = None,
     rename: Callable[[str], str] | None = None, mapped: bool = True,
-) -> Loaded:  # fmt: skip
+) -> LoadReport:  # fmt: skip
     """Fill ``stages`` with their tensors from ``path``: a safetensors file, its index, or a Hugging Face folder.
 
     What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is sharded over processes
@@ -47,10 +47,10 @@ def load(
     rename: from a name in the model to the one in the files, where they were written for a model with other names.
     ``dtype``: what tensors of floating types become, by default what they are in the stages; other types are never converted.
     mapped: tensors on the CPU whose type fits stay in the file until they are used, and what is changed then is changed in memory
-    only; else they are copied, one after the other. Buffers that no file holds are computed as :func:`begin` does, ``model`` as there.
+    only; else they are copied, one after the other. Buffers that no file holds are computed as :func:`initialize_stages` does, ``model`` as there.
 
     Raises ValueError, naming file and tensor, for what is missing, is there twice and differs, or has another shape or type;
-    FileNotFoundError for files that are not there; PlanError as :func:`begin`. Whatever is raised, no stage has changed.
+    FileNotFoundError for files that are not there; PlanError as :func:`initialize_stages`. Whatever is raised, no stage has changed.
     """
     stages = [stages] if isinstance(stages, nn.Module) else list(stages)
     wanted: dict[torch.Tensor, list[str]] = {}
@@ -79,14 +79,16 @@ def load(
         assigned[tensor] = like(value, tensor)
     replace_tensors(stages, assigned)
     try:
-        begun = begin(stages, model=model, device=device)
+        initialized = initialize_stages(stages, model=model, device=device)
     except BaseException:
         replace_tensors(stages, {new: old for old, new in assigned.items()})
         raise
     for tensor, value in filled.items():
         tensor.copy_(value)
     total = sum(local_tensor(assigned.get(tensor, tensor)).nbytes for tensor in wanted)
-    return Loaded({names[0]: sources[tensor][0] for tensor, names in wanted.items()}, files.opened, total, begun)
+    return LoadReport(
+        {names[0]: sources[tensor][0] for tensor, names in wanted.items()}, files.opened, total, initialized
+    )
 
 
 def _type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -133,7 +133,7 @@ def _prepare(folder: Path) -> Path:
 
 
 def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging: Path) -> None:
-    """Write this process's files; take part in putting together what is spread, whoever writes it."""
+    """Write this process's files; take part in putting together what is sharded, whoever writes it."""
     failed: Exception | None = None
     for file in files:
         out = {}
