@@ -4,21 +4,21 @@ import random
 
 import pytest
 
-from arclight.data.sites import IID, Dirichlet, Numbered, Size, divided, drawn, packed
+from arclight.data.sites import IID, Dirichlet, NumberedSite, Size, divide_by_size, pack_sources, site_at_random
 
 
 def test_sites_drawn_alike_have_alike_shares():
-    homes = [drawn(IID(seed=3), str(i).encode(), "", 4) for i in range(4000)]
+    homes = [site_at_random(IID(seed=3), str(i).encode(), "", 4) for i in range(4000)]
     assert {homes.count(site) > 900 for site in range(4)} == {True}
-    assert homes == [drawn(IID(seed=3), str(i).encode(), "another source", 4) for i in range(4000)]
-    assert homes != [drawn(IID(seed=4), str(i).encode(), "", 4) for i in range(4000)]
+    assert homes == [site_at_random(IID(seed=3), str(i).encode(), "another source", 4) for i in range(4000)]
+    assert homes != [site_at_random(IID(seed=4), str(i).encode(), "", 4) for i in range(4000)]
 
 
 def skew(alpha: float) -> float:
     """The mean largest share that one of 4 sites has of a source."""
     largest = []
     for source in "abcdefghij":
-        homes = [drawn(Dirichlet(alpha=alpha), f"{source}{i}".encode(), source, 4) for i in range(400)]
+        homes = [site_at_random(Dirichlet(alpha=alpha), f"{source}{i}".encode(), source, 4) for i in range(400)]
         largest.append(max(homes.count(site) for site in range(4)) / 400)
     return sum(largest) / len(largest)
 
@@ -30,9 +30,9 @@ def test_small_concentrations_give_a_source_to_few_sites():
 
 def test_whole_sources_are_packed_by_weight_whatever_the_order():
     sizes = {f"s{i}": random.Random(i).randrange(1, 1000) for i in range(40)}
-    home = packed(sizes, 4)
+    home = pack_sources(sizes, 4)
     shuffled = dict(random.Random(5).sample(list(sizes.items()), len(sizes)))
-    assert packed(shuffled, 4) == home
+    assert pack_sources(shuffled, 4) == home
     assert set(home.values()) == {0, 1, 2, 3}
     loads = [sum(size for source, size in sizes.items() if home[source] == site) for site in range(4)]
     assert max(loads) - min(loads) <= max(sizes.values())
@@ -40,9 +40,9 @@ def test_whole_sources_are_packed_by_weight_whatever_the_order():
 
 def test_what_cannot_be_divided_is_said():
     with pytest.raises(ValueError, match=r"2 sources \(a, b\), too few for 3 sites"):
-        packed({"a": 1, "b": 2}, 3)
+        pack_sources({"a": 1, "b": 2}, 3)
     with pytest.raises(ValueError, match="numbered from 0 to 3"):
-        Numbered(number=4, count=4)
+        NumberedSite(number=4, count=4)
     with pytest.raises(ValueError, match="alpha: need number > 0, got 0"):
         Dirichlet(alpha=0)
 
@@ -51,29 +51,31 @@ def test_what_cannot_be_divided_is_said():
 def test_sizes_are_divided_exactly(shares):
     sizes = {f"t{i}".encode(): random.Random(i).randrange(0, 1000) for i in range(3000)}
     count = len(shares or "four")
-    division = divided(Size(shares=shares, seed=7), sizes.items(), count)
+    division = divide_by_size(Size(shares=shares, seed=7), sizes.items(), count)
     total, parts = sum(sizes.values()), shares or [1.0] * count
     loads = [sum(size for key, size in sizes.items() if division.site_of(key) == site) for site in range(count)]
     assert sum(loads) == total
     for load, part in zip(loads, parts, strict=True):
         assert abs(load - total * part / sum(parts)) <= max(sizes.values())
     shuffled = random.Random(3).sample(list(sizes.items()), len(sizes))
-    assert divided(Size(shares=shares, seed=7), shuffled, count) == division
-    other = divided(Size(shares=shares, seed=8), sizes.items(), count)
+    assert divide_by_size(Size(shares=shares, seed=7), shuffled, count) == division
+    other = divide_by_size(Size(shares=shares, seed=8), sizes.items(), count)
     assert [other.site_of(key) for key in sizes] != [division.site_of(key) for key in sizes]
 
 
 def test_equal_things_stay_together_and_few_things_are_whole():
-    division = divided(Size(), [(b"same", 5)] * 9 + [(b"other", 40)], 2)
+    division = divide_by_size(Size(), [(b"same", 5)] * 9 + [(b"other", 40)], 2)
     assert {division.site_of(b"same"), division.site_of(b"other")} == {0, 1}
-    assert divided(Size(), [], 3).site_of(b"x") in range(3)
+    assert divide_by_size(Size(), [], 3).site_of(b"x") in range(3)
     for number in range(20):
-        assert divided(Size(shares=(9.0, 1.0)), [(str(number).encode(), 3)], 2).site_of(str(number).encode()) == 0
+        assert (
+            divide_by_size(Size(shares=(9.0, 1.0)), [(str(number).encode(), 3)], 2).site_of(str(number).encode()) == 0
+        )
 
 
 def test_shares_that_are_none_are_refused():
     with pytest.raises(ValueError, match="one for each of 3 sites, got 2"):
-        divided(Size(shares=(1.0, 2.0)), [], 3)
+        divide_by_size(Size(shares=(1.0, 2.0)), [], 3)
     for wrong in ((1.0, 0.0), (1.0, float("nan")), (-1.0,), (float("inf"), 1.0)):
         with pytest.raises(ValueError, match="shares"):
             Size(shares=wrong)

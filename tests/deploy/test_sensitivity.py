@@ -18,7 +18,7 @@ from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.deploy.quantizing.sensitivity import (
     EVALUATIONS,
     Evaluation,
-    PartlyRounded,
+    PartialRounding,
     Search,
     fewest,
     noise_by_layer,
@@ -105,7 +105,7 @@ def test_the_numeric_debugger_of_torchao_finds_the_same_layer(model: nn.Sequenti
 def test_all_layers_together_are_the_quantized_model_and_none_the_float_one(model: nn.Sequential) -> None:
     for target in PLACEMENTS:
         graph, layers = converted(model, target)
-        run = PartlyRounded(graph, layers)
+        run = PartialRounding(graph, layers)
         with torch.no_grad():
             torch.testing.assert_close(run.run(INPUTS), model(INPUTS))
             run.rounding = frozenset(layers)

@@ -229,7 +229,7 @@ def test_each_kind_of_step_has_the_schedule_to_itself() -> None:
         nonlocal seen
         seen = []
         for _ in range(count):
-            stages.enter(f"[Strategy]X.{action}", fitting=True)
+            stages.count_step(f"[Strategy]X.{action}", fitting=True)
             seen.append(stages(0).name)
         return seen
 

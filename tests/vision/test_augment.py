@@ -24,7 +24,7 @@ TRANSFORMS = {
 COLOURS = [tuple(int(255 * c) for c in colorsys.hsv_to_rgb(hue / 12, 1, 1)) for hue in range(12)]
 
 
-def tile(first: int, count: int, height: int, width: int, rng: np.random.Generator) -> changes.Labelled:
+def tile(first: int, count: int, height: int, width: int, rng: np.random.Generator) -> changes.LabelledImage:
     """A grey image with ``count`` solid rectangles in colours ``first, first + 1, ...``; the class is the colour."""
     image = np.full((height, width, 3), 60, np.uint8)
     boxes = np.zeros((count, 5), np.float32)

@@ -92,7 +92,7 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
         lines += ["", *heading(table, kind, field, rows[0], width)]
         shown_rows = [row for row in rows if row.path != f"{table}.kind" and id(row) not in holds]
         longest = max((len(row.path.rpartition(".")[2]) for row in shown_rows), default=0)
-        lines += [line for row in shown_rows for line in described(row, longest, width)]
+        lines += [line for row in shown_rows for line in field_help(row, longest, width)]
     return lines
 
 
@@ -101,15 +101,15 @@ def heading(table: str, kind: str, field: Setting | None, first: Setting, width:
     if field is None:
         return [bold("Top-level fields")]
     title = _title(table) + (f' kind = "{kind}"' if kind else "")
-    if kind and shown(field.default) == kind:
+    if kind and default_text(field.default) == kind:
         title += ", the default"
     doc = first.doc if kind else field.doc
     return [bold(title), *(dim(line) for line in textwrap.wrap(doc, width))]
 
 
-def described(setting: Setting, longest: int, width: int) -> list[str]:
+def field_help(setting: Setting, longest: int, width: int) -> list[str]:
     """Return one field: name, type and default at the left, what it means at the right or below."""
-    name, default = setting.path.rpartition(".")[2], shown(setting.default)
+    name, default = setting.path.rpartition(".")[2], default_text(setting.default)
     kind = setting.type + ("  (required)" if default is None else f"  [{default}]")
     column = longest + TYPE_WIDTH + 4
     docs = textwrap.wrap(setting.doc, max(width - column, 30)) or [""]
@@ -122,14 +122,14 @@ def described(setting: Setting, longest: int, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def shown(default: Any) -> str | None:
+def default_text(default: Any) -> str | None:
     """Return a default as it would be typed; None where there is none."""
     if default is MISSING:
         return None
     if dataclasses.is_dataclass(default):
         return kind_of(type(default))
     if isinstance(default, list | tuple):
-        return ",".join(str(shown(item)) for item in default) or "[]"
+        return ",".join(str(default_text(item)) for item in default) or "[]"
     if default is None:
         return "none"
     return str(default).lower() if isinstance(default, bool) else str(default)

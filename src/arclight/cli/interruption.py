@@ -65,7 +65,7 @@ class Interruption(Callback):
         except (KeyboardInterrupt, SIGTERMException) as end:
             if isinstance(end, SIGTERMException) and not self.asked:
                 raise  # asked for by somebody else, who gets the status of SIGTERM
-            raise KeyboardInterrupt(kept(run.opened, command)) from None
+            raise KeyboardInterrupt(resume_note(run.opened, command)) from None
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def kept(run: RunFolder | None, command: str) -> str:
+def resume_note(run: RunFolder | None, command: str) -> str:
     """Say which checkpoint of an interrupted run is the newest, and how to go on from it."""
     from arclight.checkpoint import find_last, inspect
 

@@ -52,7 +52,7 @@ def best_checkpoint(run: Path) -> Path:
     )
 
 
-def described(checkpoint: Path) -> str:
+def checkpoint_note(checkpoint: Path) -> str:
     """Name a checkpoint, and say if it is the best or the newest of its run."""
     from arclight.checkpoint.retention import recorded_best
 
@@ -72,7 +72,7 @@ def load_vision_module(path: Path) -> VisionModule:
 
     checkpoint = checkpoint_of(path)
     module: VisionModule = VisionModule.load(checkpoint)
-    print(described(checkpoint))
+    print(checkpoint_note(checkpoint))
     return module
 
 
@@ -92,6 +92,6 @@ def load_language_model(path: Path) -> LanguageModel:
     assert run is not None
     checkpoint = checkpoint_of(path)
     model: LanguageModel = LanguageModel.load_from_checkpoint(checkpoint)
-    print(described(checkpoint), file=sys.stderr)
+    print(checkpoint_note(checkpoint), file=sys.stderr)
     model.use_tokenizer(Tokenizer.load(run / "tokenizer"))
     return model.eval()

@@ -142,7 +142,7 @@ class ConfigRecord(RunRecord):
 def user_help(parser: Parser, model: type, options: Namespace) -> str:
     """Format the options, the constructors' arguments, and all other settings."""
     from arclight._intervals import describe
-    from arclight.cli.help import described, listing
+    from arclight.cli.help import field_help, listing
     from arclight.cli.style import bold, dim
     from arclight.recipe import Setting, explain
 
@@ -164,6 +164,6 @@ def user_help(parser: Parser, model: type, options: Namespace) -> str:
         longest = max(map(len, arguments), default=0)
         for argument, (hint, default) in arguments.items():
             row = Setting(f"{name}.{argument}", "", describe(hint), default, docs[argument])
-            lines += described(row, longest, width)
+            lines += field_help(row, longest, width)
     others = [row for row in explain(UserRun) if row.path.partition(".")[0] not in ("model", "data")]
     return "\n".join([*lines, *listing(others, width)])

@@ -45,8 +45,8 @@ class Size(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbered(Checked):
-    """One of several sites."""
+class NumberedSite(Checked):
+    """Number one of several sites."""
 
     number: NonNegativeInt = 0
     """Number of this site, from 0."""
@@ -59,8 +59,8 @@ class Numbered(Checked):
             raise ValueError(f"site {self.number} of {self.count}: sites are numbered from 0 to {self.count - 1}")
 
 
-def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
-    """Return the site, of ``count``, that the thing ``key`` (its name or its content) of ``source`` lies at."""
+def site_at_random(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
+    """Return the site, of ``count``, of the sample ``key`` (its name or its content) of ``source``, as ``partition`` draws it."""
     share = _uniform(partition.seed, b"arclight/thing", key)
     if isinstance(partition, IID):
         return int(share * count)
@@ -71,11 +71,11 @@ def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> in
     return min(int(np.searchsorted(np.cumsum(shares), share, side="right")), count - 1)
 
 
-def divided(partition: Size, things: Iterable[tuple[bytes, int]], count: int) -> Division:
-    """Cut things, drawn up in an order of the seed's, where each site has its share of their size.
+def divide_by_size(partition: Size, samples: Iterable[tuple[bytes, int]], count: int) -> Division:
+    """Divide samples, in an order that the seed gives, so that each site has its share of their size.
 
-    things: the key (name or content) and the size of every one. A site's size is off by less than the largest thing, or the
-    largest group of things with equal keys, which stay together. Raises ValueError where there are not as many shares as sites.
+    samples: the key (name or content) and the size of every one. A site's size is off by less than the largest sample, or the
+    largest group of samples with equal keys, which stay together. Raises ValueError where there are not as many shares as sites.
     """
     import numpy as np
 
@@ -83,7 +83,7 @@ def divided(partition: Size, things: Iterable[tuple[bytes, int]], count: int) ->
     if len(shares) != count:
         raise ValueError(f"shares: need one for each of {count} sites, got {len(shares)}")
     places, sizes = array("d"), array("q")
-    for key, size in things:
+    for key, size in samples:
         places.append(_uniform(partition.seed, b"arclight/thing", key))
         sizes.append(size)
     at, where = np.unique(np.frombuffer(places, np.float64), return_inverse=True)
@@ -92,25 +92,25 @@ def divided(partition: Size, things: Iterable[tuple[bytes, int]], count: int) ->
     ends = np.cumsum(groups)
     total = int(ends[-1]) if len(ends) else 0
     wanted = np.cumsum(shares)[:-1] / shares.sum() * total
-    middles = ends - groups / 2  # a thing is at the site that its middle lies at
+    middles = ends - groups / 2  # a sample is at the site that its middle lies at
     cuts = [float(at[place]) if place < len(at) else 1.0 for place in np.searchsorted(middles, wanted)]
     return Division(partition.seed, tuple(cuts))
 
 
 @dataclass(frozen=True)
 class Division:
-    """Places between 0 and 1 at which the things of one site end and those of the next begin."""
+    """Hold where, between 0 and 1, the samples of one site end and those of the next begin."""
 
     seed: int
     cuts: tuple[float, ...]
 
     def site_of(self, key: bytes) -> int:
-        """Return the site that the thing ``key`` lies at."""
+        """Return the site of the sample ``key``."""
         return bisect_right(self.cuts, _uniform(self.seed, b"arclight/thing", key))
 
 
-def enough(sources: Collection[str], count: int) -> None:
-    """Raises ValueError where there are fewer sources than sites."""
+def check_enough_sources(sources: Collection[str], count: int) -> None:
+    """Raise ValueError if there are fewer sources than sites."""
     if len(sources) < count:
         named = ", ".join(sorted(sources)[:8]) + (", ..." if len(sources) > 8 else "")
         raise ValueError(
@@ -119,12 +119,12 @@ def enough(sources: Collection[str], count: int) -> None:
         )
 
 
-def packed(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Whole sources to sites: the largest first, each to the site that has least so far.
+def pack_sources(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Assign whole sources to sites: the largest first, each to the site that has least so far.
 
-    sizes: what every source weighs. Raises ValueError where there are fewer sources than sites.
+    sizes: of every source. Raises ValueError where there are fewer sources than sites.
     """
-    enough(sizes, count)
+    check_enough_sources(sizes, count)
     loads, home = [0] * count, {}
     for source in sorted(sizes, key=lambda source: (-sizes[source], source)):
         home[source] = min(range(count), key=lambda site: (loads[site], site))

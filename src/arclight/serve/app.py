@@ -22,7 +22,8 @@ from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Linger
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
-from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
+from arclight.serve.tasks.tensors import JSON_SIZE, decode, infer
+from arclight.serve.tasks.tensors import model_metadata as described
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -377,13 +378,13 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models that generate text."""
-        return text.listed({model.name: model.created for model in service.models.all() if model.text is not None})
+        return text.model_list({model.name: model.created for model in service.models.all() if model.text is not None})
 
     @app.get("/v1/models/{model}", responses={404: {}})
     async def model_of_text(model: str) -> dict[str, Any]:
         """Describe a model that generates text."""
         service.text(model)
-        return text.described(model, service.models[model].created)
+        return text.model_entry(model, service.models[model].created)
 
     @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
     async def completions(request: Request) -> Response:

@@ -285,7 +285,7 @@ class Trainer:
         """Return the whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
 
         Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
-        they lie, and whoever changes them in between changes what it takes up.
+        they lie, and whoever changes them in between changes what it resumes.
         """
         return self.checkpoints.dump()
 
@@ -490,17 +490,17 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Newest value of every logged name: in training the step's, from the epoch's end on the epoch's."""
-        return self.run_state.metrics.look(self.run_state.logged).callback
+        return self.run_state.metrics.update(self.run_state.logged).callback
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """Newest values for loggers: ``x_step`` and ``x_epoch`` where both are logged."""
-        return self.run_state.metrics.look(self.run_state.logged).logged
+        return self.run_state.metrics.update(self.run_state.logged).logged
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Newest values logged with ``prog_bar=True``, read from the device."""
-        return self.run_state.metrics.look(self.run_state.logged).bar_values()
+        return self.run_state.metrics.update(self.run_state.logged).bar_values()
 
     # -- where it writes -----------------------------------------------------------------------------------------------
 

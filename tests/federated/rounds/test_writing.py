@@ -114,12 +114,12 @@ def test_a_round_is_complete_only_with_all_its_keys_and_files(tmp_path: Path) ->
     content = checkpoint.load(rounds.path(2))
     del content["sampler"]
     checkpoint.save(rounds.path(2), content)
-    assert rounds.look(2).problems == (f"{rounds.path(2)} lacks 'sampler'",)
+    assert rounds.check_round(2).problems == (f"{rounds.path(2)} lacks 'sampler'",)
     assert rounds.newest() == 1
     with pytest.raises(FederatedError, match=r"round 2 of .* is not complete: .*sampler.*; complete are: 1"):
         rounds.weights(2)
     (rounds.folder / "000007").mkdir()
-    assert rounds.look(7).manifest is None
+    assert rounds.check_round(7).manifest is None
     assert rounds.newest() == 1
 
 

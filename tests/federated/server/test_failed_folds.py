@@ -140,7 +140,7 @@ def test_a_round_that_can_never_be_folded_may_be_skipped(tmp_path: Path, monkeyp
     assert [here.clock for here in server.history] == [0, 0, 2, 4], "nobody has trained in the skipped round"
     assert server.history[1].base == server.history[0].base
     assert torch.equal(server.rounds.tensors(1, "model")["w"], START["w"])
-    assert not server.rounds.look(1).problems
+    assert not server.rounds.check_round(1).problems
     assert not torch.equal(server.weights()["w"], START["w"])
 
 

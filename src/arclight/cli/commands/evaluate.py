@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from arclight._intervals import kind_of
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, make_trainer
-from arclight.cli.runs import checkpoint_of, described, newest_checkpoint, run_folder
+from arclight.cli.runs import checkpoint_note, checkpoint_of, newest_checkpoint, run_folder
 from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
 
@@ -67,7 +67,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         cast("Detector", module).keep_records()
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
-        print(described(checkpoint))
+        print(checkpoint_note(checkpoint))
         write_json(options.json, results)
         if page is not None:
             write_page(page, cast("Detector", module), stage, checkpoint)

@@ -49,7 +49,7 @@ def predict(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.trust is not None and options.program is None:
         raise UsageError("--trust is about programs, and a run is not signed: name a program with --program")
-    following = Following.asked(options)
+    counting = TrackCounting.from_options(options)
     options.doubt, thresholds = doubt_of(options)
     detect, sources, confidence, names = finder(options)
     if thresholds is not None and thresholds.keys() - set(names):
@@ -75,14 +75,14 @@ def predict(arguments: list[str]) -> int:
     with stopping(source.stop) as interrupts, ExitStack() as stack:
         writers = [stack.enter_context(writer) for writer in listed]
         try:
-            for prediction in predictions(source, detect, options.batch, following.start(confidence), surely):
+            for prediction in predictions(source, detect, options.batch, counting.start(confidence), surely):
                 for writer in writers:
                     writer.write(prediction)
                 print(f"{prediction.name}: {prediction.found.summary()}")
                 counts.update(images=1, objects=len(prediction.found))
         except SourceError as error:
             lost = error  # what was found before is kept
-    for line in following.said():
+    for line in counting.summary():
         print(line)
     for score, name in uncertain.ranking:
         print(f"label next: {name} (uncertainty {score:.2f})")
@@ -115,7 +115,7 @@ def predictions(
                 yield Prediction(name, stem, frame.path, frame.index, fps, frame.image, found, counts, candidates)
 
 
-class Following:
+class TrackCounting:
     """Tracks objects and counts them at lines and in zones, if that was asked for: anew in each video."""
 
     def __init__(self, tracker: str | None, lines: list[Points], zones: list[Points]) -> None:
@@ -123,17 +123,17 @@ class Following:
         self.counts: dict[str, tuple[Count, ...]] = {}
 
     @classmethod
-    def asked(cls, options: argparse.Namespace) -> Following:
+    def from_options(cls, options: argparse.Namespace) -> TrackCounting:
         """Raises UsageError for lines and zones that are none, or where nothing tracks."""
         lines, zones = options.count_line or [], options.count_zone or []
         if (lines or zones) and options.track is None:
             raise UsageError("only tracked objects are counted: give --track bytetrack or --track ocsort, too")
-        following = cls(options.track, lines, zones)
+        counting = cls(options.track, lines, zones)
         try:
-            following._new_counts()
+            counting._new_counts()
         except ValueError as error:
             raise UsageError(f"--count-line, --count-zone: {error}") from None
-        return following
+        return counting
 
     def _new_counts(self) -> tuple[Count, ...]:
         from arclight.vision.tracking.counting import LineCount, ZoneCount
@@ -158,7 +158,7 @@ class Following:
 
         return follow
 
-    def said(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
         """Lines of text that say what was counted."""
         for place, counts in self.counts.items():
             kinds = [f"line {n + 1}" for n in range(len(self.lines))] + [

@@ -21,7 +21,7 @@ from arclight.federated.errors import FederatedError
 
 if TYPE_CHECKING:
     from arclight.cli.federate.progress import Progress
-    from arclight.cli.federate.sites import Measuring
+    from arclight.cli.federate.sites import ServerEvaluation
     from arclight.federated.rounds.history import History
     from arclight.federated.server.server import RecordOrCommand, Server
     from arclight.federated.server.server_run import ServerRun
@@ -137,7 +137,7 @@ class Worker(threading.Thread):
 def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
     """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
-    from arclight.cli.federate.sites import Measuring, client_names
+    from arclight.cli.federate.sites import ServerEvaluation, client_names
     from arclight.cli.run_setup import build_loggers
     from arclight.federated.coordination.run_database import has_begun
     from arclight.federated.server.server import Server
@@ -151,13 +151,13 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             progress.observe(what)
             rounds.observe(what)
 
-        measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
+        evaluation = ServerEvaluation(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
             recipe.federation,
-            None if begun else first_weights(recipe, measuring),
+            None if begun else first_weights(recipe, evaluation),
             folder=folder.path,
             clients=client_names(recipe),
-            evaluate=measuring,
+            evaluate=evaluation,
             run=run_name(recipe, folder),
             seed=recipe.seed,
             recipe=as_tables(recipe),
@@ -179,7 +179,7 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
         except BaseException as error:
             report_failure(folder, options, str(error) or type(error).__name__)
             raise
-        write_results(recipe, folder, server, options, measuring)
+        write_results(recipe, folder, server, options, evaluation)
 
 
 class RoundLogging:
@@ -265,10 +265,10 @@ def explain_resume(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
-def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
+def first_weights(recipe: FederatedRecipe, evaluation: ServerEvaluation | None) -> Any:
     """Build the initial weights: the module as a centralised run would begin with it."""
-    if measuring is not None:
-        return measuring.begin()
+    if evaluation is not None:
+        return evaluation.begin()
     from arclight.cli.run_setup import build_task
 
     module, _ = build_task(recipe)
@@ -281,18 +281,18 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
 
 
 def write_results(
-    recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, measuring: Measuring | None
+    recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, evaluation: ServerEvaluation | None
 ) -> None:
     """Write the last weights as a checkpoint for every other verb, and the report."""
     from arclight.cli.federate.run_report import federated_report
 
     print(f"\nThe run is in {folder.path}")
-    if measuring is None:
+    if evaluation is None:
         newest = server.rounds.newest()
         assert newest is not None
         print(f"Its weights are in {server.rounds.path(newest)}")
     else:
-        print(f"Its weights are in {measuring.keep(server.weights(), server.history[-1].clock)}")
+        print(f"Its weights are in {evaluation.keep(server.weights(), server.history[-1].clock)}")
     beside = centralised(recipe) if options.centralised else options.beside
     print(f"The report is {federated_report(folder.path, beside=beside)}")
     if (folder.path / "node").is_dir():

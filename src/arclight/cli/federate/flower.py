@@ -70,7 +70,7 @@ def write(recipe: FederatedRecipe, options: Namespace) -> None:
 
 def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
     """Build the server of a recipe, which keeps its run in ``folder``."""
-    from arclight.cli.federate.sites import Measuring, client_names
+    from arclight.cli.federate.sites import ServerEvaluation, client_names
     from arclight.federated.coordination.run_database import has_begun
     from arclight.federated.server.server import Server
     from arclight.trainer import RunFolder
@@ -79,11 +79,11 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
     run = RunFolder.open(folder)
     with record_run(recipe, run):
-        measuring = Measuring(recipe, folder) if recipe.federation.evaluate_on == "server" else None
+        evaluation = ServerEvaluation(recipe, folder) if recipe.federation.evaluate_on == "server" else None
         begun = has_begun(folder)
-        weights = None if begun else first_weights(recipe, measuring)
+        weights = None if begun else first_weights(recipe, evaluation)
     return Server(
-        recipe.federation, weights, folder=folder, clients=client_names(recipe), evaluate=measuring, run=run_name(recipe, run),
+        recipe.federation, weights, folder=folder, clients=client_names(recipe), evaluate=evaluation, run=run_name(recipe, run),
         seed=recipe.seed, recipe=as_tables(recipe),
     )  # fmt: skip
 

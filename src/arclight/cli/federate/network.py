@@ -155,7 +155,7 @@ def log_to_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    seen.setFormatter(OneLine())
+    seen.setFormatter(OneLineFormatter())
     seen.setLevel(logging.WARNING)
     log = logging.getLogger("arclight")
     log.setLevel(logging.INFO)
@@ -169,7 +169,7 @@ def log_to_folder(folder: Path) -> Iterator[None]:
         kept.close()
 
 
-class OneLine(logging.Formatter):
+class OneLineFormatter(logging.Formatter):
     """Format a message without its traceback, which the file has."""
 
     def format(self, record: logging.LogRecord) -> str:

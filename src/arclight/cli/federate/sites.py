@@ -162,7 +162,7 @@ def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Ca
     return make
 
 
-class OneAtATime:
+class SerializedLearner:
     """Run one of several learners at a time: a process has one stream of random numbers."""
 
     _turn = threading.Lock()
@@ -187,7 +187,7 @@ class OneAtATime:
 # -- the server's own ----------------------------------------------------------------------------------------------
 
 
-class Measuring:
+class ServerEvaluation:
     """Evaluate at the server.
 
     Give the initial weights, measure those of rounds, keep the last ones.
@@ -203,7 +203,7 @@ class Measuring:
         if recipe.plan is not None:
             check_plan(recipe.plan, self.module)
         apart = folder / "server"
-        self._learner = OneAtATime(TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart))
+        self._learner = SerializedLearner(TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart))
 
     def begin(self) -> Module:
         """Build the module as a centralised run of the same seed begins with it.
@@ -257,7 +257,7 @@ def in_process_node(recipe: FederatedRecipe, server: ServerApi, folder: Path) ->
     from arclight.federated.transports.link import InProcessLink
 
     def made(number: int, place: Path) -> Learner:
-        return OneAtATime(learner_at(recipe_at_site(recipe, number), place))
+        return SerializedLearner(learner_at(recipe_at_site(recipe, number), place))
 
     names = client_names(recipe)
     clients = [Client(name, learner=partial(made, number)) for number, name in enumerate(names)]

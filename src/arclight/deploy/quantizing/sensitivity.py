@@ -55,7 +55,7 @@ class Search:
         }
 
 
-class PartlyRounded(torch.fx.Interpreter):
+class PartialRounding(torch.fx.Interpreter):
     """Run a converted graph, whose weights are not folded yet, where only the layers in ``rounding`` round."""
 
     def __init__(self, graph: GraphModule, layers: Collection[str]) -> None:
@@ -115,7 +115,7 @@ def noise_by_layer(
     ``graph``: converted, weights not folded. The reference is the same graph without rounding. Outputs are judged one by one, or
     the tensors that ``parts`` takes out of them.
     """
-    run = PartlyRounded(graph, layers)
+    run = PartialRounding(graph, layers)
     exact = as_outputs(run.run(*inputs))
     found = {}
     for layer in dict.fromkeys(layers):

@@ -135,7 +135,7 @@ class RoundCallback(Pause):
             self._load_round_weights(pl_module, trainer.optimizers, order)
         self._freeze(pl_module)
         if self._done >= order.steps:
-            self.state = None  # random states are not taken up yet: the file has what this would be
+            self.state = None  # random states are not restored yet: the file has what this would be
             raise StopRun
         self._loss_at, self._seen = 0.0, trainer.global_step
         self._start = trainer.global_step - self._done

@@ -131,7 +131,7 @@ class RoundCommitted(Record):
     clock: int | None = None
     """Optimizer steps of the run up to these weights; None: those before the round and the round's own."""
     measured: bool = False
-    """Whether these weights are measured: a run that is taken up again with other periods does not measure what is long over."""
+    """Whether these weights are measured: a run that is resumed with other periods does not measure what is long over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +148,4 @@ class RoundEvaluated(Record):
 class RunEnded(Record):
     why: str
     failed: bool = False
-    """Whether the run could not go on; it can be taken up again from its last round."""
+    """Whether the run could not go on; it can be resumed from its last round."""

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import Chunked, chunk_workers
+from arclight.federated.aggregation.chunks import ChunkedTensor, chunk_workers
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy import key_agreement
 from arclight.federated.privacy.key_agreement import (
@@ -351,7 +351,7 @@ def fixed_point_terms(
     """
     if not 1 <= weight <= settings.most_weight:
         raise FederatedError(f"a weight in a secure sum is from 1 to {settings.most_weight}, got {weight}")
-    values = Chunked(tensor)
+    values = ChunkedTensor(tensor)
     made = torch.empty(values.elements, dtype=torch.int64)
     flat, factor, largest = made.numpy(), math.ldexp(weight, shift), settings.largest
 

@@ -52,7 +52,7 @@ class Rounds:
             return []
         return sorted(int(entry.name) for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name))
 
-    def look(self, number: int) -> RoundFolder:
+    def check_round(self, number: int) -> RoundFolder:
         """Check one round by its manifest and file sizes; `checkpoint.verify` checks the content."""
         path = self.path(number)
         try:
@@ -62,19 +62,19 @@ class Rounds:
         return RoundFolder(number=number, path=path, problems=tuple(_problems(path, manifest)), manifest=manifest)
 
     def all(self) -> list[RoundFolder]:
-        return [self.look(number) for number in self.numbers()]
+        return [self.check_round(number) for number in self.numbers()]
 
     def newest(self, *, verify: bool = False) -> int | None:
         """Return the newest complete round, with ``verify`` also of sound content; None if there is none."""
         for number in reversed(self.numbers()):
-            found = self.look(number)
+            found = self.check_round(number)
             if not found.problems and not (verify and checkpoint.verify(found.path)):
                 return number
         return None
 
     def open(self, number: int) -> CheckpointManifest:
         """Return the manifest of a complete round. Raises FederatedError for an incomplete one."""
-        found = self.look(number)
+        found = self.check_round(number)
         if found.manifest is None or found.problems:
             have = ", ".join(str(other.number) for other in self.all() if not other.problems) or "none"
             raise FederatedError(

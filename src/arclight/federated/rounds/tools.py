@@ -240,7 +240,7 @@ def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
 
 
 def _listed(rounds: Rounds, number: int) -> RoundSummary:
-    found = rounds.look(number)
+    found = rounds.check_round(number)
     described: CheckpointManifest | None = found.manifest
     if described is None or found.problems:
         return RoundSummary(number=number, path=str(found.path), complete=False, problems=found.problems)
@@ -272,7 +272,7 @@ def _chosen(rounds: Rounds, number: int | None) -> int:
 
 
 def _wrong(rounds: Rounds, number: int) -> list[str]:
-    found = rounds.look(number)
+    found = rounds.check_round(number)
     if found.manifest is None or found.problems:
         return list(found.problems)
     problems = checkpoint.verify(found.path)

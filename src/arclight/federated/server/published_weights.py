@@ -118,7 +118,7 @@ class PublishedWeights:
         numbers, kept = self._rounds.numbers(), self._federation.keep_rounds
         offered = {weights.round for weights in self.all()}
         for number in numbers[:-kept] if kept else []:
-            if number not in offered and not self._rounds.look(number).problems:
+            if number not in offered and not self._rounds.check_round(number).problems:
                 self._rounds.remove(number)
                 self._file(number).unlink(missing_ok=True)
 

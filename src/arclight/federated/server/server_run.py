@@ -259,7 +259,7 @@ class ServerRun:
             return self._patiently(self._begin)
         committed = state.committed
         for number, base in state.bases.items():
-            found = self.rounds.look(number)
+            found = self.rounds.check_round(number)
             if found.problems and number == committed:
                 raise FederatedError(
                     f"{found.problems[0]}: the run cannot continue from round {committed}, which its journal says is committed; "

@@ -24,8 +24,8 @@ class SuiteEvaluation(Callback):
 
     def __init__(self, settings: Evaluation) -> None:
         self.settings = settings
-        self.done = -1
-        self.suite, self.asked = load_suite(settings.suite)
+        self._last_step = -1
+        self.suite, self.tasks = load_suite(settings.suite)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         plan = getattr(trainer.strategy, "plan", None)
@@ -36,22 +36,22 @@ class SuiteEvaluation(Callback):
             )
         if pl_module.tokenizer is None:
             raise MisconfigurationError("a suite needs a tokenizer, and the data have none: call use_tokenizer")
-        self.done = trainer.global_step
+        self._last_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:  # fmt: skip
         step = trainer.global_step
-        if step == self.done or step % self.settings.every_n_steps:
+        if step == self._last_step or step % self.settings.every_n_steps:
             return
-        self.done = step
+        self._last_step = step
         strategy = trainer.strategy
         whole = not is_sharded(pl_module)
         share = (strategy.global_rank, strategy.world_size) if whole else (0, 1)
         gather = strategy.all_gather_object if whole else (lambda own: [own])
         values = {}
         for score in run_suite(
-            self.suite, self.asked, pl_module.model, pl_module.tokenizer, share=share, gather=gather
+            self.suite, self.tasks, pl_module.model, pl_module.tokenizer, share=share, gather=gather
         ):
             for name in ("accuracy", "stderr", "accuracy_normalised"):
                 if (value := getattr(score, name)) is not None:

@@ -11,7 +11,17 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.data.sites import IID, Dirichlet, Division, Numbered, Size, divided, drawn, enough, packed
+from arclight.data.sites import (
+    IID,
+    Dirichlet,
+    Division,
+    NumberedSite,
+    Size,
+    check_enough_sources,
+    divide_by_size,
+    pack_sources,
+    site_at_random,
+)
 
 if TYPE_CHECKING:
     from arclight.text.data.sources import Document
@@ -31,7 +41,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteShare(Numbered):
+class SiteShare(NumberedSite):
     """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
 
     partition: Source | IID | Dirichlet | Size = dataclasses.field(default_factory=IID)
@@ -42,7 +52,7 @@ class SiteShare(Numbered):
         if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "folder", "file", "name", "field"):
             raise ValueError(f"by = {self.partition.by!r} tells no texts apart: folder, file, name or field do")
         if isinstance(self.partition, Size):
-            divided(self.partition, (), self.count)
+            divide_by_size(self.partition, (), self.count)
 
 
 class SiteSplit:
@@ -127,14 +137,14 @@ class SiteSplit:
         key = document.text.encode()
         if isinstance(partition, Size):
             return self._division(partition, name).site_of(key)
-        return drawn(partition, key, source, self.site.count)
+        return site_at_random(partition, key, source, self.site.count)
 
     def _division(self, partition: Size, name: str) -> Division:
         """Divide the documents of a part by their size; reads all of them, once."""
         assert self.site is not None
         if name not in self._divisions:
             sizes = ((document.text.encode(), document.bytes) for _, document in self._told_apart(name))
-            self._divisions[name] = divided(partition, sizes, self.site.count)
+            self._divisions[name] = divide_by_size(partition, sizes, self.site.count)
         return self._divisions[name]
 
     def _gets_nothing(self, number: int, name: str) -> Exception:
@@ -157,7 +167,7 @@ class SiteSplit:
             if len(found) == self.site.count:
                 return
         try:
-            enough([self._shown(source) for source in found], self.site.count)
+            check_enough_sources([self._shown(source) for source in found], self.site.count)
         except ValueError as error:
             raise MisconfigurationError(str(error)) from error
 
@@ -176,7 +186,7 @@ class SiteSplit:
             for source, size in self._sizes(name):
                 sizes[source] = sizes.get(source, 0) + size
         self._enough(sizes)
-        return packed(sizes, self.site.count)
+        return pack_sources(sizes, self.site.count)
 
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield every source of a part, in pieces, with their sizes; reads only if nothing else tells."""

@@ -25,7 +25,7 @@ from arclight.text.model.decoder import Decoder
 from arclight.text.multiple_choice import is_best, score_choices
 
 
-class Asked(NamedTuple):
+class LoadedTask(NamedTuple):
     """A task of a suite with its questions, read and checked."""
 
     task: SuiteTask
@@ -75,7 +75,7 @@ class TaskScore:
         return asdict(self)
 
 
-def load_suite(path: Path) -> tuple[Suite, list[Asked]]:
+def load_suite(path: Path) -> tuple[Suite, list[LoadedTask]]:
     """Read a suite with all of its files, so that what is wrong in any shows before the first answer.
 
     Raises RecipeError, FileNotFoundError, SourceError (with file and row), and MisconfigurationError for too few examples.
@@ -84,7 +84,7 @@ def load_suite(path: Path) -> tuple[Suite, list[Asked]]:
     return suite, [_read(task) for task in suite.tasks]
 
 
-def _read(task: SuiteTask) -> Asked:
+def _read(task: SuiteTask) -> LoadedTask:
     items = questions.read_items(task.questions, task.format)
     if not items:
         raise MisconfigurationError(f"{task.questions} of {task.title} has no questions")
@@ -102,11 +102,11 @@ def _read(task: SuiteTask) -> Asked:
                     f"{task.examples} has {len(found[group])} examples{of_group}; shots = {task.shots} of {task.title}"
                 )
     heads = {} if task.prompt is None else {group: questions.read_head(task.prompt, group) for group in groups}
-    return Asked(task, items, {group: found[group][: task.shots] for group in groups}, heads)
+    return LoadedTask(task, items, {group: found[group][: task.shots] for group in groups}, heads)
 
 
 def run_suite(
-    suite: Suite, asked: Sequence[Asked], model: Decoder, tokenizer: Tokenizer, *, share: tuple[int, int] = (0, 1),
+    suite: Suite, asked: Sequence[LoadedTask], model: Decoder, tokenizer: Tokenizer, *, share: tuple[int, int] = (0, 1),
     gather: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> list[TaskScore]:  # fmt: skip
     """Score ``model`` on every task of a suite that `load_suite` has read.
@@ -127,7 +127,7 @@ def run_suite(
 
 
 def _of_all(
-    one: Asked, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
+    one: LoadedTask, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
 ) -> list[Outcome]:
     """Gather what all processes answered, or raise on all of them: one that left would keep the others waiting."""
     outcomes: list[Outcome] = []
@@ -146,7 +146,7 @@ def _of_all(
 
 
 def _likelihoods(
-    one: Asked, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
+    one: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
 ) -> Iterator[Outcome]:
     def logits(tokens_BT: Tensor) -> Tensor:
         out = model(tokens_BT)
@@ -167,7 +167,9 @@ def _likelihoods(
         )
 
 
-def _generated(one: Asked, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer) -> Iterator[Outcome]:
+def _generated(
+    one: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
+) -> Iterator[Outcome]:
     """Answer greedily; prompts that are too long lose examples, then their beginning."""
     task = one.task
     extract, stop = _GENERATED[task.format]
@@ -225,7 +227,7 @@ def bootstrap(
     return float(shares.std()), (float(low), float(high))
 
 
-def _score(one: Asked, outcomes: Sequence[Outcome], suite: Suite) -> TaskScore:
+def _score(one: LoadedTask, outcomes: Sequence[Outcome], suite: Suite) -> TaskScore:
     count, likelihood = len(outcomes), one.task.way != "generate"
     generator = np.random.default_rng(suite.seed)
     right = sum(outcome.correct for outcome in outcomes)

@@ -37,7 +37,7 @@ class HeadRows:
     """Tokens of an answer, at most."""
 
 
-class Labelled(NamedTuple):
+class LabelledRow(NamedTuple):
     """A text, or the words of one, with its label or labels."""
 
     place: str
@@ -45,7 +45,7 @@ class Labelled(NamedTuple):
     labels: tuple[str, ...]
 
 
-class Asked(NamedTuple):
+class QuestionRow(NamedTuple):
     """A question about a context, with its true answers."""
 
     place: str
@@ -58,25 +58,25 @@ class Asked(NamedTuple):
     """Place of the first answer in the context, in characters."""
 
 
-def read_texts(path: Path) -> list[Labelled]:
+def read_texts(path: Path) -> list[LabelledRow]:
     """Read rows with ``text``, perhaps ``text_pair``, and ``label``. Raises SourceError, with the line, for other rows."""
     found = []
     for place, row in _checked(path, {"text": str, "label": (str, int)}):
         pair = row.get("text_pair")
         found.append(
-            Labelled(place, (row["text"],) if pair is None else (row["text"], str(pair)), (str(row["label"]),))
+            LabelledRow(place, (row["text"],) if pair is None else (row["text"], str(pair)), (str(row["label"]),))
         )
     return found
 
 
-def read_words(path: Path) -> list[Labelled]:
+def read_words(path: Path) -> list[LabelledRow]:
     """Read rows with ``tokens``, words, and as many ``tags``. Raises SourceError, with the line, for other rows."""
     found = []
     for place, row in _checked(path, {"tokens": list, "tags": list}):
         words, tags = tuple(map(str, row["tokens"])), tuple(map(str, row["tags"]))
         if len(words) != len(tags) or not all(words):
             raise SourceError(f"{place}: {len(words)} tokens, of which none may be empty, and {len(tags)} tags")
-        found.append(Labelled(place, words, tags))
+        found.append(LabelledRow(place, words, tags))
     return found
 
 
@@ -88,7 +88,7 @@ def _checked(path: Path, fields: dict[str, Any]) -> Iterator[tuple[str, dict[str
         yield place, row
 
 
-def read_squad(path: Path) -> list[Asked]:
+def read_squad(path: Path) -> list[QuestionRow]:
     """Read the questions of a SQuAD file, 1.1 or 2.0. Raises SourceError, naming the question, for what is none."""
     place = str(path)
     try:
@@ -105,7 +105,7 @@ def read_squad(path: Path) -> list[Asked]:
                         raise ValueError("no answers, and not is_impossible")
                     texts = tuple(answer["text"] for answer in answers)
                     start = answers[0]["answer_start"] if answers else -1
-                    found.append(Asked(place, asked["id"], asked["question"].strip(), context, texts, start))
+                    found.append(QuestionRow(place, asked["id"], asked["question"].strip(), context, texts, start))
         return found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{place} is not laid out as SQuAD is: {type(error).__name__} {error}") from error
@@ -218,13 +218,13 @@ class HeadData(DataModule):
     def _begin(self) -> list[int]:
         return [] if self.tokenizer.bos is None else [self.tokenizer.bos]
 
-    def _text(self, row: Labelled) -> tuple[list[int], list[int]]:
+    def _text(self, row: LabelledRow) -> tuple[list[int], list[int]]:
         ids = [*self._begin(), *self.tokenizer.encode("\n".join(row.texts))][: self.task.max_length]
         if not ids:
             raise SourceError(f"{row.place}: the text is empty, and the tokenizer has no token that begins one")
         return ids, [*[IGNORED] * (len(ids) - 1), self.labels.index(row.labels[0])]
 
-    def _words(self, row: Labelled) -> tuple[list[int], list[int]]:
+    def _words(self, row: LabelledRow) -> tuple[list[int], list[int]]:
         """A word's label is at its last token, before which a causal model has seen all of it."""
         ids = self._begin()
         labels = [IGNORED] * len(ids)
@@ -233,7 +233,7 @@ class HeadData(DataModule):
             ids, labels = ids + new, [*labels, *[IGNORED] * (len(new) - 1), self.labels.index(tag)]
         return ids[: self.task.max_length], labels[: self.task.max_length]
 
-    def _windows(self, found: list[Asked]) -> list[Window]:
+    def _windows(self, found: list[QuestionRow]) -> list[Window]:
         task, made = self.task, []
         for number, row in enumerate(found):
             prefix = [*self._begin(), *self.tokenizer.encode(f"{row.question}\n")]

@@ -28,8 +28,8 @@ class Metrics:
         other.callback, other.logged, other.bar = dict(self.callback), dict(self.logged), dict(self.bar)
         return other
 
-    def look(self, values: ResultCollection) -> Metrics:
-        """Take in what was logged since somebody last looked."""
+    def update(self, values: ResultCollection) -> Metrics:
+        """Add what was logged since the last update; return these metrics."""
         if values.in_batches:
             self.take_steps(values)
         else:

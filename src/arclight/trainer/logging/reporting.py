@@ -124,7 +124,7 @@ class Reporter:
     def begin_evaluation(self) -> ResultCollection:
         """Collect an evaluation's values again; those of the training that it interrupts are published first."""
         run = self.run
-        run.metrics.look(run.logged)
+        run.metrics.update(run.logged)
         kind = "fit" if run.logged.stage == "train" else run.stage
         run.logged = ResultCollection(run.stage, kind)
         return run.logged

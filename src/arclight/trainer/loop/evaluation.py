@@ -67,7 +67,7 @@ class EvaluationLoop:
         self.strategy = trainer.strategy
 
     def validate_during_fit(self) -> None:
-        """Validate within a fit: training values are put aside and taken up again."""
+        """Validate within a fit: training values are set aside and restored."""
         run = self.run_state
         training_values, before, run.stage = run.logged, run.stage, "validate"
         # A run that is broken off in here validates again when it is resumed, with the random numbers of the first time.

@@ -102,7 +102,7 @@ def _monitored(run: RunState, config: LRSchedulerConfig) -> Any:
     """Return the value that a plateau scheduler watches; None for schedulers that watch nothing."""
     if not config.reduce_on_plateau:
         return None
-    metrics = run.metrics.look(run.logged).callback
+    metrics = run.metrics.update(run.logged).callback
     if config.monitor in metrics:
         return metrics[config.monitor]
     if config.strict:

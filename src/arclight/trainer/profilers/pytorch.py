@@ -22,18 +22,19 @@ from arclight.trainer.profilers.profiler import Profiler
 
 STAGES = ("training_step", "validation_step", "test_step", "predict_step")
 
-_FORWARD = {
+_REACHABLE_ACTIONS = {
     (ProfilerAction.RECORD, ProfilerAction.WARMUP): ProfilerAction.RECORD,
     (ProfilerAction.RECORD, ProfilerAction.NONE): ProfilerAction.RECORD_AND_SAVE,
     (ProfilerAction.WARMUP, ProfilerAction.NONE): ProfilerAction.WARMUP,
 }
-"""What torch cannot do because another kind's trace is under way, and what is done instead."""
+"""Pairs of the previous action and the next one that torch.profiler refuses, as steps of two kinds alternate: the action in its place."""
 
 
 class StageSchedule:
-    """``schedule`` asked with the number of steps of the kind that is running, until its trace is complete.
+    """Call ``schedule`` with the number of steps of one kind (training, validation, ...), until that kind's trace is complete.
 
-    Before the first step nothing is recorded; validation before training (the sanity check) counts as no step.
+    torch.profiler calls this object after every step with its own count, of all kinds together. Before the first step nothing is recorded;
+    steps of the sanity check are not counted.
     """
 
     def __init__(self, schedule: Callable[[int], ProfilerAction]) -> None:
@@ -46,10 +47,10 @@ class StageSchedule:
         self.finished: set[str] = set()
         self.stage: str | None = None
         self._fitting = False
-        self._before = ProfilerAction.NONE
+        self._previous = ProfilerAction.NONE
 
-    def enter(self, action_name: str, fitting: bool) -> None:
-        """A step has been run: the action name ends with its kind."""
+    def count_step(self, action_name: str, fitting: bool) -> None:
+        """Note the step that has ended, by its action name, which ends with its kind."""
         self.stage = next(stage for stage in STAGES if action_name.endswith(stage))
         self._fitting = fitting
 
@@ -67,8 +68,8 @@ class StageSchedule:
             action = self.schedule(self.step)
             if action is ProfilerAction.RECORD_AND_SAVE:
                 self.finished.add(self.stage)
-        self._before = _FORWARD.get((self._before, action), action)
-        return self._before
+        self._previous = _REACHABLE_ACTIONS.get((self._previous, action), action)
+        return self._previous
 
 
 warning_cache = WarningCache()
@@ -221,7 +222,7 @@ class PyTorchProfiler(Profiler):
 
     def _step(self, action_name: str) -> None:
         if self._schedule is not None:
-            self._schedule.enter(action_name, fitting=self._stage == "fit")
+            self._schedule.count_step(action_name, fitting=self._stage == "fit")
             if self._given_schedule is default_schedule and self._steps_to_come(action_name) < _NEEDED_STEPS:
                 warning_cache.warn(
                     "PyTorchProfiler: not enough steps to properly record traces by the default schedule; every step is recorded instead"

@@ -29,7 +29,7 @@ class RunPaths:
         self.strategy, self.root, self.name, self.run_folders = strategy, root, name, run_folders
         self._dry, self._logger_choice = dry, logger
         self.opened: RunFolder | None = folder
-        """The run folder, if it was given, made or taken up."""
+        """The run folder, if it was given, made or resumed."""
         self._loggers: list[Any] | None = None
         self._module_name: str | None = None
         self._folder_made_early = False

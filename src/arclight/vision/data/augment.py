@@ -29,7 +29,7 @@ cv2 = require("cv2", extra="vision")
 Boxes = NDArray[np.float32]
 Points = NDArray[np.floating]
 Matrix = NDArray[np.float64]
-Labelled = tuple[Image, Boxes]
+LabelledImage = tuple[Image, Boxes]
 Keypoints = bool | Literal["corners"]
 
 MIN_SIDE = 2.0
@@ -43,8 +43,13 @@ MAX_PASTED = 8
 
 
 def mosaic(
-    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
-) -> Labelled:
+    tiles: Sequence[LabelledImage],
+    rng: np.random.Generator,
+    augment: Augment,
+    size: int,
+    *,
+    keypoints: Keypoints = False,
+) -> LabelledImage:
     """Compose four images around a random centre, under one random transform, in a square of ``size`` pixels.
 
     The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size, of which a random part is cut out. That
@@ -65,8 +70,13 @@ def mosaic(
 
 
 def mosaic9(
-    tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
-) -> Labelled:
+    tiles: Sequence[LabelledImage],
+    rng: np.random.Generator,
+    augment: Augment,
+    size: int,
+    *,
+    keypoints: Keypoints = False,
+) -> LabelledImage:
     """Compose nine images at two thirds of their size, the first in the middle, in a square of ``size`` pixels.
 
     They fill the same plane of twice the size as the four of `mosaic`, around a random centre; each is warped once.
@@ -92,8 +102,8 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 
 
 def copy_paste(
-    labelled: Labelled, source: Labelled, rng: np.random.Generator, *, keypoints: Keypoints = False
-) -> Labelled:
+    labelled: LabelledImage, source: LabelledImage, rng: np.random.Generator, *, keypoints: Keypoints = False
+) -> LabelledImage:
     """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
 
     What is copied is within the outline of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea:
@@ -135,8 +145,8 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def random_affine(
-    tile: Labelled, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
-) -> Labelled:
+    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
+) -> LabelledImage:
     """Place one whole image in a square of ``size`` pixels, under a random transform about its centre."""
     image, labels = tile
     matrix = random_transform(rng, augment, size, reach=0.5 * size) @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
@@ -223,12 +233,12 @@ def never_mirrored(names: Sequence[str], augment: Augment) -> frozenset[int]:
 
 
 def flip(
-    labelled: Labelled,
+    labelled: LabelledImage,
     rng: np.random.Generator,
     augment: Augment,
     fixed: frozenset[int] = frozenset(),
     keypoints: KeypointShape | None = None,
-) -> Labelled:
+) -> LabelledImage:
     """Mirror left-right and top-bottom, each with its probability, unless there is an object of a class in ``fixed``.
 
     In a mirror left and right change places, whichever way it stands: ``keypoints`` are renumbered as they say, and images of
@@ -260,7 +270,7 @@ def _renumbered(points: Boxes, keypoints: KeypointShape | None) -> Boxes:
     return points.reshape(len(points), keypoints.count, 2)[:, list(keypoints.flip)].reshape(points.shape)
 
 
-def mixup(first: Labelled, second: Labelled, rng: np.random.Generator) -> Labelled:
+def mixup(first: LabelledImage, second: LabelledImage, rng: np.random.Generator) -> LabelledImage:
     """Blend two images of one size, with the boxes of both (arXiv 1710.09412)."""
     share = rng.beta(32.0, 32.0)
     image: Image = cv2.addWeighted(first[0], share, second[0], 1 - share, 0)

@@ -402,7 +402,7 @@ class DetectionDataset(Dataset[Sample]):
 
     def _compose(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
-    ) -> augmentation.Labelled:
+    ) -> augmentation.LabelledImage:
         if not (self.mosaic_open and rng.random() < augment.mosaic):
             return augmentation.random_affine(
                 self._decoded(index)[:2], rng, augment, self.image_size, keypoints=self._marks

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 """Folders in which a split is looked for."""
-TRIES = 10
+MAX_SUBSTITUTES = 10
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def central_square(image: Image, size: int) -> Image:
 def random_view(image: Image, size: int, rng: np.random.Generator, augment: CropAugment) -> Image:
     """Cut out a random part of an image, at ``size`` pixels, with colours and direction changed (Szegedy et al. 2014)."""
     height, width = image.shape[:2]
-    for _ in range(TRIES):
+    for _ in range(MAX_SUBSTITUTES):
         area = height * width * rng.uniform(augment.min_area, 1.0)
         ratio = math.exp(rng.uniform(-math.log(4 / 3), math.log(4 / 3)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

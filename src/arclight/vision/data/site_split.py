@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.data.sites import IID, Dirichlet, Numbered, drawn, packed
+from arclight.data.sites import IID, Dirichlet, NumberedSite, pack_sources, site_at_random
 
 if TYPE_CHECKING:
     from arclight.vision.data.data_yaml import DataSpec
@@ -30,7 +30,7 @@ class Merchant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteShare(Numbered):
+class SiteShare(NumberedSite):
     """One site's share of the training and validation images."""
 
     partition: Merchant | IID | Dirichlet = dataclasses.field(default_factory=IID)
@@ -76,7 +76,7 @@ class SiteSplit:
         if isinstance(partition, Merchant):
             return self._home[self.merchant(image)]
         merchant = self.merchant(image) if isinstance(partition, Dirichlet) else ""
-        return drawn(partition, self._name(image).encode(), merchant, count)
+        return site_at_random(partition, self._name(image).encode(), merchant, count)
 
     def merchant(self, image: Path) -> str:
         """Return the owner of an image. Raises DatasetError if nobody knows."""
@@ -127,6 +127,6 @@ class SiteSplit:
         splits = [split for split in ("train", "val", "test") if getattr(self.spec, split)]
         sizes = Counter(self.merchant(image) for split in splits for image in self.spec.images(split))
         try:
-            return packed(sizes, self.site.count)
+            return pack_sources(sizes, self.site.count)
         except ValueError as error:
             raise DatasetError(f"{self.spec.file}: {error}") from error

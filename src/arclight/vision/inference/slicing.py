@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class _Looks:
+class _SliceBoxes:
     """Boxes found in slices, in the image's pixels, and which of their sides a seam has cut."""
 
     found: Detections
@@ -60,7 +60,7 @@ def sliced(
         ]
         if whole:
             (found,) = detect([image])
-            parts.append(_Looks(found, np.zeros((len(found), 4), np.bool_)))
+            parts.append(_SliceBoxes(found, np.zeros((len(found), 4), np.bool_)))
         return _merged(parts, image, iou_threshold, agnostic)
 
     return lambda images: [one(image) for image in images]
@@ -82,7 +82,7 @@ def _chunks(corners: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         yield corners[start : start + BATCH]
 
 
-def _slice_boxes(detect: Detect, image: Image, corners: list[tuple[int, int]], size: int) -> _Looks:
+def _slice_boxes(detect: Detect, image: Image, corners: list[tuple[int, int]], size: int) -> _SliceBoxes:
     height, width = image.shape[:2]
     answers = detect([np.ascontiguousarray(image[y : y + size, x : x + size]) for x, y in corners])
     margin = max(2.0, _EDGE_SHARE * size)
@@ -95,7 +95,7 @@ def _slice_boxes(detect: Detect, image: Image, corners: list[tuple[int, int]], s
         near = np.abs(moved.boxes.xyxy - [x, y, right, bottom]) <= margin
         cuts.append(near & np.array([x > 0, y > 0, right < width, bottom < height]))
         boxes.append(moved)
-    return _Looks(concatenated(boxes), _in_order(boxes, cuts))
+    return _SliceBoxes(concatenated(boxes), _in_order(boxes, cuts))
 
 
 def _in_order(boxes: Sequence[Detections], cuts: Sequence[Bools]) -> Bools:
@@ -104,7 +104,7 @@ def _in_order(boxes: Sequence[Detections], cuts: Sequence[Bools]) -> Bools:
     return np.concatenate(cuts)[order]
 
 
-def _merged(parts: Sequence[_Looks], image: Image, iou_threshold: float, agnostic: bool) -> Detections:
+def _merged(parts: Sequence[_SliceBoxes], image: Image, iou_threshold: float, agnostic: bool) -> Detections:
     found = concatenated([part.found for part in parts])
     cut = _in_order([part.found for part in parts], [part.cut for part in parts])
     partial = cut.any(axis=1)

@@ -17,7 +17,7 @@ FORGET_AFTER = 300
 """Frames after which a track that is not seen is forgotten: no tracker keeps one for so long."""
 
 
-class _Seen:
+class _TrackRecord:
     """A note on each track, kept as long as it may come back."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LineCount:
         if not np.any(self.points[0] != self.points[1]):
             raise ValueError(f"a line needs two points, got {self.points[0].tolist()} twice")
         self.to_right, self.to_left = Counter[str](), Counter[str]()
-        self._seen = _Seen()
+        self._seen = _TrackRecord()
 
     def update(self, found: Detections) -> None:
         """Count the crossings between the frame before and this one. Raises ValueError for boxes without ids."""
@@ -82,7 +82,7 @@ class ZoneCount:
                 f"the sides of a zone must not cross: side {crossing[0]} crosses side {crossing[1]}; order its corners"
             )
         self.inside, self.entered = Counter[str](), Counter[str]()
-        self._seen = _Seen()
+        self._seen = _TrackRecord()
 
     def update(self, found: Detections) -> None:
         """Count the objects of this frame. Raises ValueError for boxes without ids."""

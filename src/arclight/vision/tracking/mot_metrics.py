@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from arclight.vision.tracking.assignment import assign, overlaps
 
-Labelled = tuple[ArrayLike, ArrayLike]
+NumberedBoxes = tuple[ArrayLike, ArrayLike]
 """Numbers (k,) and boxes xyxy (k, 4) of one frame."""
 
 
@@ -41,7 +41,7 @@ class TrackingScores:
         return 2 * self.identity_true_positives / both if both else float("nan")
 
 
-def score_tracks(frames: Iterable[tuple[Labelled, Labelled]], min_overlap: float = 0.5) -> TrackingScores:
+def score_tracks(frames: Iterable[tuple[NumberedBoxes, NumberedBoxes]], min_overlap: float = 0.5) -> TrackingScores:
     """Score the frames of one video, each of (true numbers and boxes, tracked numbers and boxes).
 
     A box agrees with a true one if their IoU is ``min_overlap`` or more. A pair of the frame before that still agrees is kept; the

@@ -78,7 +78,7 @@ def parallelize_steps(
     steps = PipelinedSteps(module, device)
     piece, _ = split_samples(module, batch, plan.pieces)[0]
     args = _arguments(step, piece)
-    graph = steps.look(step, args)
+    graph = steps.capture(step, args)
     samples = split_samples(module, batch, 1)[0][1]
     chosen = _choose_once(lambda: choose_pipeline(module, step, args, graph, samples, plan, request), device)
     kind = schedule_kind(chosen.schedule)

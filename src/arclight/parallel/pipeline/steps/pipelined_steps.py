@@ -115,7 +115,7 @@ class PipelinedSteps:
 
     # -- cutting ---------------------------------------------------------------------------------------------------
 
-    def look(self, step: Step, args: tuple[Any, ...]) -> CallGraph:
+    def capture(self, step: Step, args: tuple[Any, ...]) -> CallGraph:
         """Capture what ``step`` does with one micro-batch of its arguments.
 
         Raises PlanError where that cannot be cut.

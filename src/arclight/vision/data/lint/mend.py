@@ -24,7 +24,7 @@ CHANGES = "changes.txt"
 
 
 @dataclass(frozen=True)
-class Mended:
+class MendReport:
     """Result of a mend: the new data.yaml, a line for each change, and what is left for a person to decide."""
 
     file: Path
@@ -32,7 +32,7 @@ class Mended:
     left: list[str] = field(default_factory=list)
 
 
-def mend(report: LintReport, to: Path) -> Mended:
+def mend(report: LintReport, to: Path) -> MendReport:
     """Copy the data set of ``report`` into the new folder ``to`` without the faults that have one answer.
 
     Left out: images that cannot be read, rows that cannot be read or repeat another one (outlines: all of their corners), images of train that are in val or
@@ -70,7 +70,7 @@ def mend(report: LintReport, to: Path) -> Mended:
             to.rmdir()
         folder.replace(to)
     left = [f"{plan.outlines:,} x outlines of their own whose boxes repeat another's"] * (plan.outlines > 0)
-    return Mended(to / "data.yaml", plan.changes, left + _undecided(report))
+    return MendReport(to / "data.yaml", plan.changes, left + _undecided(report))
 
 
 @dataclass
