@@ -44,7 +44,7 @@ class Interval:
         return not math.isnan(value) and all(getattr(operator, name)(value, bound) for name, bound in self._bounds())
 
     def __str__(self) -> str:
-        """In mathematics' way: ``in [0, 1)``, ``>= 0``; nothing where any finite number will do."""
+        """Write it in mathematics' way: ``in [0, 1)``, ``>= 0``; empty if any finite number will do."""
         found = {name: bound for name, bound in self._bounds() if math.isfinite(bound)}
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         if len(found) < 2:

@@ -364,7 +364,7 @@ def write(recipe: Any) -> str:
 
 
 def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
-    """``value`` as tables, lists, text and numbers."""
+    """Return ``value`` as tables, lists, text and numbers."""
     classes, _, empty = _members(hint)
     if isinstance(value, Imported):
         fields = _fields(imported(value.target))
@@ -433,7 +433,7 @@ def _own_field_docs(cls: Any) -> dict[str, str]:
 
 
 def toml_text(table: Mapping[str, Any]) -> str:
-    """``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line."""
+    """Return ``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line."""
     return "\n".join(_lines(table)).lstrip("\n") + "\n"
 
 

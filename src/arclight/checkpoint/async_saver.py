@@ -65,7 +65,7 @@ class AsyncSaver:
         return self._in_flight
 
     def save_shares(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
-        """The same as `arclight.checkpoint.save_shares` does: who writes what is agreed on at once, by every process.
+        """Save as `arclight.checkpoint.save_shares` does; which rank writes what is agreed on at once, by every rank.
 
         Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
         another rank's when its own part is written. Raises the error of a save before on every rank.
@@ -96,7 +96,7 @@ class AsyncSaver:
             raise CheckpointError("this saver is closed and writes nothing more: make another AsyncSaver")
 
     def hurry(self, seconds: float = 10.0) -> None:
-        """Something has failed: a save in flight waits no longer than this for other processes' parts."""
+        """Limit how long a save in flight waits for other ranks' parts, after a failure."""
         if self._exchange is not None:
             self._exchange.hurry(seconds)
 

@@ -175,7 +175,7 @@ def temporary_file(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """As `atomic_replace.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
+    """Sweep as `atomic_replace.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
     return [] if remote.is_remote(folder) else atomic_replace.sweep(folder)
 
 

@@ -42,7 +42,7 @@ def to_path(path: str | Path) -> Path:
 
 
 def to_absolute_path(path: str | Path) -> Path:
-    """As `place`, from now on independent of the working directory, which may change before it is used."""
+    """Make `place` independent of the working directory, which may change before it is used."""
     found = to_path(path)
     return found if is_remote(found) else found.absolute()
 
@@ -160,7 +160,7 @@ class RemotePath:
 
 @contextmanager
 def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
-    """Whatever keeps the block from reading or writing at an address is raised as an OSError that names it and says what to do.
+    """Raise whatever keeps the block from reading or writing at an address as an OSError that names it and the remedy.
 
     passing: errors that are left as they are. So are all where `path` is local.
     """

@@ -65,7 +65,7 @@ def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tupl
 
 
 def write_values(file: HashedFile, tensor: torch.Tensor) -> None:
-    """The next tensor of a file that `write_header` has begun."""
+    """Write the next tensor of a file that `write_header` has begun."""
     if tensor.numel():
         file.write(memory_of(as_bytes(tensor.cpu())))
 

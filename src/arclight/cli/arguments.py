@@ -123,7 +123,7 @@ def recipe_parser(verb: str, about: str) -> Parser:
 
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
-    """As `read_as`, for a training run. Of a federated one, what a run without a federation knows of."""
+    """Read as `read_as`, for a training run; of a federated recipe, the part that a run without a federation has."""
     arguments = [*map(recipe_file, arguments[:1]), *arguments[1:]]
     if arguments and is_federated(arguments[0]):
         from arclight.cli.federate.recipe import FederatedRecipe

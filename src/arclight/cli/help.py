@@ -29,7 +29,7 @@ TYPE_WIDTH = 28
 
 
 def recipe_help(parser: ArgumentParser, schema: type, topic: str = "", own: Sequence[str] = ()) -> str:
-    """``parser``'s own options and the fields of ``schema``, as wide as the terminal.
+    """Return ``parser``'s own options and the fields of ``schema``, as wide as the terminal.
 
     topic: a table whose fields, and those of tables in it, are all that is shown; ``ALL`` for everything. own: the tables that are
     shown without a topic, the others being named; none for all. Raises LookupError, with the nearest ones, where there is no such table.

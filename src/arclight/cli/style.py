@@ -83,6 +83,6 @@ def coloured(text: str) -> str:
 
 
 def styled(code: str, text: str) -> str:
-    """``text`` in an ANSI style if standard output is a terminal that wants it (https://no-color.org)."""
+    """Return ``text`` in an ANSI style if standard output is a terminal that wants it (https://no-color.org)."""
     wanted = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return f"\x1b[{code}m{text}\x1b[0m" if wanted and text else text

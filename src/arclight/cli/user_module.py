@@ -131,7 +131,7 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` laid over ``below``, table by table; a table of another kind replaces the one below."""
+    """Return ``above`` laid over ``below``, table by table; a table of another kind replaces the one below."""
     both = dict(below)
     for name, value in above.items():
         under = below.get(name)

@@ -207,7 +207,7 @@ def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count
 
 
 def length_of(loader: Any) -> Count:
-    """``len(loader)``; infinity where it has none or cannot say."""
+    """Return ``len(loader)``; infinity where it has none or cannot say."""
     try:
         length: int = len(loader)
     except (TypeError, NotImplementedError):

@@ -193,7 +193,7 @@ class EpochSampler:
         return max(batch * self.global_batch, self.place_of(epoch, batch) or 0)
 
     def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
-        """As `_epoch` for a sampler without length, which may be endless: drawn one global batch at a time."""
+        """Yield as `_epoch` for a sampler without length, which may be endless: drawn one global batch at a time."""
         iterator, batch, first = iter(self.source), 0, list[Any]()
         size = self.global_batch
         while True:

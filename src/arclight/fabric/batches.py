@@ -12,7 +12,7 @@ import torch
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with ``function`` applied to every tensor; containers keep their types, other leaves stay.
+    """Return ``batch`` with ``function`` applied to every tensor; containers keep their types, other leaves stay.
 
     An object with a ``to`` method of its own (a packed sequence, say) is a leaf that is left to :func:`move_batch`.
     """
@@ -40,7 +40,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """``batch`` on ``device``; copies from pinned memory do not wait."""
+    """Return ``batch`` on ``device``; copies from pinned memory do not wait."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
@@ -137,7 +137,7 @@ def _parts(batch: Any) -> Iterable[Any]:
 
 
 def as_tensors(data: Any, device: torch.device) -> Any:
-    """``data`` with its numbers, booleans and arrays as tensors on ``device``; tensors and all else as they are."""
+    """Return ``data`` with its numbers, booleans and arrays as tensors on ``device``; tensors and all else as they are."""
     if isinstance(data, (bool, int, float, complex, np.generic)):
         return torch.tensor(data.item() if isinstance(data, np.generic) else data, device=device)
     if isinstance(data, np.ndarray):
@@ -154,7 +154,7 @@ def as_tensors(data: Any, device: torch.device) -> Any:
 
 
 def as_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """``metrics`` with each tensor of one element as its number. Raises ValueError for a larger one."""
+    """Return ``metrics`` with each tensor of one element as its number. Raises ValueError for a larger one."""
     return {name: _scalar(name, value) for name, value in metrics.items()}
 
 

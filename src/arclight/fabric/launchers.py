@@ -30,7 +30,7 @@ class Launcher:
     """Whether it works in a notebook and at a prompt."""
 
     def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """``function(*arguments, **options)`` in every process of this node; the result of the first."""
+        """Run ``function(*arguments, **options)`` in every process of this node; return the result of the first."""
         return function(*arguments, **options)
 
 

@@ -34,7 +34,7 @@ def enter_all(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[
 
 
 def materialize_meta(module: nn.Module, device: torch.device) -> None:
-    """Memory and first values for what of ``module`` is on the meta device."""
+    """Give memory and first values to what of ``module`` is on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
         from arclight.fabric.distributed.sharding import materialize
 

@@ -73,7 +73,7 @@ def rank_zero_debug(message: object, *arguments: Any, **options: Any) -> None:
 
 @rank_zero_only
 def rank_zero_warn(message: str, stacklevel: int = 4, category: type[Warning] = UserWarning, **options: Any) -> None:
-    """``warnings.warn`` on rank 0; ``stacklevel`` counts from here, so that the caller's caller is shown."""
+    """Call ``warnings.warn`` on rank 0; ``stacklevel`` counts from here, so that the caller's caller is shown."""
     warnings.warn(message, category, stacklevel=stacklevel, **options)
 
 
@@ -86,5 +86,5 @@ warnings.simplefilter("default", category=LightningDeprecationWarning)
 
 @rank_zero_only
 def rank_zero_deprecation(message: str, stacklevel: int = 5, **options: Any) -> None:
-    """A :class:`LightningDeprecationWarning` on rank 0."""
+    """Issue a :class:`LightningDeprecationWarning` on rank 0."""
     warnings.warn(message, LightningDeprecationWarning, stacklevel=stacklevel, **options)

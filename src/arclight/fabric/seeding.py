@@ -60,7 +60,7 @@ def reset_seed() -> None:
 
 
 def seed_loader_worker(worker_id: int, rank: int | None = None) -> None:
-    """A DataLoader's ``worker_init_fn``: streams that differ between workers and ranks, in every generator.
+    """Seed a DataLoader's worker (``worker_init_fn``): streams differ between workers and ranks, in every generator.
 
     Our own loader needs none; this is for loaders that are used without it.
     """

@@ -140,7 +140,7 @@ def shard_name(number: int, count: int, stem: str = "model") -> str:
 
 
 def write_shard(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """A new file of dense tensors on the CPU, which is on the disk on return."""
+    """Write a new file of dense tensors on the CPU, which is on the disk on return."""
     save_file(dict(tensors), file, {"format": "pt"})
     with file.open("rb") as written:
         os.fsync(written.fileno())

@@ -255,7 +255,7 @@ def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], grou
 
 
 def summed(tensor: torch.Tensor, hops: tuple[Hop, ...], axis: int) -> torch.Tensor:
-    """``tensor`` summed in place over the processes that share ``axis``. A collective where there are any."""
+    """Sum ``tensor`` in place over the processes that share ``axis``. A collective where there are any."""
     import torch.distributed as dist
 
     for hop in hops:

@@ -90,7 +90,7 @@ class MixedOptimizer(Optimizer):
         return {**super().__getstate__(), "_names": self._names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; what the group leaves out is as in the first group. Raises ValueError for parameters without a name."""
+        """Add a group as torch does; what it leaves out is as in the first group. Raises ValueError for parameters without a name."""
         given = param_group["params"]
         items = [given] if isinstance(given, torch.Tensor) else list(given)
         if items and not isinstance(items[0], tuple):
@@ -151,7 +151,7 @@ class MixedOptimizer(Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
+        """Return ``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
 
         Options are there by name too, so that the states of a pipeline's stages can be merged.
         """
@@ -188,7 +188,7 @@ class MixedOptimizer(Optimizer):
             after(self)
 
     def _in_own_order(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """``saved`` with this optimizer's groups, and by name."""
+        """Return ``saved`` with this optimizer's groups, and by name."""
         if "options" in saved:
             return self._with_options(saved["options"], saved["state"])
         keys = [key for group in saved["param_groups"] for key in group["params"]]
@@ -249,7 +249,7 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
 def _restored(
     name: str, parameter: torch.Tensor, group: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """``entries`` in this process's place, precision and memory layout."""
+    """Return ``entries`` in this process's place, precision and memory layout."""
     from arclight.fabric.distributed.sharding import shard_like
 
     made = RULES[group["kind"]].new_state(parameter, group)
@@ -267,7 +267,7 @@ def _restored(
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)``, with every tensor in the memory layout of its parameter.
+    """Call ``optimizer.load_state_dict(state)``, with every tensor in the memory layout of its parameter.
 
     Fused optimizers walk parameter, gradient and moments as flat memory. Moments that come back from a file are
     contiguous; beside a ``channels_last`` weight each would be applied to another element, without an error.

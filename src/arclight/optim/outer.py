@@ -48,7 +48,7 @@ class Outer(Checked):
 
 
 def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """``anchor - local`` of all or the given names, one precision wider than the weights, so that a step of rate 1 from
+    """Return ``anchor - local`` of all or the given names, one precision wider than the weights, so that a step of rate 1 from
     ``anchor`` comes back to ``local`` exactly unless their sizes are 2^29 apart.
 
     Raises ValueError where names or shapes differ.

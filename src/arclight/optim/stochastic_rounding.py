@@ -30,7 +30,7 @@ def _like(part: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """``value`` into ``target``, in its precision; nothing where the device finds ``skip`` to be true."""
+    """Store ``value`` into ``target``, in its precision; nothing where the device finds ``skip`` to be true."""
     target.copy_(value if skip is None else torch.where(skip, target, value))
 
 
@@ -63,7 +63,7 @@ def _hash(number: torch.Tensor) -> torch.Tensor:
 def rounded_at_random(
     value: torch.Tensor, draw: torch.Tensor, step: torch.Tensor, seed: int, name: str
 ) -> torch.Tensor:
-    """``value`` (float32) in bfloat16, rounded up or down with probabilities that keep its mean.
+    """Return ``value`` (float32) in bfloat16, rounded up or down with probabilities that keep its mean.
 
     Which way depends on ``seed``, ``name``, the ``step`` (0-dim) and the element's number among the :func:`draws` of its tensor,
     and on nothing else: it is the same on every mesh.

@@ -145,7 +145,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None,
 
 
 def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers; what has several names comes once, or with ``tied`` under each of them."""
+    """Return the parameters and buffers; what has several names comes once, or with ``tied`` under each of them."""
     once = not tied
     return [*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)]
 

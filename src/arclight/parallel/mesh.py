@@ -78,7 +78,7 @@ class Mesh:
         return self.plan.dp_replicate > 1 and not self.plan.apart
 
     def over_replicas(self, own: DeviceMesh | None) -> DeviceMesh:
-        """``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
+        """Return ``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
         names = (own.mesh_dim_names or ()) if own is not None else ()
         root = self.dense if self.sparse is None or not {"efsdp", "ep"} & set(names) else self.sparse
         return root[("dp_replicate", *names)]

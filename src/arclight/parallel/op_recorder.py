@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def begin(self) -> None:
-        """A new phase: peak and operations count from here."""
+        """Begin a phase: peak and operations count from here."""
         self._ops, self._messages, self._read, self._uncut, self.peak = [], [], set(), 0.0, self.live
 
     def work(self) -> Work:
@@ -280,6 +280,6 @@ class _PassMarker(torch.autograd.Function):
 
 
 def mark_passes(x: Tensor, passed: Callable[[str], None]) -> Tensor:
-    """``x``; ``passed("forward")`` is called now, ``passed("backward")`` when its gradient is known."""
+    """Return ``x``; ``passed("forward")`` is called now, ``passed("backward")`` when its gradient is known."""
     out: Tensor = _PassMarker.apply(x, passed)
     return out

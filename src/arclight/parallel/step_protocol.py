@@ -25,7 +25,7 @@ class Runnable(Protocol):
     """None in one process. A strategy puts a callable here: ``runner(module, batch) -> (total, count)``."""
 
     def split_batch(self, batch: Any) -> Split:
-        """``(args, kwargs, targets)``.
+        """Return ``(args, kwargs, targets)``.
 
         ``args`` go to the first stage, and from there what each stage returns goes to the next. ``kwargs`` go to every stage.
         ``targets`` go with the last stage's output into :meth:`loss`. Tensors have samples in dimension 0 and, where there are
@@ -56,7 +56,7 @@ def own_batch_weight(module: Any) -> Callable[[Any], Any] | None:
 
 
 def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
-    """``(total, count)`` of a batch, for any step of ``module``; both are scalars, and ``total`` has its gradient.
+    """Return ``(total, count)`` of a batch, for any step of ``module``; both are scalars, and ``total`` has its gradient.
 
     In one process: one forward and the loss. On several, what the strategy's runner does: the gradients of a pipeline are
     computed in here already, and ``total.backward()`` only scales them and makes them known. ``count`` is that of the whole
@@ -70,7 +70,7 @@ def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def with_positions(split: Split) -> Split:
-    """``split`` with 0, 1, 2, ... (B, T) where it says None for ``positions``: a part of a model or sequence cannot count them."""
+    """Return ``split`` with 0, 1, 2, ... (B, T) where it says None for ``positions``: a part of a model or sequence cannot count them."""
     args, kwargs, targets = split
     tokens = next((value for value in args if isinstance(value, Tensor)), None)
     if kwargs.get("positions", split) is None and tokens is not None:

@@ -180,7 +180,7 @@ class PlanStrategy(ShardedStrategy):
         return root
 
     def _shard_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """Of the module's model this process's stages, each sharded; a schedule calls them, so that nothing need be called around a step."""
+        """Shard this process's stages of the module's model; a schedule calls them, so that nothing need be called around a step."""
         self._refuse_scaler()
         install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
         return StepRoot(module, shared=False)
@@ -219,7 +219,7 @@ class PlanStrategy(ShardedStrategy):
             torch.set_rng_state(state.cpu())
 
     def types(self) -> FsdpTypes:
-        """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
+        """Choose types: parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
         compute = getattr(self.precision, "compute_dtype", None)
         half = (torch.float16, torch.bfloat16)
         if compute == torch.bfloat16:
@@ -309,7 +309,7 @@ class PlanStrategy(ShardedStrategy):
         return [tree, *(map_tensors(other, functools.partial(arrived, source=source)) for other, source in others)]
 
     def _of_last_stage(self, tree: Any) -> Any:
-        """``tree`` without what belongs to no part of a model and other processes than the last stage's have older values of."""
+        """Return ``tree`` without what belongs to no part of a model and other processes than the last stage's have older values of."""
         names = {name for steps in self._steps.values() if not steps.last for name in steps.everybodys}
         return _without(tree, names) if names else tree
 
@@ -358,7 +358,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without(tree: Any, names: set[str]) -> Any:
-    """``tree`` without tensors under ``names``."""
+    """Return ``tree`` without tensors under ``names``."""
     if isinstance(tree, dict):
         kept = {k: v for k, v in tree.items() if not (k in names and isinstance(v, torch.Tensor))}
         return type(tree)({k: _without(v, names) for k, v in kept.items()}) if type(tree) is dict else kept

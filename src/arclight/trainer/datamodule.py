@@ -47,11 +47,11 @@ class DataHooks:
         raise _missing(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
-        """As :meth:`val_dataloader`."""
+        """Return one or more loaders, as :meth:`val_dataloader`."""
         raise _missing(self, "test_dataloader")
 
     def predict_dataloader(self) -> Any:
-        """As :meth:`val_dataloader`."""
+        """Return one or more loaders, as :meth:`val_dataloader`."""
         raise _missing(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -417,7 +417,7 @@ def _not_loadable(cls: type) -> TypeError:
 
 
 def constructors(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """Arguments of each constructor that is running in ``frame`` and directly around it, the most derived class last.
+    """Yield the arguments of each constructor that is running in ``frame`` and directly around it, the most derived class last.
 
     A module that is built by another one's constructor takes that one's arguments too.
     """

@@ -351,7 +351,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
             )  # fmt: skip
 
     def _log_outside(self, name: str, value: Any, logger: bool | None) -> None:
-        """``log`` outside of a trainer's run: to a Fabric's loggers, or nowhere for a step that somebody calls by hand."""
+        """Log outside of a trainer's run: to a Fabric's loggers, or nowhere for a step that is called by hand."""
         if self._fabric is not None:
             self._log_through_fabric({name: value}, logger)
             return
@@ -416,7 +416,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        """Of the modules inside as well."""
+        """Set the trainer, of the modules inside as well."""
         for part in self.modules():
             if isinstance(part, Module):
                 part.__dict__["_trainer"] = trainer
@@ -428,7 +428,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
     @fabric.setter
     def fabric(self, fabric: Any) -> None:
-        """Of the modules inside as well. They do not keep it alive."""
+        """Set the Fabric, of the modules inside as well. They do not keep it alive."""
         if fabric is not None and not isinstance(fabric, weakref.ProxyTypes):
             fabric = weakref.proxy(fabric)
         for part in self.modules():

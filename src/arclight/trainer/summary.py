@@ -214,7 +214,7 @@ class ModelSummary:
         return list(columns.items())
 
     def _add_own_parameters(self, columns: dict[str, list[str]]) -> None:
-        """A last row for the parameters that the model holds itself and no layer of it does."""
+        """Add a last row for the parameters that the model holds itself and no layer of it does."""
         own = self.total_parameters - sum(_count(p) for p in _parameters_within(self._model))
         if own <= 0 or not self._max_depth:
             return
@@ -294,7 +294,7 @@ def get_formatted_model_size(total_model_size: float) -> str:
 
 
 def get_human_readable_count(number: int) -> str:
-    """``number`` as 123, 1.2 K, 45.0 M, 400 T: the unit takes a place of its own."""
+    """Return ``number`` as 123, 1.2 K, 45.0 M, 400 T: the unit takes a place of its own."""
     assert number >= 0, f"a count cannot be negative: {number}"
     digits = math.floor(math.log10(number)) + 1 if number else 1
     unit = min(math.ceil(digits / 3), len(PARAMETER_NUM_UNITS)) - 1
@@ -327,7 +327,7 @@ def _local_count(parameter: torch.Tensor) -> int:
 
 
 def _parameters_within(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters of the model's children, each once."""
+    """Return the parameters of the model's children, each once."""
     return list({id(p): p for child in model.children() for p in child.parameters()}.values())
 
 

@@ -252,13 +252,13 @@ class Trainer:
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
-        """``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
+        """Return ``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
         return Session(self).launch(Session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
 
     def predict_iter(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None
     ) -> Iterator[Any]:  # fmt: skip
-        """``predict_step`` of one batch after another, as they are taken; nothing is kept.
+        """Yield ``predict_step`` of one batch after another, as they are taken; nothing is kept.
 
         Raises MisconfigurationError for strategies that start processes of their own.
         """
@@ -899,7 +899,7 @@ def _check_callbacks(callbacks: list[Callback], bars: list[Any], chosen: dict[st
 
 
 def show_results(stage: str, results: list[dict[str, float]]) -> None:
-    """A table of an evaluation's values."""
+    """Print a table of an evaluation's values."""
     from rich.console import Console
     from rich.table import Table
 

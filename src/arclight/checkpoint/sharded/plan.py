@@ -90,7 +90,7 @@ class EncodedShards(tree.Encoder):
         return {"$": "spread", "path": list(path)}
 
     def _regions(self, tensor: Any, part: torch.Tensor) -> list[Region]:
-        """As `local_regions`; tensors that are cut alike, as weights and their moments are, are worked out once."""
+        """Compute `local_regions`, once for tensors that are cut alike, as weights and their moments are."""
         if not is_dtensor(tensor):
             return local_regions(tensor)
         key = id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape), tuple(part.shape)

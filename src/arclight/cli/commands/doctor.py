@@ -139,7 +139,7 @@ def accelerators() -> dict[str, Any]:
 
 
 def room(folder: Path) -> dict[str, Any]:
-    """Memory, and disk below ``folder``, in GiB."""
+    """Return the memory, and disk below ``folder``, in GiB."""
     facts = {"disk free GiB": round(shutil.disk_usage(folder).free / 2**30, 1)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory GiB"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)

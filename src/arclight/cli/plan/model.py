@@ -185,7 +185,7 @@ def _first_batch(module: Any, data: Any) -> Any:
 
 
 def _costs(subject: Subject, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
-    """Of micro-batches of the example, and of half of it, so that what each takes at least is known; and the parts."""
+    """Return costs of micro-batches of the example and of half of it, by which costs for any size follow; and the parts."""
     from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
     from arclight.parallel.pipeline.cost.measure import measure, predict
     from arclight.parallel.pipeline.splitting.capture import capture_call_graph

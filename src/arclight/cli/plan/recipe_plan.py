@@ -220,7 +220,7 @@ def _plan_as_json(one: Estimate) -> dict[str, Any]:
 
 
 def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
-    """The recipe with ``best`` as its plan, and batches that make the same step. Never over a file that is there."""
+    """Write the recipe with ``best`` as its plan, and batches that make the same step. Never over a file that is there."""
     from arclight.recipe import write as text_of
     from arclight.text.workload import with_batches
 

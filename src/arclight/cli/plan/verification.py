@@ -114,7 +114,7 @@ def _module(model: nn.Module) -> nn.Module:
 
 
 def _bytes(parameter: nn.Parameter) -> int:
-    """Of the share's storage, in which FSDP fills up what does not divide."""
+    """Count the bytes of the share's storage, in which FSDP fills up what does not divide."""
     from torch.distributed.tensor import DTensor
 
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter

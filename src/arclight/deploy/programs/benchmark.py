@@ -261,7 +261,7 @@ def _device_of(name: str, program: Callable[..., Any]) -> str | None:
 
 
 def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int) -> Callable[[], Any]:
-    """``program`` bound to inputs of the kind it takes; on CUDA a call waits for the device."""
+    """Return ``program`` bound to inputs of the kind it takes; on CUDA a call waits for the device."""
     if isinstance(program, Program):  # it returns arrays of this process, so its device has finished by then
         pinned, arrays = program.with_threads(threads), [tensor.numpy() for tensor in tensors]
         return lambda: pinned(*arrays)

@@ -108,13 +108,13 @@ def _magnitudes(counts: Tensor, low: float, high: float) -> tuple[Tensor, float,
 
 
 def _rebinned(counts: Tensor, old: tuple[float, float], new: tuple[float, float]) -> Tensor:
-    """``counts`` over the range ``old``, as counts over the wider range ``new``."""
+    """Return ``counts`` over the range ``old``, as counts over the wider range ``new``."""
     at = (_centers(len(counts), *old) - new[0]) / (new[1] - new[0]) * len(counts)
     return torch.zeros_like(counts).index_add_(0, at.long().clamp(0, len(counts) - 1), counts)
 
 
 def _rounded(values: Tensor, low: float, high: Tensor, steps: int) -> Tensor:
-    """``values`` on ``steps`` + 1 levels from ``low`` to ``high``, one row for each ``high``."""
+    """Return ``values`` on ``steps`` + 1 levels from ``low`` to ``high``, one row for each ``high``."""
     scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / steps
     zero_point = (-low / scale).round()
     return ((values / scale).round() + zero_point).clamp(0, steps).sub(zero_point) * scale

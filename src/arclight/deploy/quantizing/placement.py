@@ -166,7 +166,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         return graph
 
     def validate(self, graph: GraphModule) -> None:
-        """Nothing to check: every annotation above is one that the integer kernels take."""
+        """Check nothing: every annotation above is one that the integer kernels take."""
 
     def _integer(self, node: Node) -> bool:
         """Return True if ``node`` will read integers."""
@@ -204,7 +204,7 @@ class PlacementQuantizer(pt2e.Quantizer):
             self._annotate_output(node)
 
     def _annotate_between(self, node: Node) -> None:
-        """An operator without weights, where it has quantized tensors to read."""
+        """Annotate an operator without weights that reads quantized tensors."""
         sources = _activations(node)
         if not any(source in self._quantized for source in sources):
             return

@@ -44,7 +44,7 @@ class Accelerator(ABC):
         """Claim ``device`` for this process. Raises ValueError for a device of another kind."""
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Numbers that say how busy and full ``device`` is."""
+        """Return the numbers that say how busy and full ``device`` is."""
         raise NotImplementedError(f"{type(self).__name__} has no statistics of its devices")
 
     @abstractmethod

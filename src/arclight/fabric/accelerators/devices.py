@@ -24,7 +24,7 @@ def check_devices(devices: Any) -> None:
 
 
 def choose_devices(devices: Any, available: list[int]) -> list[int] | None:
-    """Numbers of the devices that a user means, out of those ``available``; None for none at all.
+    """Return the numbers of the devices that a user means, out of those ``available``; None for none at all.
 
     ``3`` and ``"3"`` are the first three, ``-1`` and ``"-1"`` all, ``[1, 3]``, ``"1, 3"`` and ``"1,"`` those numbers.
     Raises TypeError for another type, MisconfigurationError for a device that is not there or named twice.
@@ -168,7 +168,7 @@ def is_cuda_available() -> bool:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Numbers of ``num_devices`` CUDA devices (all: -1) on which this process can make a tensor.
+    """Return the numbers of ``num_devices`` CUDA devices (all: -1) on which this process can make a tensor.
 
     On machines whose devices are set to serve one process each, others may hold some of them.
     Raises ValueError where there are too few, RuntimeError where too many are taken.

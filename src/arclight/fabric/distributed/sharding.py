@@ -207,7 +207,7 @@ def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
 
 @torch.no_grad()
 def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
-    """Rank 0's values for all tensors of ``module`` that are there and not spread, by way of ``device``."""
+    """Copy rank 0's values of all tensors of ``module`` that are there and not sharded, by way of ``device``."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
             value = tensor.to(device).contiguous()
@@ -219,7 +219,7 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 def materialize(
     module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None, apart: bool = False
 ) -> None:
-    """Memory and first values for parameters and buffers on the meta device, in modules' own ``reset_parameters``.
+    """Give memory and first values to what is on the meta device, by the modules' own ``reset_parameters``.
 
     With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``apart`` says that
     processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
@@ -252,7 +252,7 @@ def materialize(
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As constructors run: a module's own values come after those of its children."""
+    """Yield modules as constructors run: a module comes after its children."""
     for child in module.children():
         yield from _children_first(child)
     yield module

@@ -131,7 +131,7 @@ class StopSignal:
             return False
 
     def lose(self, why: str) -> None:
-        """The other ranks are out of reach: whoever waits for an answer is told so."""
+        """Note that the other ranks are out of reach: whoever waits for an answer gets an error."""
         self._lost = why
         self._decided.set()
 

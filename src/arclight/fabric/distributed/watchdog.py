@@ -249,7 +249,7 @@ def stop_watchdog() -> None:
 
 
 def explain_failure(error: BaseException) -> BaseException:
-    """``error``, or where it is a collective's failure because of other ranks, a RankMissingError that names them."""
+    """Return ``error``, or for a collective's failure because of other ranks a RankMissingError that names them."""
     if _current is None or isinstance(error, RankMissingError) or not is_collective_error(error):
         return error
     try:

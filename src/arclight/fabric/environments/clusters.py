@@ -217,7 +217,7 @@ class KubeflowEnvironment(PlainEnvironment):
         return self.global_rank()
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """The job's own specification says how many pods there are."""
+        """Accept any settings: the job's own specification has the number of pods."""
 
 
 class SLURMEnvironment(ClusterEnvironment):

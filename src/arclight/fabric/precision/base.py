@@ -31,7 +31,7 @@ class Precision:
     # -- modules and tensors ---------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """``module`` with its parameters in this precision's storage type (in place)."""
+        """Convert ``module`` to this precision's storage type (in place)."""
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
@@ -57,7 +57,7 @@ class Precision:
         return data
 
     def wrap(self, step: Step) -> Step:
-        """``step`` run in the forward context; the very same function where there is nothing to do."""
+        """Return ``step`` run in the forward context; the very same function where there is nothing to do."""
         if type(self).forward_context is Precision.forward_context:
             return step
 
@@ -73,14 +73,14 @@ class Precision:
         """Called before :meth:`backward`."""
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Gradients of ``tensor``; further arguments are those of ``Tensor.backward``."""
+        """Compute the gradients of ``tensor``; further arguments are those of ``Tensor.backward``."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Called after :meth:`backward`."""
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``optimizer.step(**kwargs)`` on gradients in their own unit."""
+        """Call ``optimizer.step(**kwargs)`` on gradients in their own unit."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -118,7 +118,7 @@ class DefaultDtype(AbstractContextManager[None]):
 
 
 def floats_to(data: Any, dtype: torch.dtype) -> Any:
-    """``data`` with its floating tensors in ``dtype``."""
+    """Return ``data`` with its floating tensors in ``dtype``."""
     from arclight.fabric.batches import map_tensors
 
     return map_tensors(data, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -59,7 +59,7 @@ def resolve_precision(choice: str | int | Precision | None, device: str) -> Prec
 
 
 def faster_precision(device: str) -> str:
-    """``bf16-mixed`` where a convolution's forward and backward is at least a fifth faster in it than in float32."""
+    """Return ``bf16-mixed`` where a convolution's forward and backward is at least a fifth faster in it than in float32."""
     if device == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
     if device != "cpu":

@@ -182,7 +182,7 @@ class Strategy:
         module.to(self.device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """``module``, wrapped where forward and backward must know of other processes."""
+        """Return ``module``, wrapped where forward and backward must know of other processes."""
         return module
 
     def setup_module_and_optimizers(
@@ -232,7 +232,7 @@ class Strategy:
             precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``optimizer.step(**kwargs)``, as the precision does it: a step whose 16-bit gradients overflowed is left out."""
+        """Call ``optimizer.step(**kwargs)``, as the precision does it: a step whose 16-bit gradients overflowed is left out."""
         return self.precision.optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
@@ -269,7 +269,7 @@ class Strategy:
     # -- model: for the Trainer ------------------------------------------------------------------------------------
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
-        """``module`` on its device, or this process's share of it. Optimizers are made after this.
+        """Move ``module`` to its device, or this process's share of it. Optimizers are made after this.
 
         ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
         wrap; otherwise, in manual optimization, there is no such function.
@@ -278,7 +278,7 @@ class Strategy:
         module.to(self.device)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``step``, a bound method of ``module`` that runs forward, made aware of other processes."""
+        """Return ``step``, a bound method of ``module`` that runs forward, made aware of other processes."""
         return step
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,10 +286,10 @@ class Strategy:
         return step
 
     def settle(self, module: nn.Module) -> None:
-        """The last step of an epoch or an evaluation is over, and hooks come that look at what steps gathered in ``module``."""
+        """Finish the last step of an epoch or evaluation, before hooks look at what steps have gathered in ``module``."""
 
     def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""
+        """Copy rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""
 
     def average_gradients(self, module: nn.Module) -> None:
         """Average over ranks the gradients that such a module's backward left."""
@@ -300,7 +300,7 @@ class Strategy:
     # -- collectives: with one process each is the identity --------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """A run has failed; for strategies that hold something of it."""
+        """Release what the strategy holds of a run that has failed."""
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
@@ -310,7 +310,7 @@ class Strategy:
         return nullcontext()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """``value`` of rank ``src``, any picklable object, on every rank."""
+        """Broadcast ``value``, any picklable object, from rank ``src`` to every rank."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -318,7 +318,7 @@ class Strategy:
         return [value]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-        """``tensor`` combined over the ranks (of ``group``) by mean, sum, max or min (a new tensor)."""
+        """Reduce ``tensor`` over the ranks (of ``group``) by mean, sum, max or min (a new tensor)."""
         return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -407,7 +407,7 @@ class Strategy:
         return found
 
     def in_memory(self, tree: Any) -> Any:
-        """``tree`` without tensors that are still in a file."""
+        """Return ``tree`` without tensors that are still in a file."""
         return tree
 
     def state_of(self, value: Any, names: Mapping[torch.Tensor, str] | None = None) -> Any:
@@ -420,7 +420,7 @@ class Strategy:
         return value.state_dict() if hasattr(value, "state_dict") else value
 
     def restore(self, target: Any, state: Any, strict: bool = True) -> None:
-        """The inverse of :meth:`state_of`."""
+        """Invert :meth:`state_of`."""
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, state, strict)
         else:
@@ -435,7 +435,7 @@ class Strategy:
         return module
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Weights under their own names."""
+        """Return the weights under their own names."""
         return self.bare(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -62,7 +62,7 @@ class DDPStrategy(ParallelStrategy):
     # -- model -------------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """``module`` in DistributedDataParallel, with the options, hooks and synchronised layers of this strategy."""
+        """Return ``module`` in DistributedDataParallel, with the options, hooks and synchronised layers of this strategy."""
         if self.layer_sync is not None:
             module = self.layer_sync.apply(module)
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]

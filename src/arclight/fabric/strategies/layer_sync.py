@@ -13,7 +13,7 @@ class LayerSync(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
-        """``model`` with synchronised layers; parameters are kept."""
+        """Return ``model`` with synchronised layers; parameters are kept."""
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:

@@ -150,7 +150,7 @@ class ModelParallelStrategy(ShardedStrategy):
     wrap_evaluation_step = wrap_step
 
     def average_gradients(self, module: nn.Module) -> None:
-        """The user's FSDP units have done so in backward."""
+        """Do nothing: the user's FSDP units average in backward."""
 
     def _finish(self, module: nn.Module) -> None:
         """Finish the set-up of a sharded model."""

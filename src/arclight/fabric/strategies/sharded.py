@@ -57,7 +57,7 @@ class ShardedStrategy(ParallelStrategy):
         return _without_sync(self.root_of(module)) if enabled else nullcontext()
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients are reduced batch by batch: whole ones would take a model's memory, and a checkpoint would not have them."""
+        """Reduce gradients batch by batch: whole ones would take a model's memory, and a checkpoint would not have them."""
         return nullcontext()
 
     def root_of(self, module: nn.Module) -> nn.Module:
@@ -121,7 +121,7 @@ class ShardedStrategy(ParallelStrategy):
             super().write_checkpoint(io, checkpoint, path, storage_options)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-        """``weights`` without those that only other processes' modules have; every rank calls this."""
+        """Return ``weights`` without those that only other processes' modules have; every rank calls this."""
         own = list(module.state_dict())
         everyones = self.all_gather_object(hashlib.sha256(repr(own).encode()).hexdigest())
         if len(set(everyones)) == 1:

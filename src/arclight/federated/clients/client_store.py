@@ -226,7 +226,7 @@ class ClientStore:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
 
     def commit(self, round: int, session: str) -> list[int]:
-        """As `FinishedUpdates.commit`."""
+        """Commit as `FinishedUpdates.commit`."""
         asked = self.finished.commit(round, session)
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))

@@ -111,7 +111,7 @@ def _bytes(where: slice) -> slice:
 
 
 def _filled(values: torch.Tensor, block: int) -> torch.Tensor:
-    """In rows of ``block``, the last filled up with zeros or cut."""
+    """Return rows of ``block`` values, the last filled up with zeros or cut."""
     return torch.nn.functional.pad(values, (0, -len(values) % block)).view(-1, block)
 
 

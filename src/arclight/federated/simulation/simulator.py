@@ -184,7 +184,7 @@ class Simulator:
         return int(name)
 
     def _ask(self, device: Device) -> None:
-        """As nodes do: one ask at a time, while the client has fewer rounds than it may."""
+        """Request work as nodes do: one request at a time, while the client has fewer rounds than it may."""
         if not device.asking and not device.gone and len(device.jobs) <= self._overlap:
             to = f"ask {next(self._numbers)}"
             self._held_requests[to] = device

@@ -124,7 +124,7 @@ class ContextParallel:
         return self._gather(q_BHtC, k_BKtC, v_BKtC, mask.rank_masks, attend)
 
     def prepared(self, mask: Any) -> Any:
-        """``mask``, for which all is made that blocks need: outside of them, where they are compiled or computed again."""
+        """Return ``mask`` with all that blocks need made: outside of them, where they are compiled or computed again."""
         if mask.positions_q is not None:
             mask.rank_masks = self._make_rank_masks(mask, mask.positions_q.shape[-1], mask.positions_q.device)
         return mask

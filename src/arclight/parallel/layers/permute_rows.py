@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 def take_rows(
     x: Tensor, index: Tensor, back: Tensor, *, valid: Tensor | None = None, back_valid: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """``x[index]``, zero where ``valid`` is False; every row of ``x`` is taken once at most.
+    """Return ``x[index]``, zero where ``valid`` is False; every row of ``x`` is taken once at most.
 
     x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each row of ``x`` went; ``back_valid`` is False for
     rows that went nowhere.

@@ -200,7 +200,7 @@ def _logits(x: Tensor, mesh: DeviceMesh, stay: bool) -> Tensor:
 
 
 def _look_up_own_rows(embedding: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Each process looks up what its rows have; the rest is zero until all are summed."""
+    """Let each process look up the rows that it holds; the rest is zero until all are summed."""
     rank, parts = mesh.get_local_rank(), mesh.size()
 
     def shift(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

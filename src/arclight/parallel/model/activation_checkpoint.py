@@ -24,7 +24,7 @@ def checkpoint_blocks(model: nn.Module, how: str | float) -> None:
 
 
 def checkpoint_block(block: nn.Module, how: str | float) -> None:
-    """The same for one block."""
+    """Checkpoint the activations of one block."""
     if how != "none" and isinstance(how, str):
         block.forward = _checkpointed(block.forward, how == "selective")
 

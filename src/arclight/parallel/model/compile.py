@@ -18,7 +18,7 @@ def compile_blocks(model: nn.Module, plan: Plan) -> None:
 
 
 def compile_each(parts: Iterable[nn.Module], plan: Plan) -> None:
-    """The same for these blocks."""
+    """Compile these blocks in place, as the plan says."""
     if plan.compile == "none":
         return
     options: dict[str, Any] = {"backend": plan.compile}

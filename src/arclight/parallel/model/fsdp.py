@@ -63,7 +63,7 @@ def check_tied(model: nn.Module) -> None:
 
 
 def fsdp_options(mesh: Mesh, types: FsdpTypes) -> dict[str, Any]:
-    """Arguments of ``fully_shard`` for a unit."""
+    """Return the arguments of ``fully_shard`` for a unit."""
     plan = mesh.plan
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reshard = plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)

@@ -55,7 +55,7 @@ def parallelize(
 
 
 def replicate(root: nn.Module, plan: Plan) -> nn.Module:
-    """``root`` in a DistributedDataParallel that averages what of it trains now, where that is all the plan does; else itself."""
+    """Wrap ``root`` in a DistributedDataParallel that averages what trains now, if that is all the plan does; else return it."""
     trains = any(parameter.requires_grad for parameter in root.parameters())
     if plan.only_replicates and plan.world_size > 1 and not plan.apart and trains:
         return nn.parallel.DistributedDataParallel(root)
@@ -90,7 +90,7 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
 def check_sizes(
     model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None
 ) -> None:
-    """The part of :func:`check` that looks at sizes alone, which needs no model that can be sharded."""
+    """Run the part of :func:`check` that looks at sizes alone, which needs no model that can be sharded."""
     plan.check(world_size=world_size, sequence_length=sequence_length)
     for part in model.modules():
         config = getattr(part, "config", None)

@@ -100,7 +100,7 @@ class CallGraph:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def ranges(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """First call, and the one after the last, of each stage. Raises PlanError for cuts that leave a stage empty."""
+        """Return the first call, and the one after the last, of each stage. Raises PlanError for cuts that leave a stage empty."""
         ends = [*cuts[1:], len(self.calls)]
         if not cuts or cuts[0] != 0 or any(begin >= end for begin, end in zip(cuts, ends, strict=True)):
             raise PlanError(
@@ -132,7 +132,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def arguments_of(example: Any) -> Arguments:
-    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
+    """Return ``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple):

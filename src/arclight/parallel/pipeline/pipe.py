@@ -55,7 +55,7 @@ class StageModule(NamePreservingStage):
         return self._sliced.parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module. Buffers that the first stage saves, and all stages compute with, are loaded where ``state_dict`` has them."""
+        """Load as any module. Buffers that the first stage saves, and all stages compute with, are loaded where ``state_dict`` has them."""
         own = OrderedDict(state_dict)
         for name in self._sliced.borrowed:
             value = own.pop(name, None)
@@ -145,7 +145,7 @@ class Pipe:
         return self.train(False)
 
     def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
-        """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`initialize` give their weights before."""
+        """List the stages that :meth:`on` gives this process, to :meth:`load` or :meth:`initialize` them before."""
         return topology_of(self, schedule, group).own
 
     def load(
@@ -161,7 +161,7 @@ class Pipe:
     def initialize(
         self, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu", seed: int | None = None
     ) -> tuple[str, ...]:
-        """First values for the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
+        """Give first values to the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
 
         See `arclight.parallel.pipeline.weights.initialize.initialize_stages`.
         """
@@ -287,7 +287,7 @@ def _traced(
 def default_cuts(
     costs: ModelCosts, stages: int, micro_batches: int | None = None, begins: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """First call of each of ``stages`` such that a step of ``micro_batches`` (None: twice the stages) is shortest. Raises PlanError.
+    """Return the first call of each of ``stages`` for the shortest step of ``micro_batches`` (None: twice the stages). Raises PlanError.
 
     begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
     """
@@ -332,7 +332,7 @@ def _refuse_few(graph: CallGraph, stages: int) -> None:
 
 
 def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
-    """First call of each stage, where further stages begin at the first calls in the modules named. Raises PlanError."""
+    """Return the first call of each stage, where further stages begin at the first calls in the modules named. Raises PlanError."""
     begins = [0]
     for name in at:
         inside = (i for i, call in enumerate(graph.calls) if call.name == name or call.name.startswith(name + "."))
@@ -352,7 +352,7 @@ def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
 
 
 def _with_unused(graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> CallGraph:
-    """``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
+    """Return ``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
     used = graph.used
     training = [name for name, parameter in parameters.items() if parameter.requires_grad and name not in used]
     if training:

@@ -39,7 +39,7 @@ class UnitCost:
 
     @classmethod
     def total(cls, parts: Iterable[UnitCost]) -> UnitCost:
-        """Of ``parts``, one after the other: times, parameters and what is held add up, the last one's output goes on."""
+        """Add ``parts``, one after the other: times, parameters and what is held add up, the last one's output goes on."""
         known = list(parts)
         return cls(
             sum(part.forward for part in known),

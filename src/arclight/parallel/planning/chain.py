@@ -182,7 +182,7 @@ class Chain:
         return {**ends, **{kind: one[kind].line_to(two[kind], samples - 1) for kind in one}}
 
     def parameters(self, cut: LayerSharding) -> dict[str | int, Parameters]:
-        """Shapes of each link's parameters, by kind."""
+        """Return the shapes of each link's parameters, by kind."""
         found: dict[str | int, Parameters] = self.once(("parameters", cut), lambda: self._parameters(cut))
         return found
 

@@ -110,7 +110,7 @@ def why(best: Estimate, other: Estimate, memory: float) -> str:
 
 
 def duration(seconds: float, digits: int = 1) -> str:
-    """In seconds, or below one in milliseconds; ``digits`` after the point of the latter, and of the former one more."""
+    """Format seconds, or below one milliseconds; ``digits`` after the point of the latter, and of the former one more."""
     return f"{seconds:.{digits + 1}f} s" if seconds >= 0.995 else f"{seconds * 1e3:.{digits}f} ms"
 
 

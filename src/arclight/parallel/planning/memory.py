@@ -67,7 +67,7 @@ def adds_up_whole(plan: Plan) -> bool:
 def memory(
     links: Sequence[ChainLink], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
 ) -> Memory:  # fmt: skip
-    """Of a process of the pipeline that has ``links``, through ``passes`` micro-batches of a step; what crosses cuts has ``boundary`` bytes."""
+    """Predict the memory of a process that has ``links``, through ``passes`` micro-batches; ``boundary`` bytes cross each cut."""
     own = sum(share.own for _, share, _ in links) * MASTER
     arrived = entrances(plan, stage) * boundary
     before = list(accumulate((cost.held for cost, _, _ in links), initial=arrived))
@@ -108,7 +108,7 @@ def _turns(links: Sequence[ChainLink]) -> list[int]:
 
 
 def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: int = 0) -> Memory:
-    """``peak`` bytes of one link, ``gradients`` of them gradients that are whole, on top of what earlier links hold."""
+    """Return ``peak`` bytes of one link, ``gradients`` of them gradients that are whole, on top of what earlier links hold."""
     now = {**now, "gathered": now["gathered"] + gradients}
     peak -= gradients
     return Memory(**now, activations=before + (0 if last else peak), logits=peak if last else 0)

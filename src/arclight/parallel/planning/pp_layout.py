@@ -21,7 +21,7 @@ def chunks(plan: Plan) -> int:
 
 
 def stages(plan: Plan, process: int) -> list[int]:
-    """Numbers of the stages that a process of the pipeline has."""
+    """Return the numbers of the stages that a process of the pipeline has."""
     return stages_of(process, plan.pp, plan.pp * chunks(plan), _kind(plan).v_shaped)
 
 

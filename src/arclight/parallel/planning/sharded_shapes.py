@@ -63,7 +63,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, dim: int, size: int, collective: Collective | Literal[""], dimension: Dimension) -> Tensor:
-    """As collectives work: along dimension 0, so that for another one all is copied before or after."""
+    """Exchange as collectives do: along dimension 0, so that for another one all is copied before or after."""
     if not collective:
         return x.narrow(dim, 0, size)
     before = x.shape[dim]
@@ -90,7 +90,7 @@ def scatter(x: Tensor, dim: int, parts: int, dimension: Dimension) -> Tensor:
 
 
 def swap(x: Tensor, dimension: Dimension) -> Tensor:
-    """As much as it gave, of others; the same in backward."""
+    """Return as much as was given, of other processes; the same in backward."""
     out: Tensor = _Exchange.apply(x, 0, x.shape[0], "all_to_all", "all_to_all", dimension)
     return out
 
@@ -121,7 +121,7 @@ _DIMENSIONS = {"column": 0, "vocabulary": 0, "head": 0, "row": 1, "part": 1}
 
 
 def replicated(model: nn.Module, cut: LayerSharding) -> list[nn.Parameter]:
-    """Parameters that each process of a ``tp`` group has whole, but sees a part of the work of: their gradients are summed over it."""
+    """List parameters that each ``tp`` process has whole, with a part of their work: their gradients are summed over the group."""
     found: dict[nn.Parameter, None] = {}
     for _, module, style in declared_styles(model) if cut.tp > 1 else ():
         for part in module.modules() if style in ("sequence", "sequence_gather", "shared", "row", "part") else ():

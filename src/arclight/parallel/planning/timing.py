@@ -185,7 +185,7 @@ def step_seconds(
 
 
 def traffic(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, boundary: int) -> tuple[Message, ...]:
-    """Of a process of ``stage`` with ``links``, through ``passes`` micro-batches; bytes are those of whole tensors.
+    """List what a process of ``stage`` with ``links`` sends in ``passes`` micro-batches; bytes are those of whole tensors.
 
     boundary: bytes that a micro-batch carries from stage to stage.
     """

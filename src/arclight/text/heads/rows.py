@@ -225,7 +225,7 @@ class HeadData(DataModule):
         return ids, [*[IGNORED] * (len(ids) - 1), self.labels.index(row.labels[0])]
 
     def _words(self, row: LabelledRow) -> tuple[list[int], list[int]]:
-        """A word's label is at its last token, before which a causal model has seen all of it."""
+        """Encode words: a word's label is at its last token, before which a causal model has seen all of it."""
         ids = self._begin()
         labels = [IGNORED] * len(ids)
         for word, tag in zip(row.texts, row.labels, strict=True):

@@ -52,7 +52,7 @@ class Family:
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})
 
     def read(self, theirs: Fields) -> Fields:
-        """Arguments of our configuration. Raises ValueError for what our model does not do."""
+        """Return the arguments of our configuration. Raises ValueError for what our model does not do."""
         for name, value in self.fixed.items():
             if theirs.get(name, value) != value:
                 raise ValueError(
@@ -314,7 +314,7 @@ MPT_FAMILY = Family(
 
 
 def _both(names: dict[str, str]) -> list[Key]:
-    """Weights and biases of maps and norms."""
+    """Return the weights and biases of maps and norms."""
     return [Key(f"{own}.{end}", f"{other}.{end}") for own, other in names.items() for end in ("weight", "bias")]
 
 

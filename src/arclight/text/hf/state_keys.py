@@ -127,7 +127,7 @@ def plain_name(name: str) -> str:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and lasting buffers; a tied parameter under each of its names."""
+    """Return the parameters and lasting buffers; a tied parameter under each of its names."""
     return {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
 
 

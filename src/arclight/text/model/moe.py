@@ -184,7 +184,7 @@ class Router(BaseRouter):
         self.counts = self.counts.to(device)
 
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
+        """Return the weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
 
         repeated: processes that compute this for the same tokens, and whose gradients are summed.
         """

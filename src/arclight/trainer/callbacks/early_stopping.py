@@ -156,7 +156,7 @@ class EarlyStopping(Callback):
             self._log_info(trainer, message, self.log_rank_zero_only)
 
     def _agree_on_reason(self, trainer: Trainer, message: str | None) -> None:
-        """The reason of the first process that has one is that of all."""
+        """Adopt the reason of the first process that has one, on every rank."""
         reasons = [(self.stopping_reason.value, message)]
         if trainer.world_size > 1:
             reasons = trainer.strategy.all_gather_object(reasons[0])

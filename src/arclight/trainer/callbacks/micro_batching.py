@@ -107,7 +107,7 @@ class MicroBatching(Callback):
 def _backward_in_parts(
     trainer: Trainer, forward: Step, parts: StepParts, batch: Any, index: int, size: int, at_most: int
 ) -> Any:
-    """Gradients of the whole batch, and the last part's output with the whole batch's loss; None where no part had a loss."""
+    """Return the gradients of the whole batch, and the last part's output with the whole batch's loss; None where no part had a loss."""
     current, output = trainer.logged.batch, None
     total: torch.Tensor | None = None
     for action in parts.zero_first:

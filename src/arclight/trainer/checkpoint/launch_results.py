@@ -65,7 +65,7 @@ def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[st
 
 
 def _give_memory(module: Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Memory for what is on the meta device: what a state has is about to be loaded, ``buffers`` are the rest."""
+    """Give memory to what is on the meta device: what a state has is about to be loaded, ``buffers`` are the rest."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for entries in (part._parameters, part._buffers):

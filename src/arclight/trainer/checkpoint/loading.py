@@ -55,7 +55,7 @@ def _if_here(storage: Any, location: str) -> Any:
 
 
 def load_weights(module: nn.Module, weights: dict[str, Any], strict: bool = True) -> None:
-    """``module.load_state_dict``; without ``strict``, what does not fit is warned of. Raises WeightsMisfitError."""
+    """Call ``module.load_state_dict``; without ``strict``, warn of what does not fit. Raises WeightsMisfitError."""
     try:
         misfits = module.load_state_dict(weights, strict=strict)
     except RuntimeError as error:

@@ -153,7 +153,7 @@ class CheckpointSelector:
         return found
 
     def _sound(self, newest: Path) -> Path | None:
-        """``newest``, or where it is damaged the newest sound checkpoint beside it. Every rank calls this."""
+        """Return ``newest``, or where it is damaged the newest sound checkpoint beside it. Every rank calls this."""
         strategy = self._trainer.strategy
         if not newest.is_dir():
             return newest

@@ -72,7 +72,7 @@ class FolderCheckpointIO(CheckpointIO):
         checkpoints.save(path, to_tree(checkpoint))
 
     def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
-        """The same where tensors are sharded over processes, each of which writes its part."""
+        """Save tensors that are sharded over processes, each of which writes its part."""
         checkpoints.save_shares(path, to_tree(checkpoint), processes)
 
     def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class AsyncCheckpointIO(CheckpointIO):
         return found
 
     def hurry(self) -> None:
-        """Something has failed: do not wait long for what other processes still have to write."""
+        """Limit the wait for what other processes still have to write, after a failure."""
         if self._saver is not None:
             self._saver.hurry()
 
@@ -334,7 +334,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
 
 def copied(value: Any) -> Any:
-    """``value`` with every tensor in it replaced by a copy in CPU memory."""
+    """Return ``value`` with every tensor in it replaced by a copy in CPU memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -83,7 +83,7 @@ def from_command_line(accelerator: Any, strategy: Any, devices: Any, num_nodes: 
 
 
 def _devices(text: str) -> Any:
-    """``2``, ``auto``, or ``0,3`` (and ``3,``): a count, a word, or which."""
+    """Parse ``2``, ``auto``, or ``0,3`` (and ``3,``): a count, a word, or which."""
     if "," in text:
         return [int(part) for part in text.split(",") if part.strip()]
     return int(text) if text.lstrip("-").isdigit() else text
@@ -267,7 +267,7 @@ class Fabric:
         self._strategy.barrier(name=name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank."""
+        """Return ``obj`` of rank ``src`` on every rank."""
         self._validate_launched()
         return self._strategy.broadcast(obj, src=src)
 
@@ -356,7 +356,7 @@ class Fabric:
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:  # fmt: skip
-        """``module`` (and ``optimizers``, and a scheduler) ready for the devices: the module alone, or a tuple.
+        """Return ``module`` (and ``optimizers``, and a scheduler) ready for the devices: the module alone, or a tuple.
 
         A compiled module is compiled again around what the strategy adds. Raises ValueError for what was set up before.
         """
@@ -451,14 +451,14 @@ class Fabric:
         return self._strategy.module_init_context(empty_init=empty_init)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """The former name of :meth:`init_module`."""
+        """Return the context of :meth:`init_module`, under its former name."""
         rank_zero_deprecation("`Fabric.sharded_model()` is deprecated: use `Fabric.init_module()`")
         return self.init_module()
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: torch.Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """``tensor.backward(...)``, scaled where the precision needs it."""
+        """Call ``tensor.backward(...)``, scaled where the precision needs it."""
         BackwardState.by_fabric = True
         try:
             self._strategy.backward(tensor, None if model is None else unwrap(model), *args, **kwargs)
@@ -594,5 +594,5 @@ def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _savable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` without Fabric's wrappers, but for loaders: it is the wrapper that knows their position."""
+    """Return ``state`` without Fabric's wrappers, but for loaders: it is the wrapper that knows their position."""
     return {name: value if isinstance(value, FabricDataLoader) else unwrap(value) for name, value in state.items()}

@@ -161,7 +161,7 @@ class FabricModule(nn.Module):
         return call_forward_module
 
     def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """``method``, refused where it runs a layer behind the back of the processes' wrapper."""
+        """Return ``method``, refused where it runs a layer behind the back of the processes' wrapper."""
         original = self._original_module
 
         @functools.wraps(method)
@@ -315,7 +315,7 @@ def uncompiled(obj: Any) -> tuple[Any, Any]:
 
 
 def compiled_again(module: nn.Module, how: Any) -> nn.Module:
-    """``module`` compiled as :func:`uncompiled` found another."""
+    """Return ``module`` compiled as :func:`uncompiled` found another."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return OptimizedModule(module, how)

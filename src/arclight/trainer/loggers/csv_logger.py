@@ -263,7 +263,7 @@ def as_text(row: Mapping[str, Any]) -> Row:
 
 
 def number_text(value: Any) -> str:
-    """``value`` (a number, a one-element tensor, or text) such that reading it back gives the same bits."""
+    """Return ``value`` (a number, a one-element tensor, or text) such that reading it back gives the same bits."""
     if hasattr(value, "item"):
         value = value.item()
     # csv leaves a lone carriage return unquoted, and then cannot read it

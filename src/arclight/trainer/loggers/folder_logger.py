@@ -80,7 +80,7 @@ class FolderLogger(Logger):
 
 
 def expanded(path: str) -> str:
-    """``path`` with home folder and environment variables filled in."""
+    """Return ``path`` with home folder and environment variables filled in."""
     return os.path.expanduser(os.path.expandvars(path))
 
 

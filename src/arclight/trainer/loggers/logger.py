@@ -44,11 +44,11 @@ class Logger:
         """Hand everything logged so far to the operating system or the service."""
 
     def finalize(self, status: str) -> None:
-        """The run ended with ``status``: success, failed or aborted."""
+        """Close the log of a run that ended with ``status``: success, failed or aborted."""
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """A checkpoint is complete."""
+        """Note that a checkpoint is complete, for loggers that upload it."""
 
     def resume(self, step: int) -> None:
         """Training goes on from ``step``: forget what a run that did not live to save it logged at later steps."""

@@ -154,7 +154,7 @@ class MLFlowLogger(HostedLogger):
 
 
 def _allowed(name: str) -> str:
-    """``name`` in the letters that MLflow accepts."""
+    """Return ``name`` in the letters that MLflow accepts."""
     allowed = re.sub(r"[^a-zA-Z0-9_/. -]+", "", name)
     if allowed != name:
         rank_zero_warn(

@@ -18,7 +18,7 @@ Params = Mapping[Any, Any] | Namespace | None
 
 
 def convert_params(params: Params) -> dict[Any, Any]:
-    """``params`` (a mapping, a namespace, a dataclass or None) as a dict of its own."""
+    """Return ``params`` (a mapping, a namespace, a dataclass or None) as a dict of its own."""
     if params is None:
         return {}
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
@@ -47,7 +47,7 @@ def _has_names(value: Any) -> bool:
 
 
 def sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers, truth values, texts and tensors as they are, NumPy's scalars as Python's, all else as text."""
+    """Keep numbers, truth values, texts and tensors as they are, NumPy's scalars as Python's, all else as text."""
 
     def sanitized(value: Any) -> Any:
         if isinstance(value, (np.bool_, np.integer, np.floating)):
@@ -86,12 +86,12 @@ def _fits_json(value: Any) -> bool:
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str | None, separator: str) -> dict[str, Any]:
-    """``prefix`` and ``separator`` before every name."""
+    """Put ``prefix`` and ``separator`` before every name."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 def plain_params(params: Params) -> dict[str, Any]:
-    """``params`` as one level of numbers, truth values and texts; nested names are joined by ``/``."""
+    """Return ``params`` as one level of numbers, truth values and texts; nested names are joined by ``/``."""
     flat = sanitize_params(flatten_dict(convert_params(params)))
     return {
         name: (value.item() if value.numel() == 1 else str(value)) if is_tensor(value) else value

@@ -163,7 +163,7 @@ class TensorBoardLogger(FolderLogger):
             self._experiment = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A writer has a thread; another process opens a file of its own in the same folder."""
+        """Leave out the writer, which has a thread; another process opens a file of its own in the same folder."""
         return {**self.__dict__, "_experiment": None}
 
 
@@ -176,7 +176,7 @@ class _NoTrainer:
 
 @contextmanager
 def _traceable(model: nn.Module) -> Iterator[None]:
-    """The tracer reads every attribute of a module; hide the properties of ours that only work inside a trainer."""
+    """Hide the properties of modules that only work inside a trainer: the tracer reads every attribute."""
     from arclight.trainer.module import Module
 
     ours = [part for part in model.modules() if isinstance(part, Module)]
@@ -195,7 +195,7 @@ def _traceable(model: nn.Module) -> Iterator[None]:
 
 
 def _on_device(model: nn.Module, example: Any) -> Any:
-    """``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
+    """Return ``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
     from arclight.fabric.batches import move_batch
     from arclight.trainer.module import Module
 

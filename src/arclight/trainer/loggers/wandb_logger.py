@@ -81,7 +81,7 @@ class WandbLogger(HostedLogger):
         return run
 
     def __getstate__(self) -> dict[str, Any]:
-        """The run is begun, and another process takes part in it by its id."""
+        """Begin the run, so that another process takes part in it by its id."""
         run = self.experiment
         return {
             **super().__getstate__(), "_id": getattr(run, "id", None), "_name": getattr(run, "name", None),
@@ -125,7 +125,7 @@ class WandbLogger(HostedLogger):
         self, key: str, columns: list[str] | None = None, data: list[list[Any]] | None = None, dataframe: Any = None,
         step: int | None = None,
     ) -> None:  # fmt: skip
-        """A table of anything, from ``columns`` and ``data`` or from ``dataframe``."""
+        """Log a table of anything, from ``columns`` and ``data`` or from ``dataframe``."""
         table = require("wandb", extra="track").Table(columns=columns, data=data, dataframe=dataframe)
         self.log_metrics({key: table}, step)
 

@@ -45,7 +45,7 @@ class Metrics:
         return self
 
     def take_steps(self, values: ResultCollection) -> None:
-        """The newest step values. Those of an evaluation are not for callbacks to go by."""
+        """Add the newest step values. Those of an evaluation are not for callbacks to go by."""
         for entry in values.entries():
             value = entry.last
             if value is None or value is entry.shown:
@@ -58,7 +58,7 @@ class Metrics:
             self._show(entry, entry.step_name, value)
 
     def take_epoch(self, entries: list[ResultMetric]) -> None:
-        """The epoch's value of each entry that has one."""
+        """Add the epoch's value of each entry that has one."""
         for entry in entries:
             if entry.result is not None:
                 self.callback[entry.shown_name] = self.callback[entry.epoch_name] = entry.result

@@ -141,7 +141,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _like(value: Any, present: Any, metric: Any) -> Any:
-    """``value`` on the device where ``metric`` works."""
+    """Return ``value`` on the device where ``metric`` works."""
     device = present.device if isinstance(present, torch.Tensor) else getattr(metric, "device", None)
     if isinstance(value, list):
         return [_like(item, None, metric) for item in value]
@@ -320,7 +320,7 @@ class ResultMetric:
         return folded, self.weight + sum(self.weights)
 
     def summary(self) -> tuple[torch.Tensor, float]:
-        """``(total, weight)`` of the epoch so far on this rank; weight 0 where nothing was logged."""
+        """Return ``(total, weight)`` of the epoch so far on this rank; weight 0 where nothing was logged."""
         total, weight = self._folded()
         return (torch.zeros((), dtype=torch.float64), 0.0) if total is None else (total, float(weight))
 

@@ -79,7 +79,7 @@ _ONLY_EPOCH: Allowed = ((False,), (True,))
 
 
 def levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """``on_step`` and ``on_epoch`` with the hook's defaults filled in.
+    """Return ``on_step`` and ``on_epoch`` with the hook's defaults filled in.
 
     Raises MisconfigurationError where the hook cannot log (so), RuntimeError for a hook that does not exist.
     """
@@ -129,7 +129,7 @@ class LogSettings:
 
 
 def reduction(reduce_fx: Any) -> str:
-    """``mean``, ``sum``, ``min`` or ``max``, from its name or from the function of that name. Raises MisconfigurationError."""
+    """Return ``mean``, ``sum``, ``min`` or ``max``, from its name or from the function of that name. Raises MisconfigurationError."""
     if isinstance(reduce_fx, str):
         name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
         if name in ("mean", "sum", "min", "max"):

@@ -64,7 +64,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
 
 
 def _beside(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` sharded as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
+    """Return ``gradient`` sharded as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
     if not is_dtensor(parameter):
         return torch.empty_like(parameter).copy_(gradient)
     from arclight.fabric.distributed.sharding import from_local_tensor

@@ -40,7 +40,7 @@ def overridden(owner: object, name: str, base: type) -> bool:
 
 
 def logging_as(module: Module, name: str, hook: Hook) -> Hook:
-    """``hook`` with what it logs belonging to it, and what comes afterwards to whoever called it.
+    """Return ``hook`` with what it logs belonging to it, and what comes afterwards to whoever called it.
 
     For hooks that run inside a step: loops say by themselves in which of theirs they are.
     """
@@ -116,7 +116,7 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
 
 
 def checkpoints_last(callbacks: Iterable[Callback]) -> list[Callback]:
-    """In the order given, but what saves comes after all whose state it saves, and what breaks a fit off after those."""
+    """Order callbacks as given, but what saves after all whose state it saves, and what breaks a fit off after those."""
     return sorted(callbacks, key=lambda callback: (isinstance(callback, Pause), isinstance(callback, Checkpoint)))
 
 

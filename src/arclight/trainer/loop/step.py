@@ -82,7 +82,7 @@ class StepBuilder:
         )
 
     def forward(self) -> Step:
-        """``training_step`` as a function of batch and index, whatever arguments the user's version takes."""
+        """Return ``training_step`` as a function of batch and index, whatever arguments the user's version takes."""
         module, strategy = self.module, self.strategy
         if module.automatic_optimization:
             step = strategy.wrap_step(module, module.training_step)
@@ -323,7 +323,7 @@ class StepBuilder:
         return step
 
     def _manual(self, forward: Step) -> Step:
-        """``training_step`` runs its optimizers; a batch in which any of them stepped is one update."""
+        """Return the step of a ``training_step`` that runs its optimizers; a batch in which any of them stepped is one update."""
         progress, optimizers = self.run.progress, self.run.managed_optimizers
         stepped: list[ManagedOptimizer] = []
         every = self.behavior.count_optimizer_steps

@@ -16,7 +16,7 @@ _REMOVED = {"train": ("training_epoch_end", "validation_epoch_end"), "validate":
 
 
 def as_module(model: Any, entry_point: str) -> Module:
-    """``model`` if it is a Module, unwrapped if it was compiled. Raises TypeError for anything else."""
+    """Return ``model`` if it is a Module, unwrapped if it was compiled. Raises TypeError for anything else."""
     if isinstance(model, Module):
         return model
     if isinstance(getattr(model, "_orig_mod", None), Module):

@@ -36,11 +36,11 @@ class Profiler:
         self._lightning_module: Any = None
 
     def start(self, action_name: str) -> None:
-        """An action begins."""
+        """Begin an action."""
         raise NotImplementedError(f"{type(self).__name__} has no start(action_name)")
 
     def stop(self, action_name: str) -> None:
-        """The action is over, however it ended."""
+        """End an action, whether it returned or raised."""
         raise NotImplementedError(f"{type(self).__name__} has no stop(action_name)")
 
     def summary(self) -> str:
@@ -57,7 +57,7 @@ class Profiler:
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A run of ``stage`` (fit, validate, test or predict) begins; ``local_rank`` is None where there is one process."""
+        """Begin a run of ``stage`` (fit, validate, test or predict); ``local_rank`` is None where there is one process."""
         self._stage, self._local_rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
@@ -83,7 +83,7 @@ class Profiler:
         return self._local_rank or 0
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """``<stage>-<filename>-<rank>-<action>`` of what is known, in letters that every file system takes."""
+        """Return ``<stage>-<filename>-<rank>-<action>`` of what is known, in letters that every file system takes."""
         parts = [
             self._stage,
             self.filename or None,
@@ -136,7 +136,7 @@ def resolve_profiler(choice: Profiler | str | None) -> Profiler:
 
 
 def profiled(profiler: Profiler, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, seen by ``profiler`` as ``action_name``; the function itself where nothing is profiled."""
+    """Return ``function``, seen by ``profiler`` as ``action_name``; the function itself where nothing is profiled."""
     if type(profiler) is PassThroughProfiler:
         return function
     start, stop = profiler.start, profiler.stop
@@ -152,7 +152,7 @@ def profiled(profiler: Profiler, action_name: str, function: Callable[..., Any])
 
 
 def profiled_items(profiler: Profiler, action_name: str, items: Iterator[Item]) -> Iterator[Item]:
-    """``items``, the wait for each seen by ``profiler`` as ``action_name``; the iterator itself where nothing is profiled."""
+    """Yield ``items``, the wait for each seen by ``profiler`` as ``action_name``; the iterator itself where nothing is profiled."""
     if type(profiler) is PassThroughProfiler:
         return items
     step = profiled(profiler, action_name, lambda: next(items, _END))

@@ -20,12 +20,12 @@ def profiling_enabled(profiler: Profiler | None) -> bool:
 
 
 def profile_action(profiler: Profiler | None, action: str, function: Function) -> Function:
-    """``function`` as an action of the loop itself."""
+    """Return ``function`` as an action of the loop itself."""
     return profiled(profiler, action, function) if profiler is not None and profiling_enabled(profiler) else function
 
 
 def profile_items(profiler: Profiler, action: str, items: Iterator[Any]) -> Iterator[Any]:
-    """``items``, with the wait for each as an action."""
+    """Yield ``items``, with the wait for each as an action."""
     return profiled_items(profiler, action, items) if profiling_enabled(profiler) else items
 
 
@@ -47,7 +47,7 @@ def profile_data_hook(profiler: Profiler, data: Any, hook: str) -> Function:
 
 
 def profile_strategy(profiler: Profiler, strategy: object, action: str, function: Function) -> Function:
-    """``function`` as something that depends on where the run takes place."""
+    """Return ``function`` as something that depends on where the run takes place."""
     return profile_action(profiler, f"[Strategy]{type(strategy).__name__}.{action}", function)
 
 
@@ -57,7 +57,7 @@ def profile_transfer(profiler: Profiler, strategy: object, move: Function | None
 
 
 def reset_profiler(profiler: Profiler) -> None:
-    """A run is being set up."""
+    """Open the profiler again for a run that is being set up."""
     if profiler.is_over:
         profiler.is_over = False
 
@@ -65,21 +65,21 @@ def reset_profiler(profiler: Profiler) -> None:
 def setup_profiler(
     profiler: Profiler, module: nn.Module, stage: str, local_rank: int | None, log_dir: Callable[[], str | None]
 ) -> None:
-    """A run begins; where a report may go to a file, it goes beside the logs."""
+    """Begin the profile of a run; a report to a file goes beside the logs."""
     if profiling_enabled(profiler):
         profiler._lightning_module = module
         profiler.setup(stage=stage, local_rank=local_rank, log_dir=log_dir())
 
 
 def describe_profile(profiler: Profiler) -> None:
-    """The run is over: report."""
+    """Report at the end of a run."""
     if profiling_enabled(profiler):
         profiler.describe()
         _release_profiler(profiler)
 
 
 def teardown_profiler(profiler: Profiler, stage: str | None) -> None:
-    """The run failed: nothing is left open."""
+    """Close the profiler of a run that failed."""
     if profiling_enabled(profiler):
         profiler.teardown(stage)
         _release_profiler(profiler)

@@ -333,7 +333,7 @@ def _check_kwargs(given: dict[str, Any]) -> None:
 
 
 def _checked_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the report's table."""
+    """Return the arguments of the report's table."""
     own = {"sort_by", "row_limit"}
     known = {*inspect.signature(EventList.table).parameters} - own - {"self"}
     for name in given:

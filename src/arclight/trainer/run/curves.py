@@ -69,7 +69,7 @@ def charts_of(group: str, curves: Curves, most_points: int) -> list[Chart]:
 
 
 def base_name(name: str, curves: Curves) -> str:
-    """``x`` for ``x_step`` and ``x_epoch`` where both were logged."""
+    """Return ``x`` for ``x_step`` and ``x_epoch`` where both were logged."""
     for own, other in (("_step", "_epoch"), ("_epoch", "_step")):
         if name.endswith(own) and name.removesuffix(own) + other in curves:
             return name.removesuffix(own)

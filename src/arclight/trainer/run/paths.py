@@ -166,7 +166,7 @@ class RunPaths:
 
 
 def local_root(folder: str | Path) -> str:
-    """``folder`` for logs, reports and records of runs. Raises MisconfigurationError for an address: only checkpoints can lie there."""
+    """Return ``folder`` for logs, reports and records. Raises MisconfigurationError for an address: those hold checkpoints alone."""
     if is_remote(found := to_path(folder)):
         raise MisconfigurationError(
             f"Trainer(default_root_dir={str(folder)!r}): a run's log, metrics and report are written to local folders; keep "

@@ -258,7 +258,7 @@ def text(
 
 
 def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis, x_name: str) -> str:
-    """Numbers for the page's script: names, colours, points and the pixels of the axes."""
+    """Return the numbers for the page's script: names, colours, points and the pixels of the axes."""
     return json.dumps(
         {
             "t": x_name,
@@ -278,7 +278,7 @@ def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis, x_name: str) -
 
 
 def short(value: float) -> float | int:
-    """``value`` to five significant digits (whole numbers stay whole), which is more than a screen shows."""
+    """Return ``value`` to five significant digits (whole numbers stay whole), which is more than a screen shows."""
     return int(value) if value == int(value) else float(f"{value:.5g}")
 
 
@@ -292,7 +292,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def tick_texts(values: Sequence[float]) -> list[str]:
-    """``values`` as people write them, all with the same number of decimals."""
+    """Return ``values`` as people write them, all with the same number of decimals."""
     largest = max(map(abs, values), default=0.0)
     if largest >= 1e4:
         unit, letter = (1e9, "G") if largest >= 1e9 else (1e6, "M") if largest >= 1e6 else (1e3, "k")

@@ -84,7 +84,7 @@ class _Finder:
         return fitting or size
 
     def _bisected(self, size: int) -> int:
-        """As above up to the first size too large; then halve what lies between that and the last that fitted."""
+        """Double up to the first size too large; then halve what lies between that and the last that fitted."""
         fitting, too_large, successes = 0, 0, 0
         while successes < self.search.max_trials:
             if self._fits(size):

@@ -69,7 +69,7 @@ class Tuner:
 
     @contextmanager
     def _first(self, finder: BatchSizeFinder | LearningRateFinder) -> Iterator[None]:
-        """``finder`` before all other callbacks, to end the run when it is done; afterwards it is gone."""
+        """Put ``finder`` before all other callbacks, to end the run when it is done; remove it afterwards."""
         trainer, kind = self._trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(

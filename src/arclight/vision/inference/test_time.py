@@ -62,7 +62,7 @@ def _varied(image: Image, scale: float, mirrored: bool) -> tuple[Image, tuple[in
 
 
 def _back(found: Detections, image: Image, placement: tuple[int, int], mirrored: bool) -> Detections:
-    """Boxes of a changed image on the image itself; those in the margin alone are left out."""
+    """Return the boxes of a changed image on the image itself; those in the margin alone are left out."""
     height, width = image.shape[:2]
     xyxy = (found.boxes.xyxy - np.tile(placement, 2)).clip(0, [width, height, width, height])
     if mirrored:

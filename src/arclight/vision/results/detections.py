@@ -92,7 +92,7 @@ class Detections:
         keypoints: ArrayLike | None = None,
         obb: OrientedBoxes | None = None,
     ) -> Detections:
-        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order; their masks, keypoints or rotated boxes.
+        """Make detections from boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) in any order; masks, keypoints, angles.
 
         Raises ValueError where these are not as many, or a class has no name.
         """

@@ -147,7 +147,7 @@ def grid(images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int
 
 
 def _fit(image: Image, side: int) -> Any:
-    """``image`` at the largest size that fits into a square of ``side`` pixels, but at most doubled."""
+    """Return ``image`` at the largest size that fits into a square of ``side`` pixels, but at most doubled."""
     scale = min(side / image.shape[0], side / image.shape[1], 2.0)
     size = (max(round(image.shape[1] * scale), 1), max(round(image.shape[0] * scale), 1))
     return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)

@@ -104,7 +104,7 @@ class Masks:
         return Masks(tuple(self.patches[i] for i in picked), self.shape)
 
     def __iter__(self) -> Iterator[Bits]:
-        """Each mask as an array (height, width)."""
+        """Yield each mask as an array (height, width)."""
         for left, top, bits in self.patches:
             whole = np.zeros(self.shape, np.bool_)
             whole[top : top + bits.shape[0], left : left + bits.shape[1]] = bits

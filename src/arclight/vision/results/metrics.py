@@ -321,7 +321,7 @@ _EMPTY = _Image(
 
 
 def _rows(array: ArrayLike, width: int, what: str) -> Floats:
-    """``array`` as float64 (n, width); no rows may have any shape."""
+    """Return ``array`` as float64 (n, width); no rows may have any shape."""
     rows = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array, dtype=np.float64)
     if rows.size == 0:
         return rows.reshape(0, width)

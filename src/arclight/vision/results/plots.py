@@ -223,7 +223,7 @@ def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, f
 
 
 def _short(name: str) -> str:
-    """``name`` within the room that labels have."""
+    """Return ``name`` within the room that labels have."""
     return name if len(name) <= 18 else name[:17] + "…"
 
 

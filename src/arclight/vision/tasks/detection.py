@@ -243,7 +243,7 @@ class Detector(VisionModule):
         return write_charts(self.results, self.names, folder)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
+        """Split the output: boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
         (predictions,) = outputs
         first = 5 if self.one_to_one else 4  # where objectness is always 1, it would hide them as well
         return {"boxes": predictions[..., :4], "scores": predictions[..., first:]}
@@ -401,7 +401,7 @@ class Segmenter(Detector):
         return {name: summary[name] for name in names}
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes, scores, coefficients and prototypes are of different sizes: each is judged by itself."""
+        """Split the output: boxes, scores, coefficients and prototypes are of different sizes: each is judged by itself."""
         predictions, prototypes = outputs
         rows, coefficients = predictions.split(
             (predictions.shape[-1] - prototypes.shape[1], prototypes.shape[1]), dim=-1
@@ -497,7 +497,7 @@ class PoseEstimator(Detector):
         return {name: summary[name] for name in names}
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes and keypoints are in pixels, scores in [0, 1]: each is judged by itself."""
+        """Split the output: boxes and keypoints are in pixels, scores in [0, 1]: each is judged by itself."""
         (predictions,) = outputs
         count, dims = self.keypoints
         rows, points = predictions.split((predictions.shape[-1] - count * dims, count * dims), dim=-1)
@@ -591,7 +591,7 @@ class OrientedDetector(Detector):
         return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
+        """Split the output: boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
         (predictions,) = outputs
         return {**super().output_parts(predictions[..., :-1]), "angles": predictions[..., -1]}
 

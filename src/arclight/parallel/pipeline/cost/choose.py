@@ -140,7 +140,7 @@ class _Search:
 
 
 def micro_batch_numbers(batch: int, processes: int) -> list[int]:
-    """Numbers of micro-batches worth trying: divisors of the batch, and multiples of the processes, which may leave a remainder."""
+    """List the numbers of micro-batches worth trying: divisors of the batch, and multiples of the processes, which may leave a rest."""
     most = min(batch, max(MOST, 8 * processes))
     exact = {number for number in range(1, most + 1) if batch % number == 0}
     rounds = {processes * 2**step for step in range(8)} | {3 * processes, 6 * processes}

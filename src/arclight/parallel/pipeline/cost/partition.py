@@ -211,7 +211,7 @@ class _Search:
         return np.where(allowed & (self.table.waits <= bound * (1 + EQUAL)), self.cost, np.inf)
 
     def evenest(self) -> list[int]:
-        """Of the best cuts the one whose squares of stages add up to least."""
+        """Return, of the best cuts, the one whose squares of stages add up to least."""
         bound = self.found[1] if self.others else np.inf
         squares = np.where(self.table.valid, self.table.waits, 0.0) ** 2
         return _least_sum([self.limited(allowed, bound) for allowed in self.allowed], squares)[1]
@@ -293,7 +293,7 @@ def refine(
 
 
 def _moves(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Cuts one step away: one boundary by one unit; then a row of neighbouring ones (whole stages move), or any two."""
+    """Yield the cuts one step away: one boundary by one unit; then a row of neighbouring ones (whole stages move), or any two."""
     places = range(1, len(cuts))
     rows = [dict.fromkeys(range(a, b), 1) for a in places for b in range(a + 1, len(cuts) + 1)]
     pairs = [{a: 1, b: sign} for a, b in itertools.combinations(places, 2) for sign in (1, -1)]

@@ -40,7 +40,7 @@ class BatchSplitter:
         self.spec = dict(spec or {})
 
     def cut(self, tree: Mapping[int | str, Any], number: int) -> tuple[list[dict[int | str, Any]], str]:
-        """``tree`` (by position or name) for each of ``number`` micro-batches, or for fewer; then why, in words.
+        """Cut ``tree`` (by position or name) for each of ``number`` micro-batches, or for fewer; then why, in words.
 
         The first tensor that has fewer samples than ``number`` decides. The first tensor says how many samples there are; others may
         have a multiple of that. Raises ValueError for tensors that have fewer, and PlanError for a spec that is for no argument.
@@ -100,7 +100,7 @@ def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int,
 
 
 def _cut(value: Any, leaves: list[tuple[str, Any, int | None]], count: int, samples: int) -> list[Any]:
-    """``value`` for each micro-batch."""
+    """Return ``value`` for each micro-batch."""
     parts = [_parts(leaf, dim, count, samples) for _, leaf, dim in leaves]
     if len(leaves) == 1 and leaves[0][1] is value:
         return parts[0]
@@ -179,7 +179,7 @@ def _merge_leaf(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
 
 
 def detached(tree: Any) -> Any:
-    """``tree`` without the graphs of its tensors."""
+    """Return ``tree`` without the graphs of its tensors."""
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 

@@ -108,7 +108,7 @@ class Engine:
         return self.parts.get(self.line.stages - 1)
 
     def run(self, micro_batches: list[Split], key: Hashable, backward: bool) -> None:
-        """All ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
+        """Run ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed before and cannot continue: {self._failure}")
         self.wait(DeviceSteps.AHEAD - 1)
@@ -214,7 +214,7 @@ class Engine:
             raise self._fail(error, where, True) from error.__cause__
 
     def _agree(self, shapes: list[Any]) -> None:
-        """All processes of a pipeline must have been given the same batch and plan, or they would wait for each other."""
+        """Check that all processes of the pipeline were given one batch and plan: they would wait for each other."""
         if self._board is None or self.line.group is None:
             return
         timeout = timeout_of(self.line.group, self.line.device)
@@ -342,7 +342,7 @@ class _NothingGathered:
 
 @contextmanager
 def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """In here forwards of ``stages`` exchange nothing over shards of weights or experts.
+    """Run the block with forwards of ``stages`` that exchange nothing over shards of weights or experts.
 
     What comes out has the shapes, types and graph that it has otherwise, and other values. Exchanges among the processes that have the
     same batch (``tp``, ``cp``) are made, as all of these run the same stages at the same time.

@@ -36,7 +36,7 @@ class LossReduction:
             raise PlanError(f"a weight is for reduction = 'token_mean', not for {self.kind!r}: leave it out")
 
     def __call__(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """``(sum, count)`` of a micro-batch."""
+        """Return ``(sum, count)`` of a micro-batch."""
         found = output if self.function is None else self.function(output, targets)
         if isinstance(found, (tuple, list)) and len(found) == 2:
             total, count = found[0], torch.as_tensor(found[1])

@@ -107,7 +107,7 @@ class PipeRunner:
         return PipelineFingerprint.of(self.stages, plan, self.pipe.shared)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of this process's stages, each once: what an optimizer is given."""
+        """List the parameters of this process's stages, each once, for an optimizer."""
         return list(dict.fromkeys(p for stage in self.stages.values() for p in stage.parameters()))
 
     # -- running ---------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def _device(stages: list[Any]) -> torch.device:
 
 
 def _names(pipe: SplitModel) -> tuple[str, ...]:
-    """First names of the parameters that the model uses."""
+    """Return the first names of the parameters that the model uses."""
     return tuple(sorted(pipe.graph.used))
 
 

@@ -212,7 +212,7 @@ class Recorder:
         return saved_tensors_hooks(pack, lambda saved: saved)
 
     def took(self, action: Action, start: Any, boundary: Iterable[Iterable[Any]] = ()) -> None:
-        """``action`` ran from ``start`` until now. boundary: what the stage keeps of a forward until its backward: outputs, inputs."""
+        """Record ``action`` from ``start`` until now. boundary: what the stage keeps of a forward until its backward: outputs, inputs."""
         end = self.mark()
         if self.on_gpu:
             self._marks.append((action, start, end, torch.cuda.memory_allocated(self.device) - self._bytes))
@@ -238,7 +238,7 @@ class Recorder:
         return float(self._zero.elapsed_time(mark)) / 1000 if self.on_gpu else float(mark - self._zero)
 
     def _hold(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Each memory counts once, however many tensors and micro-batches share it; parameters do not."""
+        """Count the bytes of a tensor's memory, once for all that share it; parameters do not count."""
         where, size = _storage(tensor)
         if where in self._kept:
             return

@@ -52,7 +52,7 @@ class DeferredWeightGradients:
 
 
 def inputs_reached(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
-    """Of each of ``inputs`` whether a gradient of ``outputs`` would get to it."""
+    """Return for each of ``inputs`` whether a gradient of ``outputs`` reaches it."""
     below = _below([get_gradient_edge(output).node for output in outputs if output.requires_grad])
     return [tensor.requires_grad and get_gradient_edge(tensor).node in below for tensor in inputs]
 
@@ -71,7 +71,7 @@ def accumulate(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | Non
 def backward_of_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
 ) -> tuple[tuple[Tensor | None, ...], DeferredWeightGradients]:
-    """Gradients of ``inputs`` (None for one that the outputs do not depend on), and the half that is left for ``weights``.
+    """Return the gradients of ``inputs`` (None for one that the outputs do not depend on), and the half that is left for ``weights``.
 
     All tensors require gradients. A weight that hangs on several places between outputs and inputs (a bias that all layers share) gets
     its gradient here: apart, all that lies between these places would have to run again.

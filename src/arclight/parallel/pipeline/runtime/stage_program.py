@@ -83,7 +83,7 @@ class PipelineTopology:
         return self.stages_of(self.rank)
 
     def stages_of(self, rank: int) -> list[int]:
-        """Numbers of the stages that a process has."""
+        """Return the numbers of the stages that a process has."""
         if self.ranks == 1:
             return list(range(self.stages))
         return stages_of(rank, self.ranks, self.stages, self.kind.v_shaped)

@@ -115,7 +115,7 @@ def _sum_by_messages(flat: Tensor, group: Any, places: tuple[int, ...]) -> None:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """``parameters`` in order, those of one type and device together, up to :data:`BUCKET` bytes."""
+    """Return ``parameters`` in order, those of one type and device together, up to :data:`BUCKET` bytes."""
     found: list[list[nn.Parameter]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

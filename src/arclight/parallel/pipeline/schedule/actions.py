@@ -39,7 +39,7 @@ Order = tuple[tuple[Action, ...], ...]
 
 
 def write_csv(order: Order) -> str:
-    """``order`` as torch's schedules write theirs (format "compute_only"): a line for each process."""
+    """Return ``order`` as torch's schedules write theirs (format "compute_only"): a line for each process."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in order)
 
 
@@ -56,6 +56,6 @@ def read_csv(text: str) -> Order:
 
 
 def _parts(cell: str) -> list[str]:
-    """Of a forward and a backward that torch has as one, ``(0F7;7B4)OVERLAP_F_B``, both."""
+    """Split a forward and a backward that torch writes as one, ``(0F7;7B4)OVERLAP_F_B``."""
     found = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     return found[1].split(";") if found is not None else [cell]

@@ -268,7 +268,7 @@ def _with_weights(times: list[dict[tuple[Kind, int], int]]) -> _Block:
 
 
 def _repeated(block: _Block, ranks: int, micro_batches: int) -> Order:
-    """``block`` for all micro-batches, pulled together where nothing must be waited for: the shorter of two ways to do so."""
+    """Return ``block`` for all micro-batches, pulled together where nothing must be waited for: the shorter of two ways to do so."""
     ways = [way for way in (_Squeeze(block, ranks, micro_batches, early).run() for early in (False, True)) if way]
     return min(ways, key=lambda way: way[0])[1]
 

@@ -135,7 +135,7 @@ def _check_progress(order: Order, stages: int) -> None:
 
 
 def first_of(order: Order, micro_batches: int) -> Order:
-    """``order`` without all micro-batches but the first so many; what remains can be run, since none waits for another."""
+    """Return ``order`` without all micro-batches but the first so many; what remains can be run, since none waits for another."""
     return tuple(tuple(action for action in one if action.micro_batch < micro_batches) for one in order)
 
 
@@ -160,7 +160,7 @@ def splits_backward(order: Order) -> bool:
 
 
 def stages_of(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
-    """Numbers of the stages that process ``rank`` of ``ranks`` has: every ``ranks``-th, or forth and back in a V."""
+    """Return the numbers of the stages that process ``rank`` of ``ranks`` has: every ``ranks``-th, or forth and back in a V."""
     if not v_shaped:
         return list(range(rank, stages, ranks))
     return [rank, stages - 1 - rank]

@@ -117,7 +117,7 @@ def _order(
 
 
 def _each(value: T | Sequence[T], number: int) -> Sequence[T]:
-    """``value`` for each of ``number``, or the values that were given for them."""
+    """Return ``value`` for each of ``number``, or the values that were given for them."""
     if not isinstance(value, Sequence):
         return [value] * number
     if len(value) != number:

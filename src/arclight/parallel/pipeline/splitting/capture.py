@@ -312,7 +312,7 @@ class _Observer:
         return before is not None and not torch.equal(buffer, before)
 
     def _warn_of_state(self) -> None:
-        """Numbers and the like that code between parts keeps in attributes: each stage that runs it has its own."""
+        """Warn of numbers and the like that code between parts keeps in attributes: each stage that runs it has its own."""
         plain, found = (bool, int, float, complex, str), []
         for copied, path in self.paths.items():
             if not self._in_part(path):

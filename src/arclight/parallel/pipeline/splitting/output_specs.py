@@ -59,7 +59,7 @@ class OutputSpecs:
         return self._parts[path]
 
     def listen(self, path: str, shown: nn.Module) -> None:
-        """``shown`` stands for the part at ``path``: hooks put on modules inside of it are called where those inside of the part are."""
+        """Call hooks put on modules inside ``shown`` where those inside of the part at ``path`` are called."""
         for own, other in itertools.islice(zip(self.part(path).modules(), shown.modules(), strict=True), 1, None):
             for name in HOOKS:
                 own.__dict__[name] = other.__dict__[name]

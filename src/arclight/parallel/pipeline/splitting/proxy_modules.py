@@ -18,7 +18,7 @@ from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependen
 
 
 def shallow_clone(module: nn.Module) -> nn.Module:
-    """``module`` without its depth: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own.
+    """Clone ``module`` alone: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own.
 
     Models of transformers that return caches of keys and values unless they are told not to are told: no stage has all of one.
     """

@@ -139,7 +139,7 @@ class SlicedModule:
             return None if isinstance(found, AbsentModule) else found
 
         def link(path: str, module: nn.Module) -> None:
-            """A copied module has what the view has, as it is when a run begins, and placeholders for the rest."""
+            """Give a copied module what the view has as a run begins, and placeholders for the rest."""
             own = visible(path)
             if own is not None:
                 module._buffers = own._buffers

@@ -46,7 +46,7 @@ class StageAssignment:
         return {name: stages for name, stages in self.users.items() if len(stages) > 1 and name not in self.sent}
 
     def range(self, stage: int) -> tuple[int, int]:
-        """First call of ``stage``, and the one after its last."""
+        """Return the first call of ``stage``, and the one after its last."""
         return self.graph.ranges(self.begins)[stage]
 
     def crossing(self, stage: int) -> tuple[Value, ...]:
@@ -58,12 +58,12 @@ class StageAssignment:
         return (*sent, *self.graph.live(self.begins[stage]))
 
     def parameters(self, stage: int) -> set[str]:
-        """First names of the parameters that ``stage`` has."""
+        """Return the first names of the parameters that ``stage`` has."""
         users = self.users
         return {n for n, stages in users.items() if stage in stages and (n not in self.sent or stage == stages[0])}
 
     def received_parameters(self, stage: int) -> dict[str, Value]:
-        """Parameters that ``stage`` uses as they are sent to it."""
+        """Return the parameters that ``stage`` uses as they are sent to it."""
         users = self.users
         return {n: Value(SENT, i) for i, n in enumerate(self.sent) if stage in users[n] and stage != users[n][0]}
 

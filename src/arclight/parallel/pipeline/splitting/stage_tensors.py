@@ -30,7 +30,7 @@ def meta_skeleton(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of ``stage``, each under all of its names."""
+    """Return the parameters and buffers of ``stage``, each under all of its names."""
     return [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
 
 
@@ -55,14 +55,14 @@ def stored_tensors(stage: nn.Module, model: nn.Module | None = None) -> dict[tor
 
 
 def like(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """``value`` as what ``old`` is: a parameter (that trains or does not), or a buffer."""
+    """Return ``value`` as what ``old`` is: a parameter (that trains or does not), or a buffer."""
     if not isinstance(old, nn.Parameter) or isinstance(value, nn.Parameter):
         return value
     return nn.Parameter(value, requires_grad=old.requires_grad)
 
 
 def replace_tensors(stages: Iterable[nn.Module], new: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """In all modules of ``stages``, replace tensors: those that are tied stay so."""
+    """Replace tensors in all modules of ``stages``: those that are tied stay so."""
     for stage in stages:
         for module in stage.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:

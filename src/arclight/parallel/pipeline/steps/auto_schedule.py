@@ -110,7 +110,7 @@ def _allowed(plan: Plan, request: PipelineRequest) -> tuple[str, ...]:
 
 
 def _costs(module: nn.Module, step: Step, args: tuple[Any, ...], graph: CallGraph) -> ModelCosts:
-    """Of the whole step, or, where what comes after its last part needs data, of all until then."""
+    """Cost the whole step, or, where what comes after its last part needs data, all until then."""
     last = graph.calls[-1].name
     turns = sum(call.name == last for call in graph.calls)
     failure: Exception | None = None
@@ -133,7 +133,7 @@ class _Over(BaseException):
 
 
 def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Module:
-    """``module`` as something whose call is ``step``. It shares all members; a copy of it knows the same trainer.
+    """Make ``module`` callable as ``step``. It shares all members; a copy of it knows the same trainer.
 
     ends: the part after whose so-manyth call the step is over, and gives what that returned.
     """
@@ -173,7 +173,7 @@ def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Mo
 
 
 def _unheard(*_: Any, **__: Any) -> None:
-    """In place of ``log``, where nothing happens that could be logged."""
+    """Discard what is logged: a cost estimate is no step of the run."""
 
 
 def check_memory(memory: str | float | None) -> None:

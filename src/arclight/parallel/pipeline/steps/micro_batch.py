@@ -52,7 +52,7 @@ class MicroBatch:
 
 
 def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:
-    """``batch`` in ``number`` parts, or as many as it has samples, as even as can be, each with its number of samples.
+    """Split ``batch`` into ``number`` parts (or as many as it has samples), as even as can be, each with its number of samples.
 
     A module may cut its own batches: ``part_of_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
     have lists of that length. Raises PlanError where they do not.

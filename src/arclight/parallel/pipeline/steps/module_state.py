@@ -118,7 +118,7 @@ def _digest(data: bytes | None) -> str | None:
 
 @contextmanager
 def isolate_attributes(module: nn.Module) -> Iterator[None]:
-    """In here steps work on copies of the module's own attributes, which are thrown away afterwards."""
+    """Let steps within the block work on copies of the module's attributes, which are thrown away afterwards."""
     kept: dict[str, Any] = {}
     trainer = module.__dict__.get("_trainer")
     memo = {id(part): part for part in module.modules() if part is module or _weighs(part)} | {id(trainer): trainer}
@@ -164,7 +164,7 @@ class FullModuleView:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """In here the module has all of its parts."""
+        """Give the module all of its parts within the block."""
         now = {name: self.module.__dict__[name] for name in _MEMBERS}
         if now["_modules"] is self._whole["_modules"]:
             yield

@@ -138,7 +138,7 @@ def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
 def _shard_stages(
     steps: PipelinedSteps, found: dict[int, StagePart], mesh: Mesh, device: torch.device, types: FsdpTypes, seed: int
 ) -> None:
-    """Memory on the device, and shares of it, for what the module has now."""
+    """Give what the module has now memory on the device, and shard it."""
     module, plan = steps.module, mesh.plan
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta and tensor.device.type != device.type:
@@ -155,7 +155,7 @@ def _shard_stages(
 
 
 def _begin(steps: PipelinedSteps, device: torch.device, seed: int) -> None:
-    """First values of what does not declare them, as its modules mean them. What does is drawn in shares later."""
+    """Initialise what declares no distribution, as its modules do. What declares one is drawn in shards later."""
     declared = declarations(steps.module)
     tensors = (*steps.module.named_parameters(), *steps.module.named_buffers())
     if any(tensor.is_meta and name not in declared for name, tensor in tensors):

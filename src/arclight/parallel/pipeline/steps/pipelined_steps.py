@@ -173,7 +173,7 @@ class PipelinedSteps:
             )
 
     def _following_cuts(self, step: str, graph: CallGraph) -> tuple[int, ...]:
-        """Cuts of another step that leave each call where the first one has it."""
+        """Return the cuts of another step that leave each call where the first one has it."""
         seen: dict[str, int] = {}
         cuts, now = [0], 0
         for number, call in enumerate(graph.calls):
@@ -251,7 +251,7 @@ class PipelinedSteps:
         return list(dict.fromkeys(self._decided.parts.values()))
 
     def blocks_here(self) -> list[nn.Module]:
-        """Of these the repeated blocks, and those in them."""
+        """List the repeated blocks among the parts here, and those in them."""
         with self.skeleton.whole():
             repeated = {part for _, block in repeated_blocks(self.module) for part in block.modules()}
         return [part for part in self.parts_here() if part in repeated and next(part.parameters(), None) is not None]
@@ -264,7 +264,7 @@ class PipelinedSteps:
 
     @torch.no_grad()
     def send_shared(self) -> None:
-        """Parameters of several stages begin alike: as the first of these has them."""
+        """Send parameters of several stages from the first of these to the others, so that all begin alike."""
         if self.line.group is None:
             return
         own = {self._decided.names[name]: p for name, p in self.module.named_parameters()}
@@ -320,7 +320,7 @@ class PipelinedSteps:
         return self._sliced[micro_batch.step].run(number, received, micro_batch.args, micro_batch.kwargs)
 
     def loss(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of what the last stage's step returned: the loss, weighed."""
+        """Return the weighted loss from what the last stage's step returned."""
         self._outputs[micro_batch.number] = output
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         if not torch.is_grad_enabled():

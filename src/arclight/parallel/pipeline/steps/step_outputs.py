@@ -166,7 +166,7 @@ def _attribute(module: Any, entry: LoggedName) -> Any:
 
 
 def with_attribute(module: Any, call: _Call) -> dict[str, Any]:
-    """Options of ``call`` with the place where the module has its metric, so that every process can log its own."""
+    """Return the options of ``call`` with the place where the module has its metric, so that every process can log its own."""
     if call.options.get("metric_attribute") is not None:
         return call.options
     for path, part in [*module.named_modules(), *vars(module).items()]:

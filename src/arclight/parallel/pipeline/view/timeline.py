@@ -89,7 +89,7 @@ class _Figures:
             self.stages[span.rank].add(span.action.stage)
 
     def share_of(self, *causes: str) -> float:
-        """Of all processes' time, in [0, 1]."""
+        """Return a share of all processes' time, in [0, 1]."""
         seconds = sum(float(cause[name]) for cause in self.idle for name in causes)
         return seconds / (self.trace.ranks * self.seconds)
 
@@ -358,7 +358,7 @@ def _axis(seconds: float, scale: float, height: int) -> Iterator[str]:
 
 
 def _boxes(step: Trace, spans: list[Span], scale: float, y: int, tall: int) -> Iterator[str]:
-    """Boxes of one process, with the number of the micro-batch where there is room; those too thin to be seen are left out."""
+    """Yield the boxes of one process, with the number of the micro-batch where there is room; those too thin to be seen are left out."""
     begin, last = min(span.start for span in step.spans), -1.0
     first = min((span.action.stage for span in spans), default=0)
     size = min(12, tall - 3)

@@ -129,7 +129,7 @@ def _takes_one(maker: Any) -> bool:
 
 
 def _run(module: nn.Module, maker: Callable[[nn.Module], Any] | None, draws: _Draws) -> None:
-    """As the model around it says; by the module's own method where that says nothing of what the module itself has."""
+    """Initialise a module as the model around it does; by its own method for what the model leaves out."""
     if maker is not None:
         maker(module)
     own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
@@ -157,7 +157,7 @@ class _Draws(TorchDispatchMode):
 
     @contextmanager
     def of(self, name: str, module: nn.Module) -> Iterator[None]:
-        """``module`` begins. What of its own is not of this stage has memory meanwhile, so that it takes the same way everywhere."""
+        """Record the draws of ``module``; what it has beside this stage's tensors has memory meanwhile, to run the same everywhere."""
         self._module, self._last, self._counts = name, f"{name}*", {}
         lent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, tensor in [*module._parameters.items(), *module._buffers.items()]:

@@ -181,7 +181,7 @@ def _finish(
 
 
 def _dtype(files: list[_File], everyones: list[dict[str, _Entry]]) -> str | None:
-    """That of the first tensor of a floating type."""
+    """Return the type of the first tensor of a floating type."""
     entries = (everyones[file.writer][name] for file in files for name in file.tensors)
     return next((e.dtype.removeprefix("torch.") for e in entries if "float" in e.dtype), None)
 

@@ -30,7 +30,7 @@ def format_name(
     auto_insert_metric_name: bool = True,
     equals: str = "=",
 ) -> str:
-    """``template`` with each ``{name}`` or ``{name:format}`` replaced by its value (0 where it has none).
+    """Return ``template`` with each ``{name}`` or ``{name:format}`` replaced by its value (0 where it has none).
 
     With ``auto_insert_metric_name`` the value is preceded by ``name=``, a ``/`` in the name becoming ``_`` so that
     ``{val/loss:.3f}`` makes a file name and not a folder. Raises ValueError for a format that does not fit the value.

@@ -154,7 +154,7 @@ def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], O
 
 
 def _called(optimizer: Optimizer) -> str:
-    """Its class; of a recipe's optimizer, whose groups each have a rule, the rules."""
+    """Name an optimizer by its class; one of a recipe, whose groups each have a rule, by the rules."""
     kinds = dict.fromkeys(str(group["kind"]) for group in optimizer.param_groups if "kind" in group)
     return "+".join(kinds) if isinstance(optimizer, MixedOptimizer) else type(optimizer).__name__
 

@@ -118,7 +118,7 @@ def _count(number: int) -> str:
 
 @contextmanager
 def _on_stderr(console: Console) -> Iterator[Console]:
-    """A console that has no file of its own writes to stderr: what a program prints on stdout stays free of displays."""
+    """Let a console that has no file of its own write to stderr: a program's own stdout stays free of displays."""
     before, console.stderr = console.stderr, True
     try:
         yield console

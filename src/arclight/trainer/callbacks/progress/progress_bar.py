@@ -122,7 +122,7 @@ class ProgressBar(Callback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """``v_num``, the loggers' version, where they number their own runs; a run folder has its number in its name."""
+    """Return ``v_num``, the loggers' version, where they number their own runs; a run folder has its number in its name."""
     if trainer.behavior.run_folders:
         return {}
     versions = dict.fromkeys(str(logger.version) for logger in trainer.loggers if logger.version not in ("", None))

@@ -129,7 +129,7 @@ def _cell(column: str | ProgressColumn, task: Task) -> RenderableType:
 
 
 def count_text(done: int, total: float) -> str:
-    """``done`` of ``total``, padded to the width of the total; ``done`` alone where the total is not known."""
+    """Return ``done`` of ``total``, padded to the width of the total; ``done`` alone where the total is not known."""
     return f"{done:>{len(f'{int(total):,}')},}/{int(total):,}" if math.isfinite(total) else f"{done:,}"
 
 
@@ -313,7 +313,7 @@ class RichProgressBar(ProgressBar):
         self._begin_evaluation(trainer, "predict_progress_bar_id", self.predict_description)
 
     def _begin_evaluation(self, trainer: Trainer, name: str, description: str) -> None:
-        """A bar for an evaluation, in the place of the training's while it runs."""
+        """Show a bar for an evaluation, in the place of the training's while it runs."""
         self._clock.pause()
         self._eval_clock = ProgressClock(0)
         self._init_progress(trainer)

@@ -49,7 +49,7 @@ class ProgressClock:
 
 
 def clock_text(seconds: float | None) -> str:
-    """``seconds`` as 0:07, 12:34, 1:02:03 or 3d 04:05."""
+    """Return ``seconds`` as 0:07, 12:34, 1:02:03 or 3d 04:05."""
     if seconds is None:
         return "-:--"
     whole = max(0, round(seconds))
@@ -60,7 +60,7 @@ def clock_text(seconds: float | None) -> str:
 
 
 def rate_text(rate: float | None) -> str:
-    """``rate`` as 41.2 it/s, or 3.5 s/it for slow work."""
+    """Return ``rate`` as 41.2 it/s, or 3.5 s/it for slow work."""
     if rate is None:
         return ""
     if rate < 1:

@@ -282,5 +282,5 @@ class TQDMProgressBar(ProgressBar):
 
 
 def convert_inf(x: float | None) -> float | None:
-    """``x``, or None, which is tqdm's unknown total, for infinity and NaN."""
+    """Return ``x``, or None, which is tqdm's unknown total, for infinity and NaN."""
     return x if x is not None and math.isfinite(x) else None

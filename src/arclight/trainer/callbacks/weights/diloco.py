@@ -130,7 +130,7 @@ class DiLoCo(Callback):
         self._loaded = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """The model of a checkpoint is the anchor: no replica's own is what others should open."""
+        """Save the anchor as the checkpoint's model: no replica's own is what others should open."""
         weights = _trainable(pl_module)
         names = {weight: name for name, weight in weights.items()}
         for name, weight in pl_module.named_parameters(
@@ -140,7 +140,7 @@ class DiLoCo(Callback):
                 checkpoint["state_dict"][name] = _beside(self.anchor[names[weight]], weight)
 
     def _stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` of this replica as its share of all replicas'."""
+        """Return ``tensor`` of this replica as its share of all replicas'."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         spread = is_dtensor(tensor)
@@ -157,7 +157,7 @@ class DiLoCo(Callback):
         return stacked
 
     def _take_up(self, trainer: Trainer, module: Module) -> None:
-        """Weights, moments and buffers of this replica; the anchor for all where their number has changed."""
+        """Restore weights, moments and buffers of this replica; the anchor for all where their number has changed."""
         from arclight.fabric.distributed.sharding import shard_like
 
         state, self._loaded = self._loaded, {}

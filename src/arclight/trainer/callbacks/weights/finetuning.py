@@ -119,7 +119,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Parameters that require gradients (or do not), without those of batch norms unless ``train_bn``."""
+        """Yield the parameters that require gradients (or do not), without those of batch norms unless ``train_bn``."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)

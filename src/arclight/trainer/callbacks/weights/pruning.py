@@ -316,7 +316,7 @@ def _is_parameter(module: nn.Module, name: str) -> bool:
 
 
 def _masked(weights: dict[str, Any]) -> dict[str, Any]:
-    """``weights`` with each pair of original and mask as the one parameter that they make, on the host."""
+    """Return ``weights`` with each pair of original and mask as the one parameter that they make, on the host."""
     pruned = {
         name.removesuffix("_mask") for name in weights if name.endswith("_mask") and f"{name[:-5]}_orig" in weights
     }

@@ -95,13 +95,13 @@ class StochasticWeightAveraging(WeightAveraging):
         self._scheduler_state = state_dict["scheduler_state"]
 
     def load_averages(self, entries: dict[str, Any]) -> None:
-        """The averaged parameters; statistics that were measured for them are measured again."""
+        """Load the averaged parameters; statistics that were measured for them are measured again."""
         names = tensor_owners(self._module, False) if self._module is not None else {}
         averages = {name: tensor for name, tensor in (entries.get(self.entry) or {}).items() if name in names}
         super().load_averages({self.entry: averages})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """The module's own scheduler is saved where a resume looks for it; the other is this callback's state."""
+        """Save the module's own scheduler where a resume looks for it; the other is this callback's state."""
         if self._scheduler is not None:
             checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._resting]
 

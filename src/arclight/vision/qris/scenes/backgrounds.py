@@ -61,7 +61,7 @@ def clouds(rng: np.random.Generator, size: int, *, roughness: float = 1.0, stret
 
 
 def _coloured(field: Field, colours: list[Colour]) -> Image:
-    """``field`` in [0, 1] as RGB along the line through ``colours``."""
+    """Return ``field`` in [0, 1] as RGB along the line through ``colours``."""
     places = np.linspace(0, 255, len(colours))
     table = np.stack([np.interp(np.arange(256), places, [c[i] for c in colours]) for i in (2, 1, 0)], -1)
     levels = cv2.convertScaleAbs(field, alpha=255)

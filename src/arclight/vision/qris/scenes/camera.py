@@ -230,6 +230,6 @@ def view(rng: np.random.Generator, width: float, height: float, *, steep: float)
 
 
 def scaled_to(matrix: Matrix, factor: float, shift: npt.ArrayLike = (0.0, 0.0)) -> Matrix:
-    """``matrix`` followed by a scaling about the origin and a shift."""
+    """Return ``matrix`` followed by a scaling about the origin and a shift."""
     x, y = np.asarray(shift, float)
     return np.array([[factor, 0, x], [0, factor, y], [0, 0, 1.0]]) @ matrix

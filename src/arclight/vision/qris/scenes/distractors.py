@@ -202,7 +202,7 @@ DISTRACTORS: tuple[tuple[Callable[[np.random.Generator, float], Sprite], float, 
 
 
 def distractor(rng: np.random.Generator, size: int) -> Sprite:
-    """Something without a QR code, for a picture of ``size`` pixels."""
+    """Draw something without a QR code, for a picture of ``size`` pixels."""
     weights = np.array([weight for _, weight, _ in DISTRACTORS])
     draw, _, least = DISTRACTORS[int(rng.choice(len(weights), p=weights / weights.sum()))]
     share = float(np.exp(rng.uniform(np.log(least), np.log(0.7))))

@@ -49,7 +49,7 @@ class MerchantStyle:
         return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
     def lit(self, picture: Image) -> Image:
-        """``picture`` under the light of this place."""
+        """Return ``picture`` under the light of this place."""
         levels = 255 * (np.arange(256) / 255) ** self.gamma
         table = (levels[:, None] * np.array(self.gains)).clip(0, 255).round().astype(np.uint8)
         return np.asarray(cv2.LUT(picture, table[:, None, :]), np.uint8)

@@ -153,7 +153,7 @@ def add_carrier(rng: np.random.Generator, stage: Canvas, side: float, weights: S
 
 
 def _add_packs(rng: np.random.Generator, stage: Canvas) -> None:
-    """A group of small packs on a table, each with a small label."""
+    """Add a group of small packs on a table, each with a small label."""
     share = float(np.exp(rng.uniform(np.log(0.045), np.log(0.12))))
     kinds = [choose(rng, _PACKS) for _ in range(2)]
     for _ in range(int(rng.integers(2, 10))):
@@ -287,7 +287,7 @@ def _add_loose(
 
 
 def _add_holding_hand(rng: np.random.Generator, stage: Canvas, placed: PlacedSprite) -> None:
-    """A hand at the lower edge of a phone or card."""
+    """Add a hand at the lower edge of a phone or card."""
     height, width = placed.item.image.shape[:2]
     grip = project([[width * float(rng.uniform(0, 1)), height]], placed.matrix)[0]
     reach = _side(project([[0, 0], [width, 0], [width, height], [0, height]], placed.matrix))
@@ -296,7 +296,7 @@ def _add_holding_hand(rng: np.random.Generator, stage: Canvas, placed: PlacedSpr
 
 
 def _add_occluder(rng: np.random.Generator, stage: Canvas) -> None:
-    """A finger, cable or strap over part of a code, or anywhere where there is none."""
+    """Add a finger, cable or strap over part of a code, or anywhere if there is none."""
     if not stage.codes:
         item = choose(rng, (hand, fingers, strap))(rng, stage.size * float(rng.uniform(0.15, 0.6)))
         _add_loose(rng, stage, item, rng.uniform(0, stage.size, 2), most=0.0)

@@ -285,7 +285,7 @@ def _errors_of(model: nn.Module) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """``" (model.py:12: if x.sum() > 0:)"``, of the innermost line that is the user's."""
+    """Return ``" (model.py:12: if x.sum() > 0:)"``, of the innermost line that is the user's."""
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in _LIBRARIES)
     ]

@@ -48,7 +48,7 @@ class GraphMemory:
         return node
 
     def writers(self, node: Node) -> tuple[Node, ...]:
-        """Operations that write to where a node's tensor lies, or look at it with strides of their own."""
+        """Return the operations that write to where a node's tensor lies, or look at it with strides of their own."""
         return tuple(self._writers.get(self.root(node), ()))
 
 
@@ -89,7 +89,7 @@ def _arguments(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[tuple[Nod
 def _arguments_of_part(
     node: Node, within: list[fx.GraphModule], parts: Mapping[str, nn.Module]
 ) -> Iterator[tuple[Node, bool, bool]]:
-    """Of a graph within the graph, as it does with what it is given; of several (branches), as any might."""
+    """Yield the arguments of a graph within the graph, as it uses them; of several (branches), as any might."""
     given = [before for before in node.all_input_nodes if before.op != "get_attr"]
     part = within[0]
     doors = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
@@ -208,7 +208,7 @@ def _unit_graph(
 
 
 def _own(exported: Exported, order: Sequence[Node], memory: GraphMemory) -> set[Node]:
-    """Operations that belong to calls: all that depends on parameters, is drawn by chance or changes a buffer."""
+    """Return the operations that belong to calls: all that depends on parameters, is drawn by chance or changes a buffer."""
     weighty = {node for node in exported.states if node in exported.persistent}
     for node in order:
         if any(before in weighty for before in node.all_input_nodes):
@@ -278,7 +278,7 @@ def _crossing(exported: Exported, spine: Sequence[Node]) -> list[int]:
 
 
 def _forbidden(exported: Exported, spine: Sequence[Node], memory: GraphMemory) -> dict[int, str]:
-    """Operations before which no stage can begin, and why."""
+    """Return the operations before which no stage can begin, and why."""
     found: dict[int, str] = {}
     for at, (node, last) in enumerate(zip(spine, _last_uses(exported, spine), strict=True)):
         if not _fixed(node):
@@ -320,7 +320,7 @@ def _depth(before: Node, after: Node) -> int:
 
 
 def _name(exported: Exported, node: Node) -> str:
-    """Of the module in which an operation lies; of its parameter, where that is the model itself."""
+    """Name the module in which an operation lies; its parameter, where that is the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     inner = list(stack.values())[-1][0].split("@")[0] if stack else ""
     states = [exported.states[before] for before in node.all_input_nodes if before in exported.states]
@@ -328,7 +328,7 @@ def _name(exported: Exported, node: Node) -> str:
 
 
 def _line(node: Node) -> str:
-    """``" (model.py:12: h += x)"``, where the trace knows it."""
+    """Return ``" (model.py:12: h += x)"``, where the trace knows it."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     if len(trace) < 2:
         return ""

@@ -114,7 +114,7 @@ class TracedStage(NamePreservingStage):
 
 
 def trace_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TracedModel:
-    """``model(*args, **kwargs)`` as a graph that can be cut.
+    """Return ``model(*args, **kwargs)`` as a graph that can be cut.
 
     The model is not changed, and may be on the meta device; so may the arguments. Raises PlanError, naming the user's line, for what
     a graph cannot say (see :func:`~arclight.parallel.pipeline.splitting.traced.export_graph.export`).
