@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from arclight.data.sites import IID, Dirichlet, NumberedSite, Size, divide_by_size, pack_sources, site_at_random
+from arclight.data.sites import IID, Dirichlet, Numbered, Size, divide_by_size, pack_sources, site_at_random
 
 
 def test_sites_drawn_alike_have_alike_shares():
@@ -42,7 +42,7 @@ def test_what_cannot_be_divided_is_said():
     with pytest.raises(ValueError, match=r"2 sources \(a, b\), too few for 3 sites"):
         pack_sources({"a": 1, "b": 2}, 3)
     with pytest.raises(ValueError, match="numbered from 0 to 3"):
-        NumberedSite(number=4, count=4)
+        Numbered(number=4, count=4)
     with pytest.raises(ValueError, match="alpha: need number > 0, got 0"):
         Dirichlet(alpha=0)
 

@@ -1,7 +1,8 @@
 """One checkpoint format: a folder of safetensors and JSON with a manifest; whole or not there, never unpickled.
 
 In: a tree of tensors and plain values; out: a folder, and the same tree back, bit for bit. Open ``store`` first: save, load, verify.
-``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``manifest`` names files and hashes, ``files`` and ``remote`` are the
+``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``stored_tensor`` reads them when they are
+needed, ``manifest`` names files and hashes, ``files`` and ``remote`` are the
 calls to the file system. ``sharded`` does it from several ranks, ``async_saver`` in the background, ``conversion`` (with ``dcp``) from and
 to other formats; ``filters``, ``inspection`` and ``retention`` select, summarise and prune.
 """

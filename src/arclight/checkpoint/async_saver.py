@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _Files = Mapping[str, dict[str, torch.Tensor]]
 """File -> name -> tensor."""
 
-_PATIENCE = 3600.0
+_PARTS_TIMEOUT_S = 3600.0
 """Seconds that rank 0 waits for other processes to write their parts, while all of them live."""
 
 
@@ -72,7 +72,7 @@ class AsyncSaver:
         """
         _, problem = capture_error(self._ready)
         if self._shares is None or self._shares.processes is not processes:
-            self._shares, self._exchange = ShardedSaver(processes), processes.exchange("checkpoint", _PATIENCE)
+            self._shares, self._exchange = ShardedSaver(processes), processes.exchange("checkpoint", _PARTS_TIMEOUT_S)
         job = self._shares.begin(path, state, problem)
         event = self._stage(job.own)
 

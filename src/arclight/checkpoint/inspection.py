@@ -34,7 +34,7 @@ class Inspection:
     ranks: int
     """Processes that wrote it."""
     meshes: list[dict[str, int]]
-    """Over which meshes of processes its tensors were spread: dimension -> size."""
+    """Meshes of processes over which its tensors were sharded: dimension -> size."""
     files: dict[str, int]
     """Size of each file."""
     entries: dict[str, EntrySummary]
@@ -52,7 +52,7 @@ class Inspection:
         caption = (
             f"{parameters}{self.bytes / 1e6:,.1f} MB, {self.created}, Arclight {self.arclight}, torch {self.torch}"
         )
-        table = Table(title=f"{self.path}: {position or 'no step'}", caption=caption + self._spread())
+        table = Table(title=f"{self.path}: {position or 'no step'}", caption=caption + self._writers())
         for column in ("entry", "file"):
             table.add_column(column)
         for column in ("tensors", "elements", "MB"):
@@ -63,7 +63,7 @@ class Inspection:
             table.add_row(name, entry.file, *counts, ", ".join(entry.dtypes))
         return table
 
-    def _spread(self) -> str:
+    def _writers(self) -> str:
         """Describe the processes that wrote it, if there were several."""
         if self.ranks == 1:
             return ""

@@ -68,7 +68,7 @@ class Manifest:
     processes: int = 1
     """How many processes wrote it."""
     meshes: list[dict[str, int]] = field(default_factory=list)
-    """Over which meshes tensors were spread: dimension -> size."""
+    """Meshes over which tensors were sharded: dimension -> size."""
 
     def at(self, path: Path, name: str) -> Path:
         """Return the path of a file of the checkpoint at `path`."""
@@ -198,7 +198,7 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         names = _tensor_names(node)
         file = tree.REST if names else STATE
         tensors = [encoded.files[tree.REST][tensor] for tensor in sorted(names)]
-    parts = _spread_nodes(node)
+    parts = _sharded_nodes(node)
     if parts:
         file = _pattern(set().union(*map(tree.files_of, parts)), file)
     for spread in {
@@ -222,11 +222,11 @@ def _pattern(files: set[str], otherwise: str) -> str:
     return f"{head.rpartition('-')[0]}-*-of-{tail}"
 
 
-def _spread_nodes(node: Any) -> list[dict[str, Any]]:
+def _sharded_nodes(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, dict) and node.get("$") == "spread":
         return [node]
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [found for item in inner for found in _spread_nodes(item)]
+    return [found for item in inner for found in _sharded_nodes(item)]
 
 
 def _tensor_names(node: Any) -> set[str]:

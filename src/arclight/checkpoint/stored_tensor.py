@@ -13,11 +13,11 @@ import torch
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import as_bytes, from_bytes, memory_of
 
-_BUFFER = 4 << 20
-"""Bytes that are read at once where the wanted ones lie scattered."""
+_READ_BYTES = 4 << 20
+"""Bytes of a read that covers several short runs of elements."""
 
-_LONG = 1 << 16
-"""Bytes that are worth a read of their own."""
+_LONG_RUN_BYTES = 1 << 16
+"""Bytes from which a run of elements gets a read of its own."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -152,13 +152,13 @@ def _read_box(piece: Piece, dtype: torch.dtype, box: Box, target: torch.Tensor) 
         return
     row = math.prod(whole[inner:])  # elements that one index of dimension inner - 1 stands for
     outer = inner - 1
-    if outer == 0 or size[outer] * row * dtype.itemsize >= _LONG:
+    if outer == 0 or size[outer] * row * dtype.itemsize >= _LONG_RUN_BYTES:
         for index in itertools.product(*map(range, size[:outer])):
             start = sum((offset[i] + index[i]) * math.prod(whole[i + 1 :]) for i in range(outer)) + offset[outer] * row
             _fill(piece, dtype, start, target[index])
         return
     across = math.prod(whole[1:])
-    step = max(1, _BUFFER // max(1, across * dtype.itemsize))
+    step = max(1, _READ_BYTES // max(1, across * dtype.itemsize))
     cut = tuple(slice(start, start + count) for start, count in zip(offset[1:], size[1:], strict=True))
     buffer = torch.empty((min(step, size[0]), *whole[1:]), dtype=dtype)
     for first in range(0, size[0], step):

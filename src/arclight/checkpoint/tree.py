@@ -264,7 +264,7 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
     return {name: tensors[aliases.get(name, name)] for name in node["names"]}
 
 
-def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
+def _decode_sharded(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """Return the whole tensor. Raises ValueError where its shares do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
     check_shape(node["shape"])
@@ -340,7 +340,7 @@ _KINDS: dict[str, _Kind] = {
     "tensors": lambda node, inner, files: _decode_tensors(node, files),
     "tensor": lambda node, inner, files: _decode_tensor(node, files),
     "array": _decode_array,
-    "spread": lambda node, inner, files: _decode_spread(node, files),
+    "spread": lambda node, inner, files: _decode_sharded(node, files),
     "bits": lambda node, inner, files: from_bytes(read_stored(inner(node["of"])), _dtype(node["dtype"]), node["shape"]),
     "scalar": lambda node, inner, files: _numeric(node["dtype"]).type(inner(node["value"])),
     "tuple": lambda node, inner, files: tuple(inner(node["items"])),

@@ -45,7 +45,7 @@ class Size(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberedSite(Checked):
+class Numbered(Checked):
     """Number one of several sites."""
 
     number: NonNegativeInt = 0

@@ -121,8 +121,8 @@ class PlanStrategy(ShardedStrategy):
         return self.in_stages or not self.plan.only_replicates
 
     @property
-    def counts(self) -> bool:  # type: ignore[override]
-        """Processes of one ``tp`` or ``cp`` group, and those of one pipeline, log the same values."""
+    def contributes_logs(self) -> bool:  # type: ignore[override]
+        """Return True on one rank of each ``tp`` or ``cp`` group and pipeline, all of whose ranks log the same values."""
         return all(self.mesh.rank(dimension) == 0 for dimension in ("pp", "cp", "tp"))
 
     # -- model -----------------------------------------------------------------------------------------------------

@@ -378,13 +378,13 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models that generate text."""
-        return text.model_list({model.name: model.created for model in service.models.all() if model.text is not None})
+        return text.listed({model.name: model.created for model in service.models.all() if model.text is not None})
 
     @app.get("/v1/models/{model}", responses={404: {}})
     async def model_of_text(model: str) -> dict[str, Any]:
         """Describe a model that generates text."""
         service.text(model)
-        return text.model_entry(model, service.models[model].created)
+        return text.described(model, service.models[model].created)
 
     @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
     async def completions(request: Request) -> Response:

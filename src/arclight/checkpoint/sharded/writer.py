@@ -32,7 +32,7 @@ GatherToRankZero = Callable[[Any], list[Any]]
 def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
     """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
 
-    Tensors that are spread (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
+    Tensors that are sharded (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
     that only some processes have, such as the layers of one stage of a pipeline, are united; where several have the same,
     tensors must be alike and of other values the lowest rank's counts. Raises CheckpointError on every process where any
     of them could not write.

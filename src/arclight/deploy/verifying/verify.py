@@ -1,4 +1,9 @@
-"""Verify a quantizer: quantize a model with it, and judge the program in every way at hand."""
+"""Verify a quantizer: quantize a model with it, and judge the program in every way at hand.
+
+`verify_quantizer` makes the quantized graph (`conversion`), checks its operators and scales (`expectations`), compares its outputs with the
+float model, a float64 judge (`judge`), the reference representation and runtimes, and returns a `Verification` that lists what is beyond
+a bound. A check of another kind is a function here that adds to ``failures``.
+"""
 
 from __future__ import annotations
 

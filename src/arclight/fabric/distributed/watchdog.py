@@ -24,23 +24,23 @@ POLL_INTERVAL_S = 0.25
 """Seconds between two looks at the store."""
 
 FAILED_KEY = "arclight/failed"
-"""Where the rank that fails first leaves its number."""
+"""Key under which the rank that fails first stores its number."""
 
 EXIT_GRACE_S = 30.0
 """Seconds that a process has to end in order when a collective has not ended in time."""
 
 before_exit: list[Callable[[], None]] = []
-"""What is done where a process has to be ended from beside: its children are, too."""
+"""Functions called before this thread ends its process, such as one that ends child processes."""
 
 VERDICT_KEY = "arclight/hang/verdict"
-"""Where the rank that asked leaves who is missing."""
+"""Key under which the rank that asked stores which ranks are missing."""
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that a rank has to say where it is."""
+"""Seconds that a rank has to answer."""
 
 
 class Watchdog:
-    """Looks after one process of a group, in a thread of its own and over the group's store: no collective, no device.
+    """Watch one process of a group, from a thread of its own and over the group's store: no collective, no device.
 
     * It carries :class:`StopSignal` between ranks.
     * Where this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of

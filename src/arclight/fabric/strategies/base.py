@@ -33,8 +33,8 @@ class Strategy:
     """False where a forward makes tensors that later training steps use again."""
     evaluates_together = False
     """Whether a forward of one process needs all others to do as many: they exchange weights or activations in it."""
-    counts = True
-    """Whether values logged here add to those of all processes; not so where another process sees the same."""
+    contributes_logs = True
+    """Whether values logged on this rank are added to those of all; False where another rank logs the same ones."""
 
     def __init__(
         self, accelerator: Accelerator | None = None, checkpoint_io: Any = None, precision: Precision | None = None,
@@ -45,17 +45,17 @@ class Strategy:
         own = precision if precision is not None else precision_plugin
         self.precision = own if own is not None else Precision()
         self.has_own_precision = own is not None
-        """Whether it was told its precision; otherwise a Trainer or Fabric says which."""
+        """Whether its precision was passed to the constructor; else a Trainer or Fabric sets it."""
         self.parallel_devices: list[torch.device] | None = None
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
         self.stop = StopSignal()
 
     example: Callable[..., tuple[Callable[..., Any], Any]] | None = None
-    """What gives a step of the module and a batch for it (or the one it is given), without using it up; a Trainer says so before
-    :meth:`place`."""
+    """Function that returns a step of the module and a batch for it (or the one it is given), without using the batch up; set by a
+    Trainer before :meth:`place`."""
     lightning_module: nn.Module | None = None
-    """The module that the strategy was told to run; a Trainer tells it at each entry point."""
+    """The module to run; set by a Trainer at each entry point."""
 
     def connect(self, model: nn.Module) -> None:
         """Take ``model`` as the module to run."""
@@ -64,7 +64,7 @@ class Strategy:
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
     ) -> None:  # fmt: skip
-        """Take what the user asked for where this strategy was not told itself; nothing is touched yet."""
+        """Set devices and environment that the constructor was not given; nothing is started yet."""
         self.accelerator = accelerator
         self.parallel_devices = self.parallel_devices or parallel_devices
         self.cluster_environment = self.cluster_environment or environment

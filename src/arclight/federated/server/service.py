@@ -1,4 +1,8 @@
-"""Answer nodes: validate their messages, pass them to the coordinator, turn its plans into orders."""
+"""Answer nodes: validate their messages, pass them to the coordinator, turn its plans into orders.
+
+Transports call `Service.answer` with a message and return what it gives. A message of a new kind needs a case in ``_answer``, its
+check in `validation`, and a rule in `coordination.message_rules`; nothing here decides about clients or rounds.
+"""
 
 from __future__ import annotations
 

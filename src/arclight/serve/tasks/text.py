@@ -317,12 +317,12 @@ async def _begun(reply: Reply, turn: Turn) -> Response:
     return EventStream(reply, reply.events(await anext(pieces), pieces))
 
 
-def model_list(names: Mapping[str, int]) -> dict[str, Any]:
+def listed(names: Mapping[str, int]) -> dict[str, Any]:
     """Return the list of models; ``names`` maps each to when it was loaded, seconds since 1970."""
-    return {"object": "list", "data": [model_entry(name, created) for name, created in names.items()]}
+    return {"object": "list", "data": [described(name, created) for name, created in names.items()]}
 
 
-def model_entry(name: str, created: int) -> dict[str, Any]:
+def described(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "arclight"}
 
 

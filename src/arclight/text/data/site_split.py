@@ -15,7 +15,7 @@ from arclight.data.sites import (
     IID,
     Dirichlet,
     Division,
-    NumberedSite,
+    Numbered,
     Size,
     check_enough_sources,
     divide_by_size,
@@ -41,7 +41,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteShare(NumberedSite):
+class SiteShare(Numbered):
     """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
 
     partition: Source | IID | Dirichlet | Size = dataclasses.field(default_factory=IID)

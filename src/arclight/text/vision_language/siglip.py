@@ -49,9 +49,9 @@ class Images:
     sizes: list[tuple[int, int]]
 
     def __post_init__(self) -> None:
-        told = sum(height * width for height, width in self.sizes)
-        if told != len(self.patches):
-            raise ValueError(f"images of sizes {self.sizes} have {told} patches, not {len(self.patches)}")
+        listed = sum(height * width for height, width in self.sizes)
+        if listed != len(self.patches):
+            raise ValueError(f"images of sizes {self.sizes} have {listed} patches, not {len(self.patches)}")
 
     @classmethod
     def of(cls, images: list[Tensor], patch: int = 16, most: int | None = 256) -> Images:

@@ -39,10 +39,10 @@ def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module
         everyone = strategy.all_gather_object(
             {
                 "what": "epoch",
-                "values": _parts(epoch, summaries) if strategy.counts else {},
+                "values": _parts(epoch, summaries) if strategy.contributes_logs else {},
                 "names": [_key(e) for e in epoch if _is_everyones(e)],
                 "metrics": [_key(entry) for entry in metrics],
-                "steps": _step_values(synced) if strategy.counts else {},
+                "steps": _step_values(synced) if strategy.contributes_logs else {},
             }
         )
         _check(everyone, "epoch")
@@ -106,7 +106,7 @@ def reduce_steps(entries: Iterable[ResultMetric], strategy: Strategy) -> None:
     synced = [entry for entry in entries if _synced_step(entry)]
     if strategy.world_size > 1 and synced:
         everyone = strategy.all_gather_object(
-            {"what": "steps", "steps": _step_values(synced) if strategy.counts else {}}
+            {"what": "steps", "steps": _step_values(synced) if strategy.contributes_logs else {}}
         )
         _check(everyone, "steps")
         _take_step_values(synced, everyone)

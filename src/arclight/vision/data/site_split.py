@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.data.sites import IID, Dirichlet, NumberedSite, pack_sources, site_at_random
+from arclight.data.sites import IID, Dirichlet, Numbered, pack_sources, site_at_random
 
 if TYPE_CHECKING:
     from arclight.vision.data.data_yaml import DataSpec
@@ -30,7 +30,7 @@ class Merchant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteShare(NumberedSite):
+class SiteShare(Numbered):
     """One site's share of the training and validation images."""
 
     partition: Merchant | IID | Dirichlet = dataclasses.field(default_factory=IID)
