@@ -23,7 +23,7 @@ def connected(world_size: int, timeout: float = 20.0) -> list[StopSignal]:
 
 def watch(signal: StopSignal, end: threading.Event, pause: float) -> None:
     while not end.wait(pause):
-        signal.look()
+        signal.poll()
 
 
 def run_ranks(signals: list[StopSignal], asking: dict[int, int], lead: int, seed: int) -> list[int | None]:
@@ -95,15 +95,15 @@ def test_a_wish_at_the_end_of_a_loop_does_not_reach_the_next_one() -> None:
     second.due(9)
     second.begin()
     first.request("too late")
-    first.look()
-    second.look()
+    first.poll()
+    second.poll()
     assert first.asked
     assert not first.due(10)
     assert not second.asked
     first.begin()
     for position in range(3):
-        first.look()
-        second.look()
+        first.poll()
+        second.poll()
         assert not first.due(position)
         assert not second.due(position)
 
@@ -111,6 +111,6 @@ def test_a_wish_at_the_end_of_a_loop_does_not_reach_the_next_one() -> None:
 def test_a_silent_rank_is_named() -> None:
     first, _ = connected(2, timeout=0.2)
     first.request("time is up")
-    first.look()
+    first.poll()
     with pytest.raises(TimeoutError, match=r"time is up.*rank 1 did not answer"):
         first.due(0)

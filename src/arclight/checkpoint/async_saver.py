@@ -95,10 +95,10 @@ class AsyncSaver:
         if self._closed:
             raise CheckpointError("this saver is closed and writes nothing more: make another AsyncSaver")
 
-    def hurry(self, seconds: float = 10.0) -> None:
+    def limit_wait(self, seconds: float = 10.0) -> None:
         """Limit how long a save in flight waits for other ranks' parts, after a failure."""
         if self._exchange is not None:
-            self._exchange.hurry(seconds)
+            self._exchange.limit_wait(seconds)
 
     def wait(self) -> None:
         """Return when nothing is in flight. Raises CheckpointError for an error of the last save, once."""

@@ -120,9 +120,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = list(tensors_in((args, kwargs)))
         for tensor in inputs:
-            self._meet(tensor, 0)
+            self._note_storage(tensor, 0)
         out = _called(func, args, kwargs)
-        new = [tensor for tensor in tensors_in(out) if self._meet(tensor, tensor.untyped_storage().nbytes())]
+        new = [tensor for tensor in tensors_in(out) if self._note_storage(tensor, tensor.untyped_storage().nbytes())]
         if new or func._schema.is_mutable:
             self._note(func, args, kwargs, out, inputs, new)
         return out
@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):
         products, attention = (sum(op.flops for op in self._ops if op.kind == kind) for kind in ("matmul", "attention"))
         return Work(sum(map(self.seconds, self._ops)), products, attention, self._uncut, summed(self._messages))
 
-    def _meet(self, tensor: Tensor, size: int) -> bool:
+    def _note_storage(self, tensor: Tensor, size: int) -> bool:
         """Return True for new memory; ``size`` bytes of it are live until it goes."""
         storage = tensor.untyped_storage()
         key = id(storage)

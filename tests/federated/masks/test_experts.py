@@ -165,7 +165,7 @@ def test_experts_of_deptoe_are_split_and_merged_bit_for_bit() -> None:
     masks = Masks(experts=Experts(per_client=8), head_experts=HeadExperts(heads=2, per_client=2))
     federation = Federation(clients=2, masks=masks, moments=("exp_avg",))
     server = ServerMasks(federation, 0, {"a": 0, "b": 1}.get)
-    stacks = ExpertStacks.among(
+    stacks = ExpertStacks.find(
         {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()}, server.whole(manifest).is_stack
     )
     assert len(stacks.counts) == 2 * 2 * (2 + 2)  # weights and moments of two blocks: two stacks of each kind
@@ -178,7 +178,7 @@ def test_experts_of_deptoe_are_split_and_merged_bit_for_bit() -> None:
         sizes.append(sum(value.nbytes for value in own.values()))
         sent |= own
     stepped = (SteppedTensor(key, sent[key], {}, 0) for key in sorted(sent, key=lambda key: (stacks.whole(key), key)))
-    merged = {key: value for key, value, _ in stacks.together(stepped)}
+    merged = {key: value for key, value, _ in stacks.stack(stepped)}
     assert merged.keys() == tensors.keys()
     assert all(torch.equal(merged[key], tensors[key]) for key in tensors)
     whole = sum(t.nbytes for t in tensors.values())

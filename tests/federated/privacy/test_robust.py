@@ -18,7 +18,7 @@ from arclight.federated.aggregation.strategy_step import StrategyStep
 from arclight.federated.coordination.settings import Buffered, Waiting
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.masks.settings import Experts, Masks
-from arclight.federated.privacy.robust import bounded, closest, folding
+from arclight.federated.privacy.robust import bounded, closest, fold_maker
 from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedAvg
@@ -49,10 +49,10 @@ def flat(tensors: Any) -> np.ndarray[Any, Any]:
 def test_median_and_trimmed_mean_are_those_of_brute_force(count: int, threads: int) -> None:
     clients = crowd(count, liars=1)
     rows = np.stack([flat(one.tensors) for one in clients])
-    middle = flat(dict(folding(Median())(clients, threads=threads)))
+    middle = flat(dict(fold_maker(Median())(clients, threads=threads)))
     assert np.allclose(middle, np.median(rows, axis=0), rtol=1e-6)
     cut = int(0.2 * count)
-    trimmed = flat(dict(folding(Trimmed(share=0.2))(clients, threads=threads)))
+    trimmed = flat(dict(fold_maker(Trimmed(share=0.2))(clients, threads=threads)))
     assert np.allclose(trimmed, np.sort(rows, axis=0)[cut : count - cut].mean(axis=0), rtol=1e-5, atol=1e-7)
 
 
@@ -60,7 +60,7 @@ def test_median_and_trimmed_mean_are_those_of_brute_force(count: int, threads: i
 def test_order_and_threads_leave_no_trace(robust: Robust) -> None:
     clients, seen = crowd(5), set()
     for number, order in enumerate(itertools.islice(itertools.permutations(clients), 0, 120, 11)):
-        fold = folding(robust)(order, threads=1 + number % 2)
+        fold = fold_maker(robust)(order, threads=1 + number % 2)
         seen.add((flat(dict(fold)).tobytes(), repr(fold.statistics)))
     assert len(seen) == 1
 
@@ -88,8 +88,8 @@ def test_krum_is_that_of_brute_force(byzantine: int, data: st.DataObject) -> Non
 @pytest.mark.parametrize("robust", [Median(), Trimmed(share=0.25), Krum(byzantine=2, keep=4), NormBound()], ids=repr)
 def test_liars_move_it_little(robust: Robust) -> None:
     honest = flat({key: sum(one.tensors[key] for one in crowd(9, 2)[2:]) / 7 for key in ("model/a", "model/b")})
-    plain = flat(dict(folding(None)(crowd(9, 2))))
-    held = flat(dict(folding(robust)(crowd(9, 2))))
+    plain = flat(dict(fold_maker(None)(crowd(9, 2))))
+    held = flat(dict(fold_maker(robust)(crowd(9, 2))))
     assert np.linalg.norm(plain - honest) > 1e4 * np.linalg.norm(honest), "without it the liars decide"
     assert np.linalg.norm(held - honest) < 0.6 * np.linalg.norm(honest)
 
@@ -97,11 +97,11 @@ def test_liars_move_it_little(robust: Robust) -> None:
 def test_norm_bounds_shorten_and_keep_weights() -> None:
     long = Contribution(client="long", weight=3, tensors={"model/x": torch.tensor([30.0, 40.0])})
     short = Contribution(client="short", weight=1, tensors={"model/x": torch.tensor([0.0, 4.0])})
-    fold = folding(NormBound(largest=5))([long, short])
+    fold = fold_maker(NormBound(largest=5))([long, short])
     mean = dict(fold)["model/x"]
     assert mean.tolist() == [(3 * 3 + 0) / 4, (3 * 4 + 4) / 4]
     assert fold.statistics.norms == pytest.approx({"long": 50, "short": 4}), "norms are told as they came"
-    assert dict(folding(NormBound(largest=5))([long]))["model/x"].tolist() == [3.0, 4.0]
+    assert dict(fold_maker(NormBound(largest=5))([long]))["model/x"].tolist() == [3.0, 4.0]
     median = bounded(
         [long, short, Contribution(client="mid", weight=1, tensors=short.tensors, norm=10.0)], NormBound(times=2)
     )
@@ -110,13 +110,13 @@ def test_norm_bounds_shorten_and_keep_weights() -> None:
 
 def test_a_step_can_stand_on_any_of_them() -> None:
     anchor = {"model/a": torch.zeros(3, 3), "model/b": torch.zeros(70_000 - 9)}
-    after = {one.key: one.value for one in StrategyStep(FedAvg(), anchor, crowd(5, 1), folding=folding(Median()))}
-    assert torch.equal(after["model/b"], -dict(folding(Median())(crowd(5, 1)))["model/b"])
+    after = {one.key: one.value for one in StrategyStep(FedAvg(), anchor, crowd(5, 1), fold_maker=fold_maker(Median()))}
+    assert torch.equal(after["model/b"], -dict(fold_maker(Median())(crowd(5, 1)))["model/b"])
     local = [
         Contribution(client=one.client, weight=one.weight, tensors={key: -t for key, t in one.tensors.items()})
         for one in crowd(5, 1)
     ]
-    step = StrategyStep(FedAvg(), anchor, local, form="weights", folding=folding(Median()))
+    step = StrategyStep(FedAvg(), anchor, local, form="weights", fold_maker=fold_maker(Median()))
     assert torch.equal({one.key: one.value for one in step}["model/b"], after["model/b"])
 
 
@@ -156,7 +156,7 @@ def test_krum_is_refused_where_a_buffer_mixes_rounds_that_send_different_weights
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(FederatedError, match="needs 5 updates, the round has 4"):
-        folding(Krum(byzantine=1))(crowd(4))
+        fold_maker(Krum(byzantine=1))(crowd(4))
     with pytest.raises(FederatedError, match="cannot keep 5 of 5"):
         closest(crowd(5), Krum(byzantine=1, keep=5))
     with pytest.raises(FederatedError, match="c4 sent other tensors than the others"):
@@ -165,9 +165,9 @@ def test_what_cannot_be_is_said() -> None:
     broken = crowd(3)
     broken[1].tensors["model/a"][0, 0] = torch.nan
     with pytest.raises(RefusedError, match="c01 sent model/a"):
-        dict(folding(Median())(broken))
+        dict(fold_maker(Median())(broken))
     with pytest.raises(FederatedError, match='send = "delta"'):
-        folding(NormBound())(crowd(3), "weights")
+        fold_maker(NormBound())(crowd(3), "weights")
     for make in (lambda: Trimmed(share=0.5), lambda: Krum(keep=0), lambda: NormBound(largest=0)):
         with pytest.raises(ValueError, match="need"):
             make()

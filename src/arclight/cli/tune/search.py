@@ -258,7 +258,7 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     try:
         run_trials(search, study, limits["trials"], deadline, watch.look)
     except KeyboardInterrupt:
-        watch.look()
+        watch.report_ended()
         raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None
     found = studies.best(study)
     if found is None:
@@ -325,7 +325,7 @@ class Watch:
         self._search, self._study = search, study
         self._seen = {one.number for one in studies.finished(study)}
 
-    def look(self) -> None:
+    def report_ended(self) -> None:
         """Report trials that have ended since. Raises UsageError where the first ones have all failed."""
         from arclight.cli.tune import study as studies
         from arclight.cli.tune.search_report import write_search_report

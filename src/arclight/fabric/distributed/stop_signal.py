@@ -105,7 +105,7 @@ class StopSignal:
 
     # -- the watching thread ---------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Exchange requests and positions with the other ranks; True while a position is missing (look again soon)."""
         with self._lock:
             store = self._store

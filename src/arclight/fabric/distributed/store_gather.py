@@ -15,17 +15,17 @@ class StoreGather:
     """Called once for each round on every rank, in the same order, with a value that JSON can hold; gives rank 0 all of them.
 
     The others get an empty list at once. Raises TimeoutError on rank 0 for ranks that tell nothing within ``timeout`` seconds,
-    or soon after a rank has failed or :meth:`hurry` was called.
+    or soon after a rank has failed or :meth:`limit_wait` was called.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: float, name: str) -> None:
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._name, self._round = name, 0
-        self._hurry: float | None = None
+        self._limit_s: float | None = None
 
-    def hurry(self, seconds: float) -> None:
+    def limit_wait(self, seconds: float) -> None:
         """Wait no longer than ``seconds`` from now."""
-        self._hurry = time.monotonic() + seconds
+        self._limit_s = time.monotonic() + seconds
 
     def __call__(self, value: Any) -> list[Any]:
         self._round += 1
@@ -37,8 +37,8 @@ class StoreGather:
         deadline = time.monotonic() + self._timeout
         while not self._store.check(keys):
             if self._store.check([FAILED_KEY]):
-                self.hurry(min(5.0, self._timeout) if self._hurry is None else self._hurry - time.monotonic())
-            if time.monotonic() > min(deadline, self._hurry or deadline):
+                self.limit_wait(min(5.0, self._timeout) if self._limit_s is None else self._limit_s - time.monotonic())
+            if time.monotonic() > min(deadline, self._limit_s or deadline):
                 missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
                 raise TimeoutError(f"rank {', '.join(map(str, missing))} did not say that its part is done")
             time.sleep(_INTERVAL)

@@ -77,7 +77,7 @@ class Watchdog:
         pause = POLL_INTERVAL_S
         while not self._end.wait(pause):
             try:
-                pause = 0.01 if self.stop.look() else POLL_INTERVAL_S
+                pause = 0.01 if self.stop.poll() else POLL_INTERVAL_S
                 self._look_for_hang()
             except Exception as error:  # the store lives in rank 0: without it there is nobody left to watch with
                 self.lost = f"{type(error).__name__}: {error}"

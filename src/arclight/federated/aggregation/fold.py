@@ -133,7 +133,7 @@ class Fold:
             anchor = ChunkedTensor(self._anchor[key])
         terms = Terms(key, scale, anchor)
         if not terms.averaged:
-            emit(_furthest(terms, holders), workers, into)
+            emit(_extreme(terms, holders), workers, into)
             return
         compared = self._cosines and self._gathered.counts(key)
         tensors: list[ChunkedTensor] = []
@@ -142,12 +142,12 @@ class Fold:
             tensors.append(ChunkedTensor(holders[len(tensors)].tensors[key]))
             most = _HELD if tensors[-1].held else most
         fold = _fold_at_once if len(holders) <= most else _fold_in_turn
-        self._tell(terms, holders, fold(terms, holders, tensors, compared, workers, into))
+        self._record(terms, holders, fold(terms, holders, tensors, compared, workers, into))
 
     def _holders(self, key: str) -> list[Contribution]:
         return [given for given in self._given if key in given.keys]
 
-    def _tell(self, terms: Terms, holders: Sequence[Contribution], told: _KeyStatistics) -> None:
+    def _record(self, terms: Terms, holders: Sequence[Contribution], told: _KeyStatistics) -> None:
         key, of_mean = terms.key, _root(told.mean)
         self._gathered.mean(key, of_mean / terms.divisor)
         for given, size in zip(holders, told.sizes, strict=True):
@@ -293,19 +293,19 @@ class _KeySum:
         return total(self._workers.map_chunks(tensor.elements, work))
 
 
-def _furthest(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
+def _extreme(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
     """Return the largest or smallest integer of each element: of the contributor that counted furthest."""
     found: torch.Tensor | None = None
     for given in holders:
         tensor = ChunkedTensor(given.tensors[terms.key])
         terms.admit(given, tensor)
         whole = tensor.part(0, tensor.elements)
-        found = whole.to(torch.int64) if found is None else _further(terms.scale, found, whole.to(torch.int64))
+        found = whole.to(torch.int64) if found is None else _more_extreme(terms.scale, found, whole.to(torch.int64))
     assert found is not None
     return found.to(terms.dtype).view(terms.shape)
 
 
-def _further(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _more_extreme(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.maximum(one, other) if scale.rule == "most" else torch.minimum(one, other)
 
 
@@ -335,7 +335,7 @@ def partial(
         for key in sorted(scales) if keys is None else keys:
             holders, terms = [one for one in given if key in one.keys], Terms(key, scales[key])
             if holders and not terms.averaged:
-                yield key, _furthest(terms, holders).to(torch.int64).view(-1)
+                yield key, _extreme(terms, holders).to(torch.int64).view(-1)
             elif holders:
                 summed = _KeySum(terms, workers)
                 for one in holders:
@@ -357,7 +357,7 @@ def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         elif scale.rule == "mean":
             merged += part
         else:
-            merged = _further(scale, merged, part)
+            merged = _more_extreme(scale, merged, part)
     if merged is None:
         raise FederatedError("there is nothing to merge: no part was given")
     return merged

@@ -44,7 +44,7 @@ class StrategyStep:
     different size would leave a small one with a wrong sign, and of exp_avg_sq a root is taken.
     states: by key what `SteppedTensor.state` was after the last step; counts: what `SteppedTensor.count` was. Both may lack keys.
     order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
-    folding: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
+    fold_maker: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
     empty: makes the memory of new values and states, so that whoever takes them can have it used again.
     Raises FederatedError for a key of a model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
     """
@@ -63,7 +63,7 @@ class StrategyStep:
         scales: Mapping[str, Scale] | None = None,
         threads: int | None = None,
         cosines: bool = True,
-        folding: Callable[..., Fold] = Fold,
+        fold_maker: Callable[..., Fold] = Fold,
         empty: Callable[[int, torch.dtype], torch.Tensor] = lambda elements, dtype: torch.empty(elements, dtype=dtype),
     ) -> None:
         given = list(contributions)
@@ -77,7 +77,7 @@ class StrategyStep:
         if lost := sorted((set(anchor) | new) - set(self.order)):
             raise FederatedError(f"{lost[0]} has no place in the order ({len(lost)} such keys)")
         self._threads, self._empty = threads, empty
-        self._fold = folding(
+        self._fold = fold_maker(
             given,
             form,
             anchor=anchor if form == "weights" else None,

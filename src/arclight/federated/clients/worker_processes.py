@@ -166,7 +166,7 @@ class WorkerGroup:
         if self._opened != (folder, run):
             self._opened = (folder, run)
             if self._processes:
-                self._tell({"do": "open", "folder": str(folder), "run": run})
+                self._send_command({"do": "open", "folder": str(folder), "run": run})
 
     def run(self, order: Fit | Evaluate, weights: Path, progress: Progress) -> Message:
         """Have an order carried out, by new processes if the old ones die of it.
@@ -177,7 +177,7 @@ class WorkerGroup:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._launch()
-                self._tell(said)
+                self._send_command(said)
                 return self._follow(order.client, progress)
             except WorkerDiedError as error:
                 self._kill()
@@ -191,8 +191,10 @@ class WorkerGroup:
         """End the processes, in order if they can."""
         with suppress(WorkerDiedError):
             if self._processes:
-                self._tell({"do": "cancel", "why": "the node ends"})  # what is under way goes on when the node is back
-                self._tell({"do": "close"})
+                self._send_command(
+                    {"do": "cancel", "why": "the node ends"}
+                )  # what is under way goes on when the node is back
+                self._send_command({"do": "close"})
         for process in self._processes:
             process.join(_STOP_TIMEOUT_S / 4)
         self._kill()
@@ -224,7 +226,7 @@ class WorkerGroup:
             if self._read(rank)["is"] != "ready":
                 raise FederatedError(f"worker {self._number}, rank {rank}, spoke before it was ready")
         if self._opened is not None:
-            self._tell({"do": "open", "folder": str(self._opened[0]), "run": self._opened[1]})
+            self._send_command({"do": "open", "folder": str(self._opened[0]), "run": self._opened[1]})
 
     def _environments(self) -> list[dict[str, str]]:
         if self._ranks == 1:
@@ -257,7 +259,7 @@ class WorkerGroup:
 
     # -- talking -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, what: Mapping[str, Any]) -> None:
+    def _send_command(self, what: Mapping[str, Any]) -> None:
         for rank in range(len(self._pipes)):
             self._send(rank, what)
 
@@ -359,8 +361,8 @@ class _Worker:
         self._cancelled, self._told_at = "", 0.0
 
     def run(self) -> None:
-        threading.Thread(target=self._listen, name="arclight-pipe", daemon=True).start()
-        self._say(**{"is": "ready", "pid": os.getpid()})
+        threading.Thread(target=self._receive_commands, name="arclight-pipe", daemon=True).start()
+        self._send_answer(**{"is": "ready", "pid": os.getpid()})
         while (order := self._orders.get())["do"] != "close":
             if order["do"] == "open":
                 self._runners.open(Path(order["folder"]), order["run"])
@@ -369,12 +371,12 @@ class _Worker:
             try:
                 message = self._do(order)
             except CancelledError as error:
-                self._say(**{"is": "failed", "cancelled": True, "error": str(error), "retryable": True})
+                self._send_answer(**{"is": "failed", "cancelled": True, "error": str(error), "retryable": True})
             except Exception as error:  # whatever a client's code raises is told; the worker goes on
                 from arclight.federated.clients.session import as_client_error
 
                 what, trace = as_client_error(error), traceback.format_exc()
-                self._say(
+                self._send_answer(
                     **{
                         "is": "failed",
                         "cancelled": False,
@@ -385,10 +387,10 @@ class _Worker:
                 )
                 self._runners.forget(order["client"])
             else:
-                self._say(**{"is": "done", "message": message})
+                self._send_answer(**{"is": "done", "message": message})
         self._runners.close()
 
-    def _listen(self) -> None:
+    def _receive_commands(self) -> None:
         while True:
             try:
                 order = json.loads(self._pipe.recv_bytes())
@@ -399,7 +401,7 @@ class _Worker:
             else:
                 self._orders.put(order)
 
-    def _say(self, **what: Any) -> None:
+    def _send_answer(self, **what: Any) -> None:
         try:
             self._pipe.send_bytes(json.dumps(what).encode())
         except OSError:
@@ -426,7 +428,7 @@ class _Worker:
         now = time.monotonic()
         if now >= self._told_at or loss is not None:
             self._told_at = now + _PROGRESS_INTERVAL_S
-            self._say(**{"is": "progress", "steps": steps, "loss": _finite(loss)})
+            self._send_answer(**{"is": "progress", "steps": steps, "loss": _finite(loss)})
 
 
 def _finite(loss: float | None) -> float | None:

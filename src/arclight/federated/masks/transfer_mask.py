@@ -94,11 +94,11 @@ class TransferMask:
 
     def _due(self, key: str, round: int) -> bool:
         fragment = self._fragments.get(key.partition("/")[2])
-        first = 1 <= round <= max(1, len(self._dealt)) and not key.startswith(MODEL)
-        return self._meet(1 if first else self.period(key), fragment, round)
+        first = 1 <= round <= max(1, len(self._fragment_names)) and not key.startswith(MODEL)
+        return self._is_turn(1 if first else self.period(key), fragment, round)
 
-    def _meet(self, period: int, fragment: int | None, round: int) -> bool:
-        return round % period == 0 and (fragment is None or round % len(self._dealt) == fragment)
+    def _is_turn(self, period: int, fragment: int | None, round: int) -> bool:
+        return round % period == 0 and (fragment is None or round % len(self._fragment_names) == fragment)
 
     def period(self, key: str) -> int:
         """Return the rounds from one exchange of a tensor to the next, fragments aside.
@@ -117,7 +117,7 @@ class TransferMask:
         return max(found)[1]
 
     @cached_property
-    def _dealt(self) -> list[list[str]]:
+    def _fragment_names(self) -> list[list[str]]:
         """Return the names of each fragment, see `optim.outer.fragments_of`; none without streaming."""
         if self.streaming is None:
             return []
@@ -131,7 +131,7 @@ class TransferMask:
 
     @cached_property
     def _fragments(self) -> dict[str, int]:
-        return {name: number for number, dealt in enumerate(self._dealt) for name in dealt}
+        return {name: number for number, dealt in enumerate(self._fragment_names) for name in dealt}
 
     def _parts(self, key: str) -> list[str]:
         numbers = self.numbers(key)
@@ -163,7 +163,7 @@ class TransferMask:
         folded = range(max(since - lag, 1), round - lag)
         telling = {
             *folded[-self.cycle :],
-            *(n for n in folded[: len(self._dealt) or 1] if n <= (len(self._dealt) or 1)),
+            *(n for n in folded[: len(self._fragment_names) or 1] if n <= (len(self._fragment_names) or 1)),
         }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
         return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
@@ -200,13 +200,13 @@ class TransferMask:
             )
         turns = {(self.period(key), self._fragments.get(key.partition("/")[2])): key for key in sent}
         for (period, fragment), key in turns.items():
-            if not any(self._meet(period, fragment, number) for number in range(1, self.cycle + 1)):
+            if not any(self._is_turn(period, fragment, number) for number in range(1, self.cycle + 1)):
                 raise FederatedError(
                     f"{key} would never travel: the rounds of its period ({period}) are never those of its fragment; "
                     "choose a period that has no divisor in common with streaming.fragments"
                 )
         for number in range(1, self.cycle + 1):
-            if not any(self._meet(*turn, number) for turn in turns):
+            if not any(self._is_turn(*turn, number) for turn in turns):
                 raise FederatedError(
                     f"nothing would travel in round {number}: some part of masks.periods must be due in each"
                 )

@@ -41,7 +41,7 @@ _ROWS = 8 * CHUNK
 """Elements, of all clients together, that are compared at a time."""
 
 
-def folding(robust: Robust | None) -> Callable[..., Fold]:
+def fold_maker(robust: Robust | None) -> Callable[..., Fold]:
     """Return the maker of a round's fold, called as `Fold` is."""
     match robust:
         case None:

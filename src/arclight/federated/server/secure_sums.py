@@ -170,7 +170,7 @@ class SecureSumRelay:
                 self._settle()
                 if self._at() != asked or self._is_over(message.client):
                     return SecureSumReply(finished=True)
-                told = self._told(message.client, message.waits_for)
+                told = self._reply_to(message.client, message.waits_for)
                 left = until - time.monotonic()
                 if told is not None or left <= 0 or self._closed:
                     return told or SecureSumReply()
@@ -308,7 +308,7 @@ class SecureSumRelay:
         )
         return gone or client in state.dropped or client in state.revealed
 
-    def _told(self, client: str, until: str | None) -> SecureSumReply | None:
+    def _reply_to(self, client: str, until: str | None) -> SecureSumReply | None:
         """Return what a client waits for; None while that is not settled."""
         state = self._book.state
         match until:

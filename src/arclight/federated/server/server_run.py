@@ -117,7 +117,7 @@ class ServerRun:
             store=self.blobs,
             strategy=federation.strategy,
             form=federation.send,
-            folding=self._folding(),
+            fold_maker=self._fold_maker(),
             is_stack=TransferMask(masks=federation.masks).is_stack,
         )
         self._budget = noise.privacy_budget(federation, len(self.coordinator.roster))
@@ -136,7 +136,7 @@ class ServerRun:
                 f"that number; set federation.clients = {named}, or name {asked.clients}"
             )
 
-    def _folding(self) -> Callable[..., Fold]:
+    def _fold_maker(self) -> Callable[..., Fold]:
         asked = self.federation
         if asked.secure is not None:
             held = (
@@ -146,7 +146,9 @@ class ServerRun:
             )
             return partial(SecureFold, asked.secure, most_clients(asked), self._unmasking, held)
         return (
-            robust.folding(asked.robust) if asked.noise is None else noise.noisy_fold(asked.noise, former=self._former)
+            robust.fold_maker(asked.robust)
+            if asked.noise is None
+            else noise.noisy_fold(asked.noise, former=self._former)
         )
 
     def _former(self, key: str) -> torch.Tensor:
@@ -271,7 +273,7 @@ class ServerRun:
             trees = self.rounds.trees(committed)
         except CheckpointError as error:
             raise FederatedError(f"the run cannot continue from round {committed}: {error}") from error
-        self._take_up(trees, committed)
+        self._continue_from(trees, committed)
         log.info("run %s resumes after round %d", self.name, committed)
         self._resumed = True
         return events.RunResumed()
@@ -297,12 +299,12 @@ class ServerRun:
             )  # fmt: skip
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
         self.history.load(number, number - 1)
-        self._take_up(trees, number)
+        self._continue_from(trees, number)
         base = self._check_masks(self.weights.publish(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.RunStarted(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
 
-    def _take_up(self, trees: Mapping[str, Any], number: int) -> None:
+    def _continue_from(self, trees: Mapping[str, Any], number: int) -> None:
         self.history.add_missing(trees["history"])
         self._progress = trees["clients"]
         self._carry(trees, number)

@@ -75,7 +75,7 @@ class ServerStep:
     strategy: Strategy
     form: Form
     """What clients send: "delta" or "weights"."""
-    folding: Callable[..., Fold] = Fold
+    fold_maker: Callable[..., Fold] = Fold
     """What makes the mean of a round's updates; see `StrategyStep`."""
     is_stack: Callable[[str], bool] = lambda key: False
     """Whether a tensor holds experts, which are folded one by one."""
@@ -94,9 +94,9 @@ class ServerStep:
         """
         contributions = [one.contribution(self.store) for one in given]
         anchor = _PreviousRound(self.rounds, before)
-        stacks = ExpertStacks.among(anchor.described(self._states_sent(given)), self.is_stack)
+        stacks = ExpertStacks.find(anchor.described(self._states_sent(given)), self.is_stack)
         moments = anchor.moments_after(given, stacks)
-        parts, sent = stacks.apart(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
+        parts, sent = stacks.split(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
         order = (part for key in [*anchor.keys(), *moments] for part in stacks.parts(key))
         memory = BufferPool()
         step = StrategyStep(
@@ -104,11 +104,11 @@ class ServerStep:
             parts,
             contributions,
             form=self.form,
-            states=stacks.states_apart(anchor.states(), anchor.counts),
+            states=stacks.split_states(anchor.states(), anchor.counts),
             counts=anchor.counts,
             order=[part for part in order if part in parts or part in sent],
             buffers=[part for name in anchor.buffers for part in stacks.parts(MODEL + name)],
-            folding=self.folding,
+            fold_maker=self.fold_maker,
             empty=memory.empty,
         )
         states = {
@@ -119,7 +119,7 @@ class ServerStep:
         layout = {ENTRY: anchor.layout[ENTRY], "moments": moments, "server": states}
         counts = dict(anchor.counts)
         with self.rounds.write(number, layout) as writer:
-            for key, value, state in stacks.together(_counted(step, counts)):
+            for key, value, state in stacks.stack(_counted(step, counts)):
                 name = key.removeprefix(MODEL)
                 if key.startswith(MODEL):
                     writer.add(ENTRY, name, value, memory.give_back)
@@ -236,7 +236,7 @@ class ExpertStacks:
     counts: Mapping[str, int]
 
     @classmethod
-    def among(cls, described: Mapping[str, DtypeAndShape], is_stack: Callable[[str], bool]) -> ExpertStacks:
+    def find(cls, described: Mapping[str, DtypeAndShape], is_stack: Callable[[str], bool]) -> ExpertStacks:
         return cls({key: shape[0] for key, (_, shape) in described.items() if shape and is_stack(key)})
 
     def whole(self, key: str) -> str:
@@ -248,7 +248,7 @@ class ExpertStacks:
         """Return the keys that a whole tensor is averaged under."""
         return [expert_key(key, number) for number in range(self.counts[key])] if key in self.counts else [key]
 
-    def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def split(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Split tensors by the keys that they are averaged under. Stored ones stay in their files until used."""
         found: dict[str, torch.Tensor] = {}
         for key, tensor in tensors.items():
@@ -261,7 +261,7 @@ class ExpertStacks:
                     )
         return found
 
-    def states_apart(
+    def split_states(
         self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, int]
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Split the strategy's tensors; an expert that was never stepped has none."""
@@ -284,7 +284,7 @@ class ExpertStacks:
             )
         return found
 
-    def together(self, stepped: Iterable[SteppedTensor]) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
+    def stack(self, stepped: Iterable[SteppedTensor]) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
         """Stack the experts of each tensor: iterate over whole key, value and state. Missing experts are zero."""
         held: list[SteppedTensor] = []
         for one in stepped:

@@ -284,7 +284,7 @@ class _StoppedError(Exception):
     """Raised where nothing but what blocks are given was asked for."""
 
 
-class _Stop(nn.Module):
+class _FirstBlockStop(nn.Module):
     """In the place of the first block: keeps what blocks are given, and marks where the first part ends."""
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class _Stop(nn.Module):
         return mark_passes(x, self.passed)
 
 
-class _Through(nn.Module):
+class _PassThrough(nn.Module):
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
@@ -318,10 +318,10 @@ class _Tracing:
         self.blocks = list(container.children()) if container is not None else []
         heads = any(style == "head" for _, _, style in declared_styles(self.model))
         self.parts_of_vocabulary = cut.tp if heads and cut.loss_parallel else 1
-        self.stop = _Stop()
+        self.stop = _FirstBlockStop()
         if container is not None:
             for number, name in enumerate(list(container._modules)):
-                container._modules[name] = _Through() if number else self.stop
+                container._modules[name] = _PassThrough() if number else self.stop
 
     def running(self) -> ExitStack:
         modes = ExitStack()

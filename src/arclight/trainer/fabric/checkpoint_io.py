@@ -300,10 +300,10 @@ class AsyncCheckpointIO(CheckpointIO):
         found: Callable[[str | Path, Strategy], dict[str, Any]] | None = getattr(self.wrapped, "load_shares", None)
         return found
 
-    def hurry(self) -> None:
+    def limit_wait(self) -> None:
         """Limit the wait for what other processes still have to write, after a failure."""
         if self._saver is not None:
-            self._saver.hurry()
+            self._saver.limit_wait()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

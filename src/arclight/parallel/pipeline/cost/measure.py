@@ -127,7 +127,7 @@ def _done(
             ) from error
 
 
-class _InTurn(nn.Module):
+class _StageSequence(nn.Module):
     def __init__(self, stages: Sequence[Any]) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
@@ -156,7 +156,7 @@ def predict_stages(
 
     received: how many tensors each stage receives from the one before.
     """
-    figures, whole = _figures(model, device), _InTurn(stages)
+    figures, whole = _figures(model, device), _StageSequence(stages)
     done = _done(whole, lambda copied: copied, whole.graph(received), example, figures)
     return _costs(model, graph, example, done, f"predicted for {figures.name}")
 
@@ -169,7 +169,7 @@ def measure_stages(
     received: how many tensors each stage receives from the one before, and holds. seen: told of each stage's tensors in one more pass.
     Raises PlanError for stages on the meta device.
     """
-    whole = _InTurn(stages)
+    whole = _StageSequence(stages)
     graph = whole.graph(received)
     done, source = _timed(whole, whole, graph, example, repetitions, seen)
     calls = tuple(replace(call, outputs=sizes) for call, sizes in zip(graph.calls, done.outputs, strict=True))

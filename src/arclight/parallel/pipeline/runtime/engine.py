@@ -276,23 +276,23 @@ class Engine:
             arrived, given = passed.pop(number)
             if number < self.line.stages - 2:  # the last stage has not run: all that it is given may come back
                 if number + 1 not in self.parts:
-                    crossing[number] = _returning(crossing[number], self._hear(number + 1))
+                    crossing[number] = _returning(crossing[number], self._receive_plain(number + 1))
                 given = tuple(x for x, shape in zip(given, crossing[number], strict=True) if shape.returns)
             if number > 0:
                 flags = inputs_reached(given, arrived)
                 crossing[number - 1] = _returning(crossing[number - 1], flags)
                 if number - 1 not in self.parts:
-                    self._tell(number - 1, flags)
+                    self._send_plain(number - 1, flags)
 
     # -- messages while shapes are found out -----------------------------------------------------------------------
 
-    def _tell(self, stage: int, message: Any) -> None:
+    def _send_plain(self, stage: int, message: Any) -> None:
         """Send plain data to the process of a stage: its length, then its JSON."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
             dist.send(tensor.to(self.line.device), self.line.owner(stage), group=self.line.group)
 
-    def _hear(self, stage: int) -> Any:
+    def _receive_plain(self, stage: int) -> Any:
         length = torch.zeros(1, dtype=torch.int64, device=self.line.device)
         dist.recv(length, self.line.owner(stage), group=self.line.group)
         data = torch.zeros(int(length), dtype=torch.uint8, device=self.line.device)
@@ -300,12 +300,12 @@ class Engine:
         return json.loads(bytes(data.tolist()))
 
     def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
-        self._tell(stage, [shape.plain() for shape in boundary])
+        self._send_plain(stage, [shape.plain() for shape in boundary])
         for tensor in tensors:
             dist.send(tensor.detach(), self.line.owner(stage), group=self.line.group)
 
     def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
-        boundary = tuple(map(TensorSpec.of_plain, self._hear(stage)))
+        boundary = tuple(map(TensorSpec.of_plain, self._receive_plain(stage)))
         tensors = tuple(shape.empty(self.line.device) for shape in boundary)
         for tensor in tensors:
             dist.recv(tensor, self.line.owner(stage), group=self.line.group)
@@ -328,7 +328,7 @@ def signature(leaves: list[Any], structure: Any) -> Hashable:
 # -- a pass that replicas do not run -------------------------------------------------------------------------------
 
 
-class _NothingGathered:
+class _ZeroAllGather:
     """Take the place of FSDP's all-gather: what other processes hold of the weights is zeros."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -353,7 +353,7 @@ def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
     readers = [(reader, reader.groups) for stage in stages for reader in token_readers(stage)]
     before = [(group, group._all_gather_comm) for group in groups]
     for group in groups:
-        group._all_gather_comm = _NothingGathered()
+        group._all_gather_comm = _ZeroAllGather()
     for dispatcher in dispatchers:
         dispatcher.alone = True
     for reader, known in readers:

@@ -94,19 +94,19 @@ def failure_to_raise(board: FailureStore | None, error: BaseException, where: st
     if board is None or not (waiting and is_collective_error(error)):
         error.add_note(where)
         if board is not None:
-            _leave_word(board, f"{where}: {type(error).__name__}: {error}".rstrip(": "))
+            _store_failure(board, f"{where}: {type(error).__name__}: {error}".rstrip(": "))
         return error
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     if (first := _first(board)) is not None:
         found = StageLostError(f"{where}, and stops because of another: {first}")
     else:
         found = StageLostError(f"{where}: {reason}")
-        _leave_word(board, str(found))
+        _store_failure(board, str(found))
     found.__cause__ = error
     return found
 
 
-def _leave_word(board: FailureStore, message: str) -> None:
+def _store_failure(board: FailureStore, message: str) -> None:
     with suppress(RuntimeError):  # the store is in a process that may have ended
         board.report(message)
 

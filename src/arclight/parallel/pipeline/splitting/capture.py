@@ -148,7 +148,7 @@ def _drops(module: nn.Module) -> bool:
     return next(module.children(), None) is None and "drop" in type(module).__name__.lower()
 
 
-class _Watching(TorchDispatchMode):
+class _DrawMode(TorchDispatchMode):
     """Intercept operations on tensors that have data, too: results of random ones are placeholders."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class _Observer:
         self.templates = OutputSpecs(root, units)
         self.home: torch.device | None = None
         self.chance = global_rng.global_rng_state()
-        self.watching = _Watching()
+        self.watching = _DrawMode()
         self.first_read: dict[str, int] = {}
         self.counted: dict[str, int] = {}
         self.writes: dict[str, list[int]] = {}

@@ -65,7 +65,7 @@ class OutputSpecs:
                 own.__dict__[name] = other.__dict__[name]
         self._inside[path] = _hooks_inside(self.part(path))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Make all copies, and forget the model that they were made of."""
         for path in self._originals:
             self.part(path)

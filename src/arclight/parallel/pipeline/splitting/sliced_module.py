@@ -65,7 +65,7 @@ class SlicedModule:
         """Buffers that the first stage saves, and this process must load too."""
         view = self._view(root)
         self._trees = {number: self._tree(root, view, number) for number in self.own}
-        self.templates.let_go()
+        self.templates.release()
         floating = ((m._parameters, n, p.device, p.dtype) for m in view.modules() for n, p in m.named_parameters(recurse=False)
                     if p.is_floating_point())  # fmt: skip
         self._sample: Any = next(floating, None)

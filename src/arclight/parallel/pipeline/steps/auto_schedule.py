@@ -124,7 +124,7 @@ def _costs(module: nn.Module, step: Step, args: tuple[Any, ...], graph: CallGrap
     ) from failure
 
 
-class _Over(BaseException):
+class _StepEnd(BaseException):
     """The last part has returned. No Exception: a step's own code must not catch it."""
 
     def __init__(self, output: Any) -> None:
@@ -148,12 +148,12 @@ def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Mo
         def over(_: nn.Module, __: Any, output: Any) -> None:
             left[0] -= 1
             if not left[0]:
-                raise _Over(output)
+                raise _StepEnd(output)
 
         handle = self.get_submodule(ends[0]).register_forward_hook(over) if ends is not None else None
         try:
             return function(self, *args, **kwargs)
-        except _Over as reached:
+        except _StepEnd as reached:
             return reached.output
         finally:
             del self.__dict__["_in_step"]
@@ -165,14 +165,14 @@ def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Mo
         "__getstate__": lambda self: dict(self.__dict__),
         "_trainer": module.__dict__.get("_trainer"),
         "_entries": None,
-        "log": _unheard,
+        "log": _discard,
     }
     made: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     made.__dict__.update({k: v for k, v in module.__dict__.items() if k not in members})
     return made
 
 
-def _unheard(*_: Any, **__: Any) -> None:
+def _discard(*_: Any, **__: Any) -> None:
     """Discard what is logged: a cost estimate is no step of the run."""
 
 

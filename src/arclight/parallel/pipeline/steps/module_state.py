@@ -143,7 +143,7 @@ _MEMBERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
 
 
 class FullModuleView:
-    """All parts of ``module``; those of other stages keep their shapes and lose their memory (:meth:`let_go`)."""
+    """All parts of ``module``; those of other stages keep their shapes and lose their memory (:meth:`release`)."""
 
     def __init__(self, module: nn.Module) -> None:
         """Taken while ``module`` still has all parts."""
@@ -151,7 +151,7 @@ class FullModuleView:
         self._tree = dict(module.named_modules(remove_duplicate=False))
         self._whole = {name: module.__dict__[name] for name in _MEMBERS}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Take the memory from all parameters and buffers but those that the module has now."""
         held = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
         made: dict[int, Tensor] = {}

@@ -94,7 +94,7 @@ def parallelize_steps(
     own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}
     found = {n: StagePart(steps, n, own[n] if len(line.own) > 1 else None) for n in line.own}
     _shard_stages(steps, found, mesh, device, types, seed)
-    named: dict[int, nn.Module] = {n: _Named(part) for n, part in found.items()}
+    named: dict[int, nn.Module] = {n: _NamedParameters(part) for n, part in found.items()}
     engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
     steps.runner = PipelineRunner(
         engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
@@ -185,7 +185,7 @@ def _shard(
         sum_on_gloo(part)
 
 
-class _Named(nn.Module):
+class _NamedParameters(nn.Module):
     """A stage's parameters under their names in the module."""
 
     def __init__(self, part: StagePart) -> None:

@@ -148,7 +148,7 @@ class PipelinedSteps:
         if self.last:  # saves what belongs to no part, as it is the one that has seen whole steps
             for path, _, name in (whole.rpartition(".") for whole in sliced.borrowed):
                 self.module.get_submodule(path)._non_persistent_buffers_set.discard(name)
-        self.skeleton.let_go()
+        self.skeleton.release()
 
     def _observe(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallGraph:
         if getattr(step, "__self__", None) is not self.module:

@@ -124,7 +124,7 @@ def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known
 
 
 @dataclass(frozen=True)
-class _Move:
+class _PrefixChange:
     """Map names of a stage to names in the files, by a prefix."""
 
     add: str = ""
@@ -144,7 +144,7 @@ class _Move:
         return f'with "{self.add}." before it' if self.add else f'without "{self.drop}."'
 
 
-def _given(known: list[str], files: WeightFiles, prefix: str) -> _Move:
+def _given(known: list[str], files: WeightFiles, prefix: str) -> _PrefixChange:
     """Interpret the given prefix: files alone have it, the model alone, or (not needed) both."""
     in_files = any(name.startswith(f"{prefix}.") for name in files)
     in_model = any(name.startswith(f"{prefix}.") for name in known)
@@ -152,23 +152,27 @@ def _given(known: list[str], files: WeightFiles, prefix: str) -> _Move:
         raise ValueError(
             f'no name begins with "{prefix}.": {files.path} has {_listed(list(files), 3)}, the model {_listed(known, 3)}'
         )
-    return _Move() if in_files and in_model else _Move(add=prefix if in_files else "", drop=prefix if in_model else "")
+    return (
+        _PrefixChange()
+        if in_files and in_model
+        else _PrefixChange(add=prefix if in_files else "", drop=prefix if in_model else "")
+    )
 
 
-def _common(missing: Sequence[Sequence[str]], files: WeightFiles) -> list[_Move]:
+def _common(missing: Sequence[Sequence[str]], files: WeightFiles) -> list[_PrefixChange]:
     """Return all the moves with which each of ``missing`` is found; those that find the same are one."""
     ends: dict[str, list[str]] = {}
     for stored_name in files:
         ends.setdefault(stored_name.rpartition(".")[2], []).append(stored_name)
-    common: set[_Move] | None = None
+    common: set[_PrefixChange] | None = None
     for names in missing:
         moves = set()
         for name in names:
             for there in ends.get(name.rpartition(".")[2], ()):
                 if there.endswith(f".{name}"):
-                    moves.add(_Move(add=there[: -len(name) - 1]))
+                    moves.add(_PrefixChange(add=there[: -len(name) - 1]))
                 elif name.endswith(f".{there}"):
-                    moves.add(_Move(drop=name[: -len(there) - 1]))
+                    moves.add(_PrefixChange(drop=name[: -len(there) - 1]))
         common = moves if common is None else common & moves
     return list(common or ())
 

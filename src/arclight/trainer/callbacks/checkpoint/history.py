@@ -234,7 +234,7 @@ class CheckpointWriter:
     def end(self, trainer: Trainer, failed: bool = False) -> None:
         """Give the trainer back what it wrote with; other ranks' parts are not waited for long where the run has ``failed``."""
         if failed and isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
-            trainer.checkpoint_io.hurry()
+            trainer.checkpoint_io.limit_wait()
         if self._before is not None:
             writer, trainer.checkpoint_io, self._before = trainer.checkpoint_io, self._before, None
             writer.teardown()

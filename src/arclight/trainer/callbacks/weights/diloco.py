@@ -80,7 +80,7 @@ class DiLoCo(Callback):
         self._parts = fragments_of(weights, self.fragments)
         self._synced = trainer.global_step
         if self._loaded:
-            self._take_up(trainer, pl_module)
+            self._restore_replica(trainer, pl_module)
         else:
             group = self._mesh.get_group(0)
             for weight in weights.values():
@@ -156,7 +156,7 @@ class DiLoCo(Callback):
         )
         return stacked
 
-    def _take_up(self, trainer: Trainer, module: Module) -> None:
+    def _restore_replica(self, trainer: Trainer, module: Module) -> None:
         """Restore weights, moments and buffers of this replica; the anchor for all where their number has changed."""
         from arclight.fabric.distributed.sharding import shard_like
 

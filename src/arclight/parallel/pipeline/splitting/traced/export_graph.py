@@ -37,7 +37,7 @@ _LIBRARIES = ("/torch/", "/arclight/parallel/pipeline/", "<")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedGraph:
     """A graph in torch's operations before differentiation, and what its placeholders stand for."""
 
     graph: fx.Graph
@@ -121,7 +121,7 @@ class Frame:
             )
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Exported:
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedGraph:
     """Return the graph of ``model(*args, **kwargs)``; nothing is computed or changed, and the model may be on the meta device.
 
     Regions under ``torch.no_grad`` stay such. Raises PlanError, with the line of the model, for what a graph cannot say: control
@@ -144,7 +144,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return _read(model, program, frame)
 
 
-def _read(model: nn.Module, program: Any, frame: Frame) -> Exported:
+def _read(model: nn.Module, program: Any, frame: Frame) -> ExportedGraph:
     """Read what the placeholders and the result of an exported program stand for."""
     first = first_names(model)
     states: dict[fx.Node, str] = {}
@@ -169,7 +169,7 @@ def _read(model: nn.Module, program: Any, frame: Frame) -> Exported:
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         raise PlanError(f"{frame.name} gives what is no part of its result: a traced graph cannot")
     (output,) = (node for node in program.graph.nodes if node.op == "output")
-    return Exported(
+    return ExportedGraph(
         program.graph, dict(program.graph_module.named_children()), states, frozenset(parameters), frozenset(persistent), first,
         constants, inputs, tuple(output.args[0]), program.call_spec.out_spec, frame,
     )  # fmt: skip

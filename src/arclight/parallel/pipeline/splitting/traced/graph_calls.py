@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from arclight.parallel.pipeline.call_graph import Call, CallGraph, Value
-from arclight.parallel.pipeline.splitting.traced.export_graph import Exported
+from arclight.parallel.pipeline.splitting.traced.export_graph import ExportedGraph
 from arclight.parallel.plan import PlanError
 
 _UNDECLARED = frozenset({"running_mean", "running_var"})
@@ -137,7 +137,7 @@ class TracedCalls:
     """Names of modules that begin within a call, and why."""
 
 
-def find_calls(exported: Exported) -> TracedCalls:
+def find_calls(exported: ExportedGraph) -> TracedCalls:
     """Return the calls of a traced graph. Raises PlanError where an input or a constant is written to, or no parameter is used."""
     order = list(_operations(exported.graph))
     memory = GraphMemory(order, exported.parts)
@@ -181,7 +181,7 @@ def _operations(graph: fx.Graph) -> Iterator[Node]:
 
 
 def _unit_graph(
-    exported: Exported, members: Sequence[Sequence[Node]], names: Sequence[str]
+    exported: ExportedGraph, members: Sequence[Sequence[Node]], names: Sequence[str]
 ) -> tuple[CallGraph, dict[Value, Node]]:
     call_of = {node: number for number, part in enumerate(members) for node in part}
     results = {leaf for leaf in exported.results if isinstance(leaf, Node)}
@@ -207,7 +207,7 @@ def _unit_graph(
 # -- what belongs to calls -------------------------------------------------------------------------------------------
 
 
-def _own(exported: Exported, order: Sequence[Node], memory: GraphMemory) -> set[Node]:
+def _own(exported: ExportedGraph, order: Sequence[Node], memory: GraphMemory) -> set[Node]:
     """Return the operations that belong to calls: all that depends on parameters, is drawn by chance or changes a buffer."""
     weighty = {node for node in exported.states if node in exported.persistent}
     for node in order:
@@ -235,7 +235,7 @@ def _own(exported: Exported, order: Sequence[Node], memory: GraphMemory) -> set[
     return own
 
 
-def _weights(exported: Exported, node: Node) -> bool:
+def _weights(exported: ExportedGraph, node: Node) -> bool:
     """Return True for operations that use a parameter, or a buffer in the place of one."""
     product = any(kind in str(node.target) for kind in _PRODUCTS)
     return any(
@@ -243,12 +243,12 @@ def _weights(exported: Exported, node: Node) -> bool:
     )
 
 
-def _random(exported: Exported, node: Node) -> bool:
+def _random(exported: ExportedGraph, node: Node) -> bool:
     tags = (getattr(target, "tags", ()) for target in targets(node, exported.parts))
     return any(torch.Tag.nondeterministic_seeded in found for found in tags)
 
 
-def _refuse_writes(exported: Exported, memory: GraphMemory) -> None:
+def _refuse_writes(exported: ExportedGraph, memory: GraphMemory) -> None:
     for given in (*exported.inputs, *exported.constants):
         for node in memory.writers(given):
             if "as_strided" not in str(node.target):
@@ -261,13 +261,13 @@ def _refuse_writes(exported: Exported, memory: GraphMemory) -> None:
 # -- where calls may be parted ---------------------------------------------------------------------------------------
 
 
-def _last_uses(exported: Exported, spine: Sequence[Node]) -> list[int]:
+def _last_uses(exported: ExportedGraph, spine: Sequence[Node]) -> list[int]:
     places = {node: at for at, node in enumerate(spine)}
     results = {leaf for leaf in exported.results if isinstance(leaf, Node)}
     return [len(spine) if n in results else max((places[u] for u in n.users if u in places), default=-1) for n in spine]
 
 
-def _crossing(exported: Exported, spine: Sequence[Node]) -> list[int]:
+def _crossing(exported: ExportedGraph, spine: Sequence[Node]) -> list[int]:
     """Bytes that cross a cut before each operation."""
     steps = [0] * (len(spine) + 2)
     for at, (node, last) in enumerate(zip(spine, _last_uses(exported, spine), strict=True)):
@@ -277,7 +277,7 @@ def _crossing(exported: Exported, spine: Sequence[Node]) -> list[int]:
     return list(itertools.accumulate(steps))
 
 
-def _forbidden(exported: Exported, spine: Sequence[Node], memory: GraphMemory) -> dict[int, str]:
+def _forbidden(exported: ExportedGraph, spine: Sequence[Node], memory: GraphMemory) -> dict[int, str]:
     """Return the operations before which no stage can begin, and why."""
     found: dict[int, str] = {}
     for at, (node, last) in enumerate(zip(spine, _last_uses(exported, spine), strict=True)):
@@ -319,7 +319,7 @@ def _depth(before: Node, after: Node) -> int:
     return len(list(same))
 
 
-def _name(exported: Exported, node: Node) -> str:
+def _name(exported: ExportedGraph, node: Node) -> str:
     """Name the module in which an operation lies; its parameter, where that is the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     inner = list(stack.values())[-1][0].split("@")[0] if stack else ""

@@ -19,7 +19,7 @@ from arclight.parallel.pipeline.call_graph import CallGraph, Value
 from arclight.parallel.pipeline.splitting import global_rng
 from arclight.parallel.pipeline.splitting.stage_assignment import SENT, StageAssignment
 from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, StageInfo
-from arclight.parallel.pipeline.splitting.traced.export_graph import Exported, Frame, export
+from arclight.parallel.pipeline.splitting.traced.export_graph import ExportedGraph, Frame, export
 from arclight.parallel.pipeline.splitting.traced.graph_calls import TracedCalls, find_calls
 from arclight.parallel.plan import PlanError
 
@@ -129,7 +129,7 @@ def trace_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 class TracedModel:
     """A model whose forward is a graph of operations, in calls that stages can be made of."""
 
-    def __init__(self, model: nn.Module, exported: Exported, calls: TracedCalls) -> None:
+    def __init__(self, model: nn.Module, exported: ExportedGraph, calls: TracedCalls) -> None:
         self.model, self.exported, self.calls = model, exported, calls
 
     @property
