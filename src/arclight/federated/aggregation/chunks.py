@@ -60,7 +60,7 @@ class ChunkWorkers:
         self._pool = pool
         self._scratch = [Scratch() for _ in range(count)]
 
-    def over(self, elements: int, work: Callable[[int, int, Scratch], T]) -> list[T]:
+    def map_chunks(self, elements: int, work: Callable[[int, int, Scratch], T]) -> list[T]:
         """Call ``work(start, stop, scratch)`` once for every chunk of ``elements``; results are in the chunks' order."""
         chunks = math.ceil(elements / CHUNK)
         results: list[Any] = [None] * chunks
