@@ -13,7 +13,7 @@ from arclight.recipe import read
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chosen:
+class _RecipeTable:
     """The recipe, as a file has it in a table and flags have it by name."""
 
     recipe: Quantization = field(default_factory=Int8)
@@ -50,4 +50,4 @@ def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namesp
             raise UsageError(f"--recipe {options.recipe}: there is no such file")
         source = str(options.recipe)
     with problems_listed(f"--recipe {options.recipe or 'int8'} cannot be used"):
-        return options, rest, read(_Chosen, source, fields).recipe
+        return options, rest, read(_RecipeTable, source, fields).recipe

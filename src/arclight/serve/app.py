@@ -22,8 +22,7 @@ from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Linger
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
-from arclight.serve.tasks.tensors import JSON_SIZE, decode, infer
-from arclight.serve.tasks.tensors import model_metadata as described
+from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
 
 if TYPE_CHECKING:
     from arclight.deploy import Program

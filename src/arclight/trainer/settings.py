@@ -151,7 +151,7 @@ _BAREBONES = {
 """What a bare run goes without, and its name."""
 
 
-class _Given(TrainerSettings):
+class _CheckedSettings(TrainerSettings):
     """Settings as a trainer takes them: with times as objects and infinity too, so that ranges are checked here, in other words."""
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ def check_arguments(given: dict[str, Any], unknown: dict[str, Any], behavior: Tr
     for name in ("accelerator", "strategy", "devices", "precision", "profiler"):
         if not isinstance(values.get(name), (str, int)):
             values.pop(name, None)  # an object, or a list of devices: not a setting
-    settings = _Given(**values)
+    settings = _CheckedSettings(**values)
     _check_ranges(settings)
     limits = {name: 1.0 if getattr(settings, name) is None else getattr(settings, name) for name in _LIMITS}
     changes: dict[str, Any] = {n: _batches(limits[n], n, getattr(settings, n) is not None) for n in limits}

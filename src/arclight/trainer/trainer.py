@@ -676,7 +676,7 @@ class Trainer:
         """The outputs of the newest prediction."""
         return self.run_state.predictions
 
-    # -- what it is doing ----------------------------------------------------------------------------------------
+    # -- state of the run ----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> TrainerState:
@@ -832,7 +832,7 @@ class Trainer:
     def scaler(self) -> Any:
         return self.precision_plugin.scaler
 
-    # -- what it was given -------------------------------------------------------------------------------------------
+    # -- settings ----------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
@@ -858,7 +858,7 @@ class Trainer:
 
         return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
-    # -- telling people ----------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH = 120
 """Columns of text that the table takes at least: a narrower one would cut numbers off."""
 PAST = 64
-"""Tokens that a language program has read before the one it is timed on, where nobody says."""
+"""Tokens that a language program has read before the one it is timed on, unless the inputs say otherwise."""
 
 
 def benchmark(arguments: list[str]) -> None:

@@ -188,7 +188,7 @@ def _write_hf(parser: Parser, options: Namespace, rest: Sequence[str]) -> None:
     print(f"wrote {options.out}: {size / 1e6:.1f} MB, opens with transformers.AutoModelForCausalLM.from_pretrained")
 
 
-# -- what is shipped ---------------------------------------------------------------------------------------------------
+# -- sources -----------------------------------------------------------------------------------------------------------
 
 
 def opened(parser: Parser, options: Namespace, rest: Sequence[str]) -> tuple[Module, DataModule | None]:

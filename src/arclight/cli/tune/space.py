@@ -20,7 +20,7 @@ FORMS = "low:high, low:high:log, low:high:STEP, or choices a,b,c"
 OF_THE_RUN = ("name", "root", "search", "trainer.devices", "trainer.num_nodes")
 """Fields that a search sets itself: each trial is a run in the folder of the search, in one process."""
 MOST_WHOLE = 2**53
-"""Beyond it a float does not tell whole numbers apart."""
+"""Largest integer below which a float64 is exact."""
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -176,30 +176,30 @@ def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
             yield ".".join(place), value
 
 
-class _Given(NamedTuple):
+class _FieldWords(NamedTuple):
     """A field's words, split: the parts of a range, or choices."""
 
     parts: list[str]
     is_range: bool
 
 
-def _parts(field: str, value: Any, problems: list[str]) -> _Given | None:
+def _parts(field: str, value: Any, problems: list[str]) -> _FieldWords | None:
     if isinstance(value, list):
         options = [str(item).lower() if isinstance(item, bool) else str(item) for item in value]
     elif "," in (text := str(value)):
         options = [part.strip() for part in text.strip("[]").split(",")]
     elif 2 <= len(parts := text.split(":")) <= 3 and all(map(NUMBER.fullmatch, parts[:2])):
-        return _Given(parts, is_range=True)
+        return _FieldWords(parts, is_range=True)
     else:
         problems.append(f"--search.{field}: need {FORMS}, got {text!r}")
         return None
     if len(set(options)) < 2 or len(set(options)) < len(options) or not all(options):
         problems.append(f"--search.{field}: need two different choices or more, got {', '.join(options) or 'none'}")
         return None
-    return _Given(options, is_range=False)
+    return _FieldWords(options, is_range=False)
 
 
-def _parameter(field: str, given: _Given, hint: Any, problems: list[str]) -> Parameter | None:
+def _parameter(field: str, given: _FieldWords, hint: Any, problems: list[str]) -> Parameter | None:
     parts = given.parts
     if not given.is_range:
         return Choice(field, tuple(parts))

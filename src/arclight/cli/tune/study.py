@@ -28,7 +28,7 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 HEARTBEAT_S = 30
 GRACE_S = 180
-"""A trial of another machine that has said nothing for so long is taken for dead."""
+"""A trial of another machine without a heartbeat for so long is failed."""
 SIGMA = 0.2
 """CMA-ES begins with this standard deviation, as a share of each range."""
 COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED

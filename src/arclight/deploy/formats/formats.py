@@ -23,7 +23,7 @@ from arclight.fabric.extras import require
 
 Format = Literal["onnx", "openvino", "pt2", "aoti"]
 DEFAULT: Format = "openvino"
-"""The format of a folder, where nobody names one."""
+"""The format of a folder, if none is given."""
 LONE = ".onnx"
 """Suffix of a program that is one file."""
 

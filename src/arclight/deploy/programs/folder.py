@@ -70,7 +70,7 @@ class Contents:
     """What the exporter wrote: precision, parity, versions, names and so on."""
     files: dict[str, FileRecord]
     signer: str | None
-    """Public key of the trusted signer, base64; None if nobody asked for one."""
+    """Public key of the trusted signer, base64; None if none was required."""
     digest: str
     """SHA-256 of the description and the list of files, hexadecimal."""
     marks: Mapping[Path, Mark] = field(default_factory=dict)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arclight.fabric.accelerators.devices import find_usable_cuda_devices as find_usable_cuda_devices
 
 NO_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
-"""What a choice of XLA devices, such as TPUs, is told."""
+"""Message for a choice of XLA devices, such as TPUs."""
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

@@ -36,7 +36,7 @@ class StopSignal:
         self.position = -1
         """The last position that the loop has passed."""
         self.asked = False
-        """Whether somebody asks to stop: look at :meth:`due`."""
+        """Whether any rank requests a stop: see :meth:`due`."""
         self.reason = ""
         """Why, in the words of the one who asked."""
         self._store: Store | None = None

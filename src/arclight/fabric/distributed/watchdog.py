@@ -84,7 +84,7 @@ class Watchdog:
                 self.stop.lose(self.lost)
                 return
 
-    # -- who holds the others up ---------------------------------------------------------------------------------------
+    # -- hangs ---------------------------------------------------------------------------------------------------------
 
     def _look_for_hang(self) -> None:
         mark = collective_counts()
@@ -191,7 +191,7 @@ class Watchdog:
                 lines.append(f"  Rank {rank} is here (most recent call last):\n{answers[rank]['stack']}")
         return "".join(lines)
 
-    # -- who failed first ------------------------------------------------------------------------------------------
+    # -- the first failure -----------------------------------------------------------------------------------------
 
     def failed_first(self) -> int:
         """Return the rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""

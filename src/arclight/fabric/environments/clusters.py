@@ -22,7 +22,7 @@ from arclight.fabric.warnings import PossibleUserWarning
 LOG = logging.getLogger("arclight.fabric.environments")
 
 DEFAULT_PORT = 12910
-"""Where processes meet when they were started from outside and nobody says where: the same number on each."""
+"""Rendezvous port of processes that were started from outside without one: the same number on each."""
 
 
 class ClusterEnvironment:

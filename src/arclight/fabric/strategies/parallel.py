@@ -36,7 +36,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a collective waits for the slowest process."""
 
 _DESCRIPTION = 128
-"""Bytes in which ranks tell each other a tensor's shape and type."""
+"""Bytes of the message with a tensor's shape and type."""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

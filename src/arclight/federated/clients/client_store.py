@@ -114,7 +114,7 @@ class FinishedUpdates:
     def blobs(self, round: int) -> FolderStore:
         return FolderStore(self._place(round) / "blobs", durable="none")
 
-    # -- what became of it ---------------------------------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def is_accepted(self, round: int) -> bool:
         """Return True if the server has it; it is kept until the round is committed all the same."""

@@ -47,7 +47,7 @@ class Job:
     until: float | None = None
     cancelled: str = ""
     about: str = ""
-    """What it was last said to wait for."""
+    """What the server last reported that it waits for."""
 
     @classmethod
     def of(cls, order: Fit | Evaluate, folder: ClientStore) -> Job:
@@ -211,7 +211,7 @@ class JobQueue:
                 self._jobs.remove(job)
             self._changed.notify_all()
 
-    # -- what is not wanted --------------------------------------------------------------------------------------------
+    # -- cancelling ----------------------------------------------------------------------------------------------------
 
     def cancel(self, unwanted: Iterable[ActiveWork]) -> None:
         """Cancel work that the server no longer waits for."""

@@ -202,7 +202,7 @@ class RoundCallback(Pause):
         assert self._at is not None
         return Position(**{**asdict(self._at), "steps": self._done})
 
-    # -- what comes out ----------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def keys(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> list[str]:
         """List the keys to send, in an order that all processes have alike."""

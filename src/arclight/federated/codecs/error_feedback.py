@@ -24,7 +24,7 @@ class ErrorFeedback:
     ) -> None:
         self.key, self.block, self.dtype, self.numel = key, block, tensor.dtype, tensor.numel()
         self.residual = torch.empty(self.numel) if feedback else None
-        """What could not be said; None where nobody wants to know."""
+        """The quantization error so far; None if no residual is kept."""
         self._flat = tensor.detach().reshape(-1)
         self._residual = residual.detach().reshape(-1) if residual is not None and feedback else None
         self._feedback = feedback

@@ -493,7 +493,7 @@ class ClusterState:
         self._touch(node)
         return None
 
-    # -- what is next --------------------------------------------------------------------------------------------------
+    # -- next assignments ----------------------------------------------------------------------------------------------
 
     def next_assignment(self, node: Node, having: Collection[Assignment] = ()) -> Assignment | None:
         """Return what a free worker of a node gets next. having: work that the node has just reported."""

@@ -301,7 +301,7 @@ def _on_evaluated(s: Situation, to: str, message: Evaluated, node: Node) -> tupl
     return (record,), answers.receipt(s, to)
 
 
-# -- what the driver reports -------------------------------------------------------------------------------------------
+# -- reports of the driver ---------------------------------------------------------------------------------------------
 
 
 def _start(s: Situation, event: ev.RunStarted, now: float) -> Decision:

@@ -58,7 +58,7 @@ Injection = Callable[[str, int], None]
 to "append" records, to write "history", and to "save" a state, as in "before append".
 """
 HistoryRow = tuple[bool, dict[str, Any]]
-"""Whether more may be told of a round, and its entry."""
+"""Whether more may be recorded of a round, and its entry."""
 Statement = tuple[str, Iterable[tuple[Any, ...]] | None]
 
 

@@ -197,7 +197,7 @@ class SecureSumRequest(Message):
     encrypted_shares: dict[str, str] | None = None
     """By partner, sealed."""
     unreadable: tuple[str, ...] | None = None
-    """Partners whose encrypted shares could not be opened; said once all were tried."""
+    """Partners whose encrypted shares could not be decrypted; sent once all were tried."""
     seed_shares: dict[str, str] | None = None
     """Parts of seeds, by the client that they are of."""
     key_shares: dict[str, str] | None = None

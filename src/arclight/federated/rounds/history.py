@@ -130,7 +130,7 @@ def _loss(
 
 
 _OF_UPDATES = ("samples", "tokens", "steps", "norms", "train")
-"""What a round tells of the updates that count."""
+"""Fields of a round about the updates that count."""
 _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 
 
@@ -145,7 +145,7 @@ class History:
         self._database = database
         self._rounds: dict[int, Round] = {}
         self._over = 0
-        """Rounds below this have been told to their end."""
+        """Rounds below this are recorded to their end."""
 
     @property
     def rounds(self) -> list[Round]:

@@ -107,7 +107,7 @@ class Edit:
     """Optimizer steps behind the weights: schedules go on from there."""
     seed: int | None = None
     client_steps: Mapping[str, int] = field(default_factory=dict)
-    """Client to the steps that it is said to have done."""
+    """Steps to record for a client as done, by client."""
 
 
 def list_rounds(run: str | Path) -> list[RoundSummary]:

@@ -80,7 +80,7 @@ class Runtime:
         self.error: BaseException | None = None
         """The error that has ended the run, if any."""
 
-    # -- what callers do ---------------------------------------------------------------------------------------------
+    # -- public methods ----------------------------------------------------------------------------------------------
 
     def start(self, first: events.Event) -> None:
         """Start with `RunStarted` or `RunResumed`; a run that is over stays so, and nodes are told."""

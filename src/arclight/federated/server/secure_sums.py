@@ -179,7 +179,7 @@ class SecureSumRelay:
     def _at(self) -> tuple[int, int]:
         return self._book.state.round, self._book.state.attempt
 
-    # -- what clients send ---------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _take(self, message: SecureSumRequest) -> bool:
         """Write what is new in a message; True if anything is. A client that sends invalid values is dropped."""
@@ -259,7 +259,7 @@ class SecureSumRelay:
         self._revealed.notify_all()
         return True
 
-    # -- what is settled -----------------------------------------------------------------------------------------------
+    # -- stages of a sum -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Close the stage that all clients have reached, or that the first has waited long enough in."""

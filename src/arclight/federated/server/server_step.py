@@ -63,7 +63,7 @@ class WrittenRound:
     weights: Manifest
     statistics: Statistics
     all_changed: bool = False
-    """Whether somebody has sent every tensor of the weights."""
+    """Whether every tensor of the weights was sent by some client."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _ENTRY = 1 << 10
 _VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
 MOST_COUNTED = 1 << 53
-"""Of samples, tokens and steps: float64 tells such counts apart, and sums of them over all clients and rounds stay finite."""
+"""Of samples, tokens and steps: float64 holds such counts exactly, and sums of them over all clients and rounds stay finite."""
 _LONGEST = 1e10
 """Seconds of one round's training."""
 LARGEST_METRIC = 1e250
@@ -50,7 +50,7 @@ class ExpectedUpdate:
     form: str = "delta"
     """"delta" or "weights"."""
     masked: bool = False
-    """Whether values are masked integers of a secure sum, of which nothing can be told."""
+    """Whether values are masked integers of a secure sum, of which nothing can be checked."""
     round: int
     steps: int
     weigh_by: str

@@ -34,7 +34,7 @@ class RoundTimes:
     bytes_down: int
     bytes_up: int
     late: int
-    """Clients whose work was not wanted any more when they had done it, or were told so."""
+    """Clients whose work was not wanted any more when it was done, or was cancelled."""
     late_names: tuple[str, ...]
     """The first ten of them."""
 

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
 
     import torch
 
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
     Tensors = dict[str, torch.Tensor]
 
 

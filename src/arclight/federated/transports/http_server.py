@@ -239,7 +239,7 @@ _OTHER_THREADS = 32
 """Threads for messages that are not held."""
 _RETRY_AFTER_S = 1.0
 _BRIEF_HOLD_S = 0.05
-"""Seconds that an ask takes beyond those that are held."""
+"""Seconds that a work request takes beyond those that are held."""
 
 
 class App:

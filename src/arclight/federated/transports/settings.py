@@ -17,13 +17,13 @@ class Limits(Checked):
     message_bytes: PositiveInt = 64 << 20
     """Largest message, where the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
     join_bytes: PositiveInt = 256 << 10
-    """Largest message of whoever has not joined yet: names of some 10,000 clients."""
+    """Largest message of a node that has not joined yet: names of some 10,000 clients."""
     blob_bytes: PositiveInt = 64 << 30
     """Largest blob, where a node's updates do not need less."""
     uploads: PositiveInt = 64
     """Blobs that are received at the same time; further ones are asked to come back."""
     held: PositiveInt = 256
-    """Nodes whose asks are held back until there is work; further ones are told to ask again."""
+    """Work requests that are held until there is work; further ones are answered with a time to retry."""
     connections: PositiveInt = 4096
     """Open connections; further ones are refused."""
     silence: PositiveFloat = 30.0

@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """softmax(q k^T + mask) v, in this process: (q, k, v, mask) to (B, H, queries, width of v)."""
 
 
-# -- who holds what ------------------------------------------------------------------------------------------------
+# -- sharding of sequences -----------------------------------------------------------------------------------------
 
 
 def check_sequence(length: int, cp: int, tp: int = 1) -> None:
@@ -247,7 +247,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method = 
     return found
 
 
-# -- what a step does ----------------------------------------------------------------------------------------------
+# -- steps ---------------------------------------------------------------------------------------------------------
 
 
 def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:

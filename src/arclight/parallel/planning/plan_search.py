@@ -23,7 +23,7 @@ RECOMPUTE = ("none", "selective", "full")
 SAMPLES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
 TOKENS = 4096
-"""Sequences are not cut into parts shorter than this, unless somebody asks for it: exchanges would not be worth it."""
+"""Sequences are not cut into parts shorter than this, unless it is fixed so: exchanges would not be worth it."""
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,18 @@ class TensorRequest:
     outputs: dict[str, bool]
 
 
-def model_metadata(program: Program, version: str, name: str) -> dict[str, Any]:
+def described(program: Program, version: str, name: str) -> dict[str, Any]:
     """Return the metadata of a model as the protocol has it: -1 stands for any size."""
     return {
         "name": name,
         "versions": [version],
         "platform": f"{program.runtime}_onnx",
-        "inputs": [_tensor_metadata(spec) for spec in program.inputs],
-        "outputs": [_tensor_metadata(spec) for spec in program.outputs],
+        "inputs": [_described(spec) for spec in program.inputs],
+        "outputs": [_described(spec) for spec in program.outputs],
     }
 
 
-def _tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
+def _described(spec: TensorSpec) -> dict[str, Any]:
     shape = [size if isinstance(size, int) else -1 for size in spec.shape]
     return {"name": spec.name, "datatype": DATATYPES.get(spec.dtype, spec.dtype), "shape": shape}
 

@@ -37,7 +37,7 @@ class FluxConfig:
     """How the width of a head is divided among the coordinates that turn it: sequence, row, column."""
     rope_theta: float = 10_000.0
     guidance: bool = False
-    """Whether the strength of guidance is told to the model, as to one that was distilled from guided samples."""
+    """Whether the strength of guidance is an input, as to one that was distilled from guided samples."""
     norm_eps: float = 1e-6
     std: float = 0.02
 
@@ -59,7 +59,7 @@ class Conditions:
     summary: Tensor
     """One vector for all of it (B, Q)."""
     guidance: Tensor | None = None
-    """(B,), for models that are told."""
+    """(B,), for models with this input."""
 
 
 def _linear(module: nn.Module, names: dict[str, float], biases: bool = True) -> dict[str, Initial]:

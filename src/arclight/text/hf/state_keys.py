@@ -30,7 +30,7 @@ class Key:
     """Ours is number ``part`` of ``of`` equal parts along ``dim`` of ours."""
     dim: int = 0
     transposed: bool = False
-    """Whether the last two dimensions are exchanged in the file (after what is said above)."""
+    """Whether the last two dimensions are exchanged in the file (after the fields above)."""
     span: int = 1
     """How many of the equal parts ours is, from ``part`` on."""
     exact: bool = False

@@ -269,7 +269,7 @@ class LossGuard(Callback):
         self._good_loss: torch.Tensor | None = None
         self._bad: torch.Tensor | None = None
 
-    # -- what is seen ----------------------------------------------------------------------------------------------
+    # -- detection -------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         if not pl_module.automatic_optimization:
@@ -330,7 +330,7 @@ class LossGuard(Callback):
         self._waiting.append(_Waiting(trainer.global_step, self._batches, self._samples, values, arrived))
         self._losses, self._batches, self._samples = [], [], []
 
-    # -- what is done ----------------------------------------------------------------------------------------------
+    # -- actions ---------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (

@@ -54,7 +54,7 @@ class StageData:
     function: str
     """The entry point: fit, validate, test or predict."""
     owner: DataModule | Module | None = None
-    """Who has the hook; None where loaders were given, or nobody has."""
+    """Module or data module that has the hook; None if loaders were given, or neither has."""
     given: Any = None
     structure: Any = None
     """The user's loaders, in the shape they were given."""

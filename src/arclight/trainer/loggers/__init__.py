@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arclight.trainer.loggers.wandb_logger import WandbLogger as WandbLogger
 
 NO_NEPTUNE = "neptune.ai has closed its service; use MLFlowLogger, WandbLogger, CSVLogger or a Logger of your own"
-"""What a use of the former ``NeptuneLogger`` is told."""
+"""Message for a use of the former ``NeptuneLogger``."""
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

@@ -105,7 +105,7 @@ class FitLoop:
     """Run the epochs of a fit, from where its progress stands until a limit or a stop request."""
 
     plan: FitPlan
-    """The newest one. No earlier one is used again: the optimizers tell the newest of their steps."""
+    """The newest one. No earlier one is used again: optimizers report their steps to the newest."""
 
     def __init__(self, trainer: Trainer, module: Module) -> None:
         self.trainer, self.module, self.run_state = trainer, module, trainer.run_state

@@ -591,7 +591,7 @@ class OrientedDetector(Detector):
         return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Split the output: boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
+        """Boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
         (predictions,) = outputs
         return {**super().output_parts(predictions[..., :-1]), "angles": predictions[..., -1]}
 

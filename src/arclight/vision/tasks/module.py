@@ -120,7 +120,7 @@ class VisionModule(Module, abc.ABC):
         self._batch_size: int | None = None  # what was measured
         self._freeze(settings.freeze)
 
-    # -- what a task says --------------------------------------------------------------------------------------------
+    # -- to override -------------------------------------------------------------------------------------------------
 
     def _build_network(self, table: str | None, network: dict[str, Any]) -> Yolo:
         """Build the network that the settings name, for the module's classes. Raises ValueError if its head is another task's."""
@@ -162,7 +162,7 @@ class VisionModule(Module, abc.ABC):
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Name the tensors in the decoded output that a program is judged by, each by itself."""
 
-    # -- what is shipped ---------------------------------------------------------------------------------------------
+    # -- deployment --------------------------------------------------------------------------------------------------
 
     def configure_deployment(self, data: Any, batches: int) -> Deployment:
         """Return what the module ships, with ``batches`` of the training images of ``data``, a `VisionData` (default: its own).

@@ -27,7 +27,7 @@ SCHEDULES = (
 )  # fmt: skip
 """That are tried."""
 MOST = 64
-"""Micro-batches that are tried at most where nobody asks for more, or eight for each process."""
+"""Micro-batches that are tried at most by default, or eight for each process."""
 HOPELESS = 1.25
 """A plan whose busiest process alone computes so many times as long as the best step so far is not simulated."""
 REFINED, CUTS = 3, 32

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from arclight.fabric.distributed.hang_report import RankMissingError, is_collective_error
 
 PATIENCE = 2.0
-"""Seconds that a process which lost a neighbour waits for the one that failed first to have said so."""
+"""Seconds that a process which lost a neighbour waits for the report of the one that failed first."""
 
 BETWEEN_QUESTIONS = 0.05
 """Seconds between two looks at the store while a device is waited for: each is a message to the process that has it."""

@@ -93,7 +93,7 @@ class Stage(StageBase):
         for kept in (self.fwd_cache, self.bwd_cache, self._inputs, self._gradients, self._rests):
             kept.clear()
 
-    # -- what arrives and what is sent: memory for it is held from its arrival to its use --------------------------
+    # -- exchanges: memory for a tensor is held from its arrival to its use ----------------------------------------
 
     def _peer(self, operation: Any, tensor: Tensor, stage: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=self.stage_index_to_group_rank[stage])

@@ -69,7 +69,7 @@ class Idle:
     warm_up: float
     """Before its first action: the pipeline fills."""
     schedule: float
-    """Waiting that the order itself asks for."""
+    """Waiting that the order itself imposes."""
     imbalance: float
     """Waiting because stages take different times."""
     communication: float

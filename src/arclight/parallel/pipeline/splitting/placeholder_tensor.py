@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _KNOWN = {
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full,
 }  # fmt: skip
-"""What needs nothing of a tensor but its shape and type: its result is data, whoever is asked."""
+"""Operations that read nothing of a tensor but its shape and type: their result is a real tensor, also of a placeholder."""
 _numbers = itertools.count()
 
 

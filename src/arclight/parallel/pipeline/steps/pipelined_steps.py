@@ -223,7 +223,7 @@ class PipelinedSteps:
         devices = [self.device] if self.device.type == "cuda" else []
         return torch.random.fork_rng(devices, device_type=self.device.type if devices else None)
 
-    # -- what the module has now -----------------------------------------------------------------------------------
+    # -- parts of the module on this process -----------------------------------------------------------------------
 
     @property
     def _decided(self) -> SlicedModule:

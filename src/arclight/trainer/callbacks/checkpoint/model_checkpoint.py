@@ -223,7 +223,7 @@ class ModelCheckpoint(Checkpoint):
         """Time between saves."""
         return self._rhythm.interval
 
-    # -- what is known -----------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
     @property
     def _ranking(self) -> TopK:

@@ -58,7 +58,7 @@ class ProgressBar(Callback):
         """Print without breaking the display."""
         print(*args, **kwargs)  # noqa: T201
 
-    # -- what is shown ---------------------------------------------------------------------------------------------
+    # -- display ---------------------------------------------------------------------------------------------------
 
     sanity_check_description = "Sanity Checking"
     train_description = "Training"

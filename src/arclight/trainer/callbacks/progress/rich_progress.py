@@ -188,7 +188,7 @@ class RichProgressBar(ProgressBar):
         self.test_progress_bar_id: TaskID | None = None
         self.predict_progress_bar_id: TaskID | None = None
 
-    # -- whether and what ------------------------------------------------------------------------------------------
+    # -- settings --------------------------------------------------------------------------------------------------
 
     @property
     def refresh_rate(self) -> float:
