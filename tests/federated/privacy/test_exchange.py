@@ -351,7 +351,7 @@ def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
 
     class Watched:
         def __init__(self, service: Any) -> None:
-            self._service, self.blobs, self.taking = service, service.blobs, service.taking
+            self._service, self.blobs, self.reserve_upload = service, service.blobs, service.reserve_upload
             self.largest_message = service.largest_message
 
         def answer(self, message: Message) -> Message:

@@ -55,7 +55,7 @@ class Killing:
 
     def __init__(self, service: Any, when: str) -> None:
         self._service, self._when, self.blobs, self.run = service, when, service.blobs, service.run
-        self.taking, self.largest_message = service.taking, service.largest_message
+        self.reserve_upload, self.largest_message = service.reserve_upload, service.largest_message
         self.victim: subprocess.Popen[bytes] | None = None
 
     def answer(self, message: Message) -> Message:

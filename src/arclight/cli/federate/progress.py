@@ -240,7 +240,7 @@ class ObservedServer:
 
     def __init__(self, server: ServerApi, progress: Progress) -> None:
         self._server, self._progress, self.blobs = server, progress, server.blobs
-        self.taking, self.run = server.taking, server.run
+        self.reserve_upload, self.run = server.reserve_upload, server.run
 
     @property
     def largest_message(self) -> int:

@@ -256,7 +256,7 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     watch = Watch(search, study)
     again = f"arclight tune --resume {search.folder} goes on with the search"
     try:
-        run_trials(search, study, limits["trials"], deadline, watch.look)
+        run_trials(search, study, limits["trials"], deadline, watch.report_ended)
     except KeyboardInterrupt:
         watch.report_ended()
         raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None

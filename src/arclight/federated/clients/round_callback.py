@@ -218,7 +218,7 @@ class RoundCallback(Pause):
         assert self._at is not None
         done = {"samples": progress.samples, "tokens": progress.tokens}
         mine = {name: done[name] - self._at.counts.get(name, 0) for name in done}
-        if not strategy.counts:
+        if not strategy.contributes_logs:
             return mine
         return {name: sum(each[name] for each in strategy.all_gather_object(mine)) for name in mine}
 

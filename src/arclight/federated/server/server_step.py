@@ -268,7 +268,7 @@ class ExpertStacks:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for key, kinds in states.items():
             for kind, tensor in kinds.items():
-                for part, value in self.apart({key: tensor}).items():
+                for part, value in self.split({key: tensor}).items():
                     if key == part or counts.get(part):
                         found.setdefault(part, {})[kind] = value
         return found

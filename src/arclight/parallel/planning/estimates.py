@@ -189,5 +189,5 @@ def simulated(estimate: Estimate, device: Hardware) -> Prediction:
             costs[stage] = UnitCost(
                 time.forward / len(own), half, half, held=held // len(own), output=estimate.boundary
             )
-    end = max(time.once for time in estimate.times) + estimate.update
+    end = max(time.once for time in estimate.times) + estimate.optimizer_seconds
     return simulate(plan.schedule, costs, plan.pp, estimate.passes, link=Link(latency=hop), optimizer=end)

@@ -318,7 +318,7 @@ class VisionModule(Module, abc.ABC):
             own = fitting_batch_size(
                 self.model, side, self.trainer.precision_plugin.forward_context, s.batch_memory_gib, len(data.train)
             )
-            found = strategy.all_gather_object(own if strategy.counts else None)
+            found = strategy.all_gather_object(own if strategy.contributes_logs else None)
             self._batch_size = min(size for size in found if size is not None)
             _LOG.info("batch_size = auto: %d images of up to %d pixels per step", self._batch_size, side)
         data.batch_size = self._batch_size
@@ -457,7 +457,7 @@ class VisionModule(Module, abc.ABC):
         """Score the images of all ranks together."""
         merged = self._build_metrics()
         strategy = self.trainer.strategy
-        for other in strategy.all_gather_object(self.metrics.state_dict() if strategy.counts else None):
+        for other in strategy.all_gather_object(self.metrics.state_dict() if strategy.contributes_logs else None):
             if other is not None:
                 merged.merge(other)
         self.results = merged.compute()
