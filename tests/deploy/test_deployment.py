@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import arclight as al
 from arclight.deploy import ExportError
-from arclight.deploy.deployment import configured, write_program
+from arclight.deploy.deployment import configured, ship
 
 
 class Batches(al.DataModule):
@@ -50,7 +50,7 @@ X = torch.arange(20.0).reshape(5, 4)
 def test_every_input_of_an_example_is_shipped(example: Any, tmp_path: Path) -> None:
     module = Masked()
     module.example_input_array = example
-    program = write_program(configured(module), tmp_path / "p.onnx")
+    program = ship(configured(module), tmp_path / "p.onnx")
     assert [spec.name for spec in program.inputs] == ["x", "mask"]
     torch.testing.assert_close(program(X, X > 9), module(X, X > 9).detach())
 

@@ -224,7 +224,7 @@ def write_index(folder: str | Path, names: Sequence[str], **about: Any) -> None:
 
 
 @dataclass(frozen=True)
-class ListedShard:
+class Listed:
     """A shard as the index lists it."""
 
     file: str
@@ -233,7 +233,7 @@ class ListedShard:
     facts: ShardFacts
 
 
-def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[ListedShard]]:
+def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[Listed]]:
     """Read an index: what it notes of the corpus, and its shards in order.
 
     place: its name in errors. Raises TokenShardError for a damaged one, and for names that are not those of files beside it.
@@ -248,7 +248,7 @@ def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[Li
                 raise ValueError(f"{name!r} is not the name of a file beside it")
             if sums is not None and not is_sha256(sums):
                 raise ValueError(f"{name} has sums {sums!r}, which is no digest")
-            listed.append(ListedShard(name, sums, ShardFacts(**entry)))
+            listed.append(Listed(name, sums, ShardFacts(**entry)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenShardError(f"{place} cannot be read ({error!r}): {_FIX}") from error
     return about, listed
@@ -288,7 +288,7 @@ class TokenShards:
                 raise TokenShardError(f"{self.folder / entry.file} is not the shard that {INDEX} lists: {_FIX}")
         self._open(about, listed, tokenizer)
 
-    def _open(self, about: dict[str, Any], listed: Sequence[ListedShard], tokenizer: str | None) -> None:
+    def _open(self, about: dict[str, Any], listed: Sequence[Listed], tokenizer: str | None) -> None:
         """Take what an index lists. Raises TokenShardError where it was made with another tokenizer."""
         self.about = about
         self.names: list[str] = [entry.file for entry in listed]

@@ -105,7 +105,7 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
     )
 
 
-def write_program(
+def ship(
     deployment: Deployment,
     path: str | os.PathLike[str],
     recipe: Quantization | None = None,

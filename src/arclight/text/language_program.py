@@ -113,13 +113,13 @@ def export_language_model(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Program:
-    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `of_texts`, and `write_program` for options and errors."""
-    from arclight.deploy.deployment import write_program
+    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `of_texts`, and `ship` for options and errors."""
+    from arclight.deploy.deployment import ship
 
     if isinstance(model, Decoder):
-        return write_program(of_texts(model, batches, tokenizer), path, recipe, **options)
+        return ship(of_texts(model, batches, tokenizer), path, recipe, **options)
     about = {"model": model.settings.model}
-    return write_program(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+    return ship(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
 
 
 @torch.no_grad()

@@ -125,7 +125,7 @@ def _parser(verb: str, about: str) -> Parser:
 def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None) -> None:
     """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written."""
     check_program_name(options.out, is_folder=options.format is not None)
-    from arclight.deploy.deployment import configured, planned, write_program
+    from arclight.deploy.deployment import configured, planned, ship
     from arclight.deploy.parity import parity_summary, speed_summary
 
     planned(options.out, recipe, options.format, signed=options.sign is not None)
@@ -134,7 +134,7 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
     with working(f"{verb} {_name(module)} and comparing the program with it"):
         deployment = configured(module, data, calibration_batches(recipe))
         sign = None if options.sign is None else _signing_key(options.sign)
-        program = write_program(
+        program = ship(
             deployment, options.out, recipe, format=options.format, batch_size=options.batch_size,
             max_drop=getattr(options, "max_drop", None), sign=sign,
         )  # fmt: skip

@@ -42,7 +42,7 @@ class BlockSource(Protocol):
         ...
 
 
-class BlockRequest(NamedTuple):
+class Wanted(NamedTuple):
     """A block that will be read."""
 
     source: BlockSource
@@ -69,13 +69,13 @@ class BlockReader:
 
     def read(self, source: BlockSource, block: tuple[int, int]) -> bytes:
         """Return a block. An error of fetching it ahead is raised here, with its cause."""
-        return self._state().read(BlockRequest(source, block, source.key(block)))
+        return self._state().read(Wanted(source, block, source.key(block)))
 
-    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> list[BlockRequest]:
+    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> list[Wanted]:
         """Fetch blocks ahead, in this order behind what is expected already, and keep them until `release`."""
-        return self._state().expect([BlockRequest(source, block, source.key(block)) for source, block in blocks])
+        return self._state().expect([Wanted(source, block, source.key(block)) for source, block in blocks])
 
-    def release(self, expected: Iterable[BlockRequest]) -> None:
+    def release(self, expected: Iterable[Wanted]) -> None:
         """Let go of what `expect` returned."""
         if (running := self._running) is not None and running.pid == os.getpid():
             running.release(expected)
@@ -111,8 +111,8 @@ class BlockReader:
 class _Job:
     """The fetching of a block, waiting or begun."""
 
-    def __init__(self, request: BlockRequest) -> None:
-        self.request, self.begun = request, False
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted, self.begun = wanted, False
         self.result: Future[bytes | None] = Future()
 
 
@@ -134,15 +134,15 @@ class _Running:
         self._failed: dict[str, BaseException] = {}
         self._memory: OrderedDict[str, bytes] = OrderedDict()
 
-    def read(self, request: BlockRequest) -> bytes:
+    def read(self, wanted: Wanted) -> bytes:
         with self._changed:
-            if request.key in self._memory:
-                self._memory.move_to_end(request.key)
-                return self._memory[request.key]
-            error, job = self._failed.pop(request.key, None), self._jobs.get(request.key)
+            if wanted.key in self._memory:
+                self._memory.move_to_end(wanted.key)
+                return self._memory[wanted.key]
+            error, job = self._failed.pop(wanted.key, None), self._jobs.get(wanted.key)
             if job is not None and not job.begun:  # behind others in the queue: whoever needs it now fetches it
                 self._queue.remove(job)
-                self._jobs.pop(request.key)
+                self._jobs.pop(wanted.key)
                 job.result.cancel()
                 job = None
         if error is not None:
@@ -153,30 +153,30 @@ class _Running:
                 found = job.result.result()  # which has its own deadlines
             except BaseException as failed:
                 with self._changed:
-                    self._failed.pop(request.key, None)
+                    self._failed.pop(wanted.key, None)
                 _raise_again(failed)
-        content = self._obtain(request, ahead=False) if found is None else found
+        content = self._obtain(wanted, ahead=False) if found is None else found
         assert content is not None
         with self._changed:
-            self._memory[request.key] = content
+            self._memory[wanted.key] = content
             while len(self._memory) > _IN_MEMORY:
                 self._memory.popitem(last=False)
         return content
 
-    def expect(self, blocks: list[BlockRequest]) -> list[BlockRequest]:
+    def expect(self, blocks: list[Wanted]) -> list[Wanted]:
         taken = []
         with self._changed:
-            for request in blocks:
-                size = request.source.size(request.block)
-                if request.key not in self._expected:
+            for wanted in blocks:
+                size = wanted.source.size(wanted.block)
+                if wanted.key not in self._expected:
                     if self._expected_bytes + size > self._ahead:
                         continue  # read when it is needed
                     self._expected_bytes += size
-                    if request.key not in self._jobs:
-                        job = self._jobs[request.key] = _Job(request)
+                    if wanted.key not in self._jobs:
+                        job = self._jobs[wanted.key] = _Job(wanted)
                         self._queue.append(job)
-                self._expected[request.key] = self._expected.get(request.key, 0) + 1
-                taken.append(request)
+                self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
+                taken.append(wanted)
             while len(self._threads) < min(self._connections, len(self._queue)):
                 name = f"arclight-read-ahead-{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
@@ -184,22 +184,22 @@ class _Running:
             self._changed.notify_all()
         return taken
 
-    def release(self, expected: Iterable[BlockRequest]) -> None:
+    def release(self, expected: Iterable[Wanted]) -> None:
         with self._changed:
-            for request in expected:
-                left = self._expected.get(request.key, 0) - 1
+            for wanted in expected:
+                left = self._expected.get(wanted.key, 0) - 1
                 if left > 0:
-                    self._expected[request.key] = left
+                    self._expected[wanted.key] = left
                 elif left == 0:
-                    del self._expected[request.key]
-                    self._expected_bytes -= request.source.size(request.block)
-                    self._failed.pop(request.key, None)
-                    job = self._jobs.get(request.key)
+                    del self._expected[wanted.key]
+                    self._expected_bytes -= wanted.source.size(wanted.block)
+                    self._failed.pop(wanted.key, None)
+                    job = self._jobs.get(wanted.key)
                     if job is not None and not job.begun:
                         self._queue.remove(job)
-                        self._jobs.pop(request.key)
+                        self._jobs.pop(wanted.key)
                         job.result.cancel()
-                    self._folder.release(request.key)
+                    self._folder.release(wanted.key)
 
     def close(self) -> None:
         if self.pid != os.getpid():
@@ -225,7 +225,7 @@ class _Running:
                 job = self._queue.popleft()
                 job.begun = True
             try:
-                found = self._obtain(job.request, ahead=True)
+                found = self._obtain(job.wanted, ahead=True)
             except BaseException as error:  # of whatever kind: it is the reader's of that block, not this thread's
                 self._end(job, error)
                 job.result.set_exception(error)
@@ -234,7 +234,7 @@ class _Running:
                 job.result.set_result(found)
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
-        key = job.request.key
+        key = job.wanted.key
         with self._changed:
             self._jobs.pop(key, None)
             if key not in self._expected:
@@ -242,18 +242,18 @@ class _Running:
             elif error is not None:
                 self._failed[key] = error
 
-    def _obtain(self, request: BlockRequest, *, ahead: bool) -> bytes | None:
+    def _obtain(self, wanted: Wanted, *, ahead: bool) -> bytes | None:
         """Return a block, from the folder or fetched; None for one ahead that is there, or has no room yet."""
-        source, block, key = request
+        source, block, key = wanted
         digest = source.digest(block, self._cancel)  # before the claim: it may need a block itself
         if ahead and self._folder.hold(key):
             return None
-        if not ahead and (found := self._from_folder(request, digest)) is not None:
+        if not ahead and (found := self._from_folder(wanted, digest)) is not None:
             return found
         with self._folder.claim(key, self._patience_s, self._cancel):
             if self._cancel.is_set():
                 raise ReadCancelledError(f"{key}: the reader was closed")
-            if (found := self._from_folder(request, digest)) is not None:  # another process was quicker
+            if (found := self._from_folder(wanted, digest)) is not None:  # another process was quicker
                 if ahead:
                     self._folder.hold(key)
                 return found
@@ -270,11 +270,11 @@ class _Running:
                 self._folder.put(key, reserved, content, hold=ahead)
         return content
 
-    def _from_folder(self, request: BlockRequest, digest: bytes) -> bytes | None:
-        found = self._folder.get(request.key)
-        if found is None or request.source.is_intact(found, digest):
+    def _from_folder(self, wanted: Wanted, digest: bytes) -> bytes | None:
+        found = self._folder.get(wanted.key)
+        if found is None or wanted.source.is_intact(found, digest):
             return found
-        self._folder.drop(request.key)  # torn by a crash, or changed by somebody
+        self._folder.drop(wanted.key)  # torn by a crash, or changed by somebody
         return None
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arclight.data.remote.block_reader import BlockReader, BlockRequest
+from arclight.data.remote.block_reader import BlockReader, Wanted
 from arclight.data.remote.ranges import Found, RemoteFiles
 from arclight.data.token_shards import (
     BLOCK_BYTES,
     HEADER_BYTES,
     INDEX,
     SUMS,
-    ListedShard,
+    Listed,
     TokenShardError,
     TokenShards,
     read_listing,
@@ -40,7 +40,7 @@ _ATTEMPTS = 3
 class ShardBlocks:
     """The blocks of the shards at an address, each by shard and number; implements `BlockSource`."""
 
-    def __init__(self, files: RemoteFiles, listed: Sequence[ListedShard], reader: BlockReader) -> None:
+    def __init__(self, files: RemoteFiles, listed: Sequence[Listed], reader: BlockReader) -> None:
         self._files, self._listed, self._reader = files, list(listed), reader
         self._begin()
 
@@ -152,7 +152,7 @@ class RemoteTokenShards(TokenShards):
 
     read_ahead = 64
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> list[BlockRequest]:
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> list[Wanted]:
         blocks: dict[tuple[int, int], None] = {}
         for start, stop in spans:
             for shard, a, b in self._spans(self._first_token, start, stop):
@@ -164,7 +164,7 @@ class RemoteTokenShards(TokenShards):
                 blocks |= dict.fromkeys(self._blocks(shard, a * itemsize, b * itemsize))
         return self.reader.expect((self._origin, block) for block in blocks)
 
-    def release(self, expected: Sequence[BlockRequest]) -> None:
+    def release(self, expected: Sequence[Wanted]) -> None:
         self.reader.release(expected)
 
     def verify(self, *, again: bool = False) -> None:

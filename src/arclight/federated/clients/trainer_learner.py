@@ -117,7 +117,11 @@ class TrainerLearner:
                 f"{type(self.module).__name__} was asked to measure round {order.round}, and has no validation_step or no "
                 'validation data: give the client some, or set evaluate_on="server"'
             )
-        each = trainer.strategy.all_gather_object(measuring.samples) if trainer.strategy.contributes_logs else [measuring.samples]
+        each = (
+            trainer.strategy.all_gather_object(measuring.samples)
+            if trainer.strategy.contributes_logs
+            else [measuring.samples]
+        )
         values = {name: value for loader in results for name, value in loader.items()}
         return Outcome(samples=sum(each), metrics=_finite(values))
 

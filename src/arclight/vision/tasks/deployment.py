@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.deploy import Program
-from arclight.deploy.deployment import write_program
+from arclight.deploy.deployment import ship
 from arclight.deploy.settings import Quantization, calibration_batches
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
@@ -20,8 +20,8 @@ from arclight.vision.tasks.module import TaskMetrics, VisionModule, evaluate
 def export_module(
     module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None, **options: Any
 ) -> Program:  # fmt: skip
-    """Write ``module`` as a program, compared (and calibrated) on ``images``; see `VisionModule.deployment`, and `write_program` for options and errors."""
-    return write_program(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
+    """Write ``module`` as a program, compared (and calibrated) on ``images``; see `VisionModule.deployment`, and `ship` for options and errors."""
+    return ship(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
 
 
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
