@@ -51,11 +51,11 @@ def one_by_one(made: Any, x_BTD: Tensor, heads_BTF: Tensor) -> Tensor:
     return torch.stack(out).view(*x_BTD.shape[:2], -1)
 
 
-@pytest.mark.parametrize("backend", ["grouped", "dense"])
+@pytest.mark.parametrize("path", ["grouped", "dense"])
 @pytest.mark.parametrize(("kind", "top_k"), [("values", 2), ("outputs", 2), ("outputs", 4), ("values", 1)])
-def test_outputs_and_gradients_are_those_of_loops(kind: str, top_k: int, backend: Any) -> None:
+def test_outputs_and_gradients_are_those_of_loops(kind: str, top_k: int, path: Any) -> None:
     made = maps(kind, top_k=top_k)
-    made.backend = backend
+    made.path = path
     x, heads = (torch.randn(2, 5, size, dtype=torch.float64, requires_grad=True) for size in (WIDTH, HEADS * HEAD))
     found = made(x) if kind == "values" else made(heads, x)
     expected = one_by_one(made, x, heads)

@@ -34,6 +34,7 @@ from arclight.text.model.balance import (
     weigh_balance_loss,
 )
 from arclight.text.model.decoder import flops_per_token
+from arclight.text.model.expert_paths import prepare_paths
 from arclight.text.model.mup import scale_of
 from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
@@ -82,6 +83,8 @@ class LanguageModel(Module):
         self.tokenizer: Any = None
         self.mixture = False
         """Whether the model that is trained has experts."""
+        self.expert_paths: dict[str, Any] = {}
+        """What was measured of experts whose path is ``auto``, by shape class: see `prepare_paths`. A resumed run takes it over."""
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -177,11 +180,22 @@ class LanguageModel(Module):
         if self.settings.weights is not None and self.trainer.ckpt_path is None:
             self.start_from(self.settings.weights)
         self.mixture = any(True for _ in routers(self.model)) or bool(loss_routers(self.model))
+        strategy, tokens = self.trainer.strategy, self.settings.data.batch_size * self.sequence_length
+        self.expert_paths = prepare_paths(
+            self.model, tokens, strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
+            strategy.all_gather_object, strategy.broadcast,
+        )  # fmt: skip
         if self.tokenizer is None or self.trainer.checkpoint_callback is None or self.trainer.fast_dev_run:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on
         if self.trainer.is_global_zero:
             self.tokenizer.save(folder / "tokenizer")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["expert_paths"] = self.expert_paths
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.expert_paths = dict(checkpoint.get("expert_paths", {}))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def _policy() -> Policy:
     keep, products_of = _kept_operations(), _products()
 
     def policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-        if operation in products_of:
+        if operation in products_of or str(operation) == _CONDITIONAL_PRODUCT:
             again = context.is_recompute
             products[again] += 1
             return CheckpointPolicy.MUST_SAVE if products[again] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
@@ -71,6 +71,10 @@ def _policy() -> Policy:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+_CONDITIONAL_PRODUCT = "arclight.conditional_product.default"
+"""The products of models' own kernels, by name: see `arclight.text.model.conditional_product`."""
 
 
 def _products() -> set[Any]:

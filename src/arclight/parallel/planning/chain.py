@@ -443,7 +443,7 @@ def _keeping(every: int) -> Any:
     def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = func._overloadpacket.__name__
         keep = func is exchange or "attention" in name or name == "topk"
-        if name in ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm"):
+        if name in ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "conditional_product"):
             keep = counts[context.is_recompute] % every == 0
             counts[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -18,8 +18,10 @@ from arclight.text.families.zoo import build_model
 from arclight.text.heads.rows import HeadData, HeadRows
 from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
 from arclight.text.model.balance import balance_group, update_expert_bias, weigh_balance_loss
+from arclight.text.model.expert_paths import prepare_paths
 from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
+from arclight.trainer.throughput import compute_dtype
 
 
 def build_head(
@@ -66,6 +68,8 @@ class HeadModule(Module):
         super().__init__()
         self.data, self.optimizer_settings, self.schedule_settings = data, optimizer, schedule
         self.outcomes: dict[int, Any] = {}
+        self.expert_paths: dict[str, Any] = {}
+        """See `LanguageModel.expert_paths`."""
         self.model: Any = trunk
         if data.task.max_length > self.model.config.max_positions:
             raise MisconfigurationError(
@@ -85,6 +89,20 @@ class HeadModule(Module):
         optimizer = self.optimizer_settings.build(parameters.items(), iter(parameters), scale_of(self.model.config))
         schedule = self.schedule_settings.build(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Choose how experts are multiplied."""
+        strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
+        self.expert_paths = prepare_paths(
+            self.model, tokens, strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
+            strategy.all_gather_object, strategy.broadcast,
+        )  # fmt: skip
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["expert_paths"] = self.expert_paths
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.expert_paths = dict(checkpoint.get("expert_paths", {}))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = weigh_balance_loss(self.loss(self(batch["tokens"]), batch), self.model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,17 @@ from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.parallel.layers.expert_parallel import TokenGroups
 from arclight.parallel.layers.permute_rows import inverse_permutation, take_rows
+from arclight.text.model.conditional_product import Precision, TokenOrder, conditional_product
 from arclight.text.model.layers import FeedForward, without_autocast
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}
+Path = Literal["auto", "dense", "grouped", "triton"]
+
+
+def check_path(name: str, path: str) -> None:
+    """Raise ValueError for a ``path``, the setting ``name``, that is not known."""
+    if path not in get_args(Path):
+        raise ValueError(f"{name} = {path!r} is not known; choose {', '.join(get_args(Path))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,13 @@ class MoEConfig:
     force_balance: bool = field(default=False, compare=False)
     """For measurements: experts are taken in turn, whatever their scores."""
 
+    path: Path = field(default="grouped", compare=False)
+    """How experts are multiplied: all of them for every token (``dense``, the reference, which exported graphs hold), those that are
+    chosen by torch's grouped product (``grouped``) or by a kernel of this package on a GPU (``triton``), or by what is fastest on the
+    device at hand (``auto``: see `expert_paths`; ``grouped`` until that has measured)."""
+    precision: Precision = field(default="full", compare=False)
+    """Operands of products on the Triton path: as they are, or rounded to 8 bits (``e4m3``, ``int8``) by rows; see `conditional_product`."""
+
     def __post_init__(self) -> None:
         for name, kind in (
             ("experts", PositiveInt), ("top_k", PositiveInt), ("hidden", PositiveInt), ("shared", NonNegativeInt), ("groups", PositiveInt),
@@ -74,6 +89,15 @@ class MoEConfig:
             check(f"moe.{name}", getattr(self, name), kind)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"moe.activation = {self.activation!r} is not known; choose {', '.join(ACTIVATIONS)}")
+        check_path("moe.path", self.path)
+        if self.precision not in get_args(Precision):
+            raise ValueError(
+                f"moe.precision = {self.precision!r} is not known; choose {', '.join(get_args(Precision))}"
+            )
+        if self.precision != "full" and self.path != "triton":
+            raise ValueError(
+                f'moe.precision = "{self.precision}" is of the Triton path alone: set moe.path = "triton" too'
+            )
         if self.experts % self.groups:
             raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
         if self.top_groups > self.groups:
@@ -297,25 +321,40 @@ class Experts(nn.Module):
         """Processes that each have a part of the hidden width of every expert here."""
         self.share: Callable[[Tensor], Tensor] | None = None
         """What turns a weight into the tensor that this process multiplies with; None where weights are whole."""
+        self.path: Path = "grouped" if config.path == "auto" else config.path
+        self.precision = config.precision
 
-    def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows (R, D) in the order of their experts, ``counts_E`` of each; as many rows (R, D)."""
-        kind = x_RD.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_RD.dtype
-        w1, w2, w3 = (
-            None if w is None else (w if self.share is None else self.share(w)).to(dtype)
-            for w in (self.w1, self.w2, self.w3)
-        )
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the first, the second and the gate's maps that this process multiplies with, in ``dtype``."""
+        own = (None if w is None else w if self.share is None else self.share(w) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (None if w is None else w.to(dtype) for w in own)
+        assert w1 is not None
+        assert w2 is not None
+        return w1, w2, w3
+
+    def forward(self, x_RD: Tensor, counts_E: Tensor, order: TokenOrder | None = None) -> Tensor:
+        """Rows (R, D) in the order of their experts, ``counts_E`` of each; as many rows (R, D).
+
+        order: for the Triton path alone, with which ``x_RD`` are tokens (N, D), whose rows its products gather as they read them.
+        """
+        dtype = product_dtype(x_RD)
+        w1, w2, w3 = self.weights(dtype)
         x_RD = x_RD.to(dtype)
 
         def compute(x_RD: Tensor, counts_E: Tensor) -> Tensor:
-            assert w1 is not None
-            assert w2 is not None
             ends = counts_E.cumsum(0).to(torch.int32)
-            hidden_RF = self.activation(grouped_product(x_RD, w1, ends))
-            hidden_RF = hidden_RF if w3 is None else hidden_RF * grouped_product(x_RD, w3, ends)
-            return grouped_product(hidden_RF, w2, ends)
 
+            def product(x_RI: Tensor, w_EOI: Tensor, order: TokenOrder | None = None) -> Tensor:
+                if self.path == "triton":
+                    return conditional_product(x_RI, w_EOI, ends, order, self.precision)
+                return grouped_product(x_RI, w_EOI, ends)
+
+            hidden_RF = self.activation(product(x_RD, w1, order))
+            hidden_RF = hidden_RF if w3 is None else hidden_RF * product(x_RD, w3, order)
+            return product(hidden_RF, w2)
+
+        if self.path == "triton":  # which takes no rows at all, and any number of them
+            return compute(x_RD, counts_E)
         if not len(x_RD):  # kernels refuse no rows at all: one of zeros, whose gradients are zeros
             filled_E = torch.zeros_like(counts_E)
             filled_E[:1].fill_(1)  # an index would be copied from the host
@@ -323,6 +362,12 @@ class Experts(nn.Module):
         if self.alignment > 1:
             return _aligned(x_RD, counts_E, self.alignment, compute)
         return compute(x_RD, counts_E)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which products with ``x`` are computed: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
@@ -436,12 +481,22 @@ class MoE(nn.Module):
         return out
 
     def routed(self, x_BTD: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():  # runtimes have no grouped product, and sort slowly
+        if (
+            self.experts.path == "dense" or torch.compiler.is_exporting()
+        ):  # runtimes have no grouped product, and sort slowly
             return self.dense(x_BTD)
         weights_NK, chosen_NK, counts_E = self.router(x_BTD, self.experts.parts)
         order_R = chosen_NK.flatten().argsort(stable=True)
         places_NK = inverse_permutation(order_R).view_as(chosen_NK)
         x_ND = x_BTD.flatten(0, 1)
+        if (
+            self.experts.path == "triton"
+            and isinstance(self.dispatcher, LocalDispatcher)
+            and not self.config.score_before
+        ):
+            y_RD = self.experts(x_ND, counts_E, TokenOrder(order_R // self.config.top_k, places_NK))
+            combined: Tensor = CombineRows.apply(y_RD, weights_NK, order_R, places_NK)
+            return combined.view_as(x_BTD)
         x_RD = ScatterRows.apply(x_ND, order_R, places_NK)
         if self.config.score_before:
             x_RD = (x_RD * weights_NK.flatten()[order_R][:, None]).to(x_BTD.dtype)
@@ -455,9 +510,15 @@ class MoE(nn.Module):
 
         It takes E / K times the operations, and no sorting, no sizes that depend on data, and no operator that quantizers
         and runtimes do not know.
+
+        Raises RuntimeError where other processes keep a part of the experts.
         """
+        if not isinstance(self.dispatcher, LocalDispatcher):
+            raise RuntimeError(
+                'the dense path computes all experts on each process, and ep > 1 keeps a part of them on each: set moe.path = "grouped"'
+            )
         weights_NK, chosen_NK, _ = self.router(x_BTD, self.experts.parts)
-        experts = self.experts
+        w1, w2, w3 = self.experts.weights(product_dtype(x_BTD))
         weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.experts).scatter(1, chosen_NK, weights_NK)
         x_ND = x_BTD.flatten(0, 1)
         weights_NE1 = weights_NE.to(x_ND.dtype)[..., None]
@@ -467,10 +528,10 @@ class MoE(nn.Module):
             out_NEF: Tensor = F.linear(x_ND, w_EFD.flatten(0, 1)).unflatten(-1, (self.config.experts, -1))
             return out_NEF if before is None else out_NEF * before  # linear maps of weighted inputs
 
-        hidden_NEF = experts.activation(mapped(experts.w1))
-        hidden_NEF = hidden_NEF if experts.w3 is None else hidden_NEF * mapped(experts.w3)
+        hidden_NEF = self.experts.activation(mapped(w1))
+        hidden_NEF = hidden_NEF if w3 is None else hidden_NEF * mapped(w3)
         hidden_NEF = hidden_NEF if after is None else hidden_NEF * after
-        y_ND: Tensor = F.linear(hidden_NEF.flatten(1), experts.w2.transpose(0, 1).flatten(1))
+        y_ND: Tensor = F.linear(hidden_NEF.flatten(1), w2.transpose(0, 1).flatten(1))
         return y_ND.view_as(x_BTD)
 
 

@@ -8,7 +8,7 @@ they are cut by heads. Dimensions as in `layers` and `moe`; here N tokens have G
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,16 @@ from torch.nn import functional as F
 from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
 from arclight.parallel.deterministic_init import Initial, Normal
 from arclight.parallel.layers.permute_rows import inverse_permutation
-from arclight.text.model.moe import BaseRouter, CombineRows, ScatterRows, grouped_product
+from arclight.text.model.conditional_product import TokenOrder, conditional_product
+from arclight.text.model.moe import (
+    BaseRouter,
+    CombineRows,
+    Path,
+    ScatterRows,
+    check_path,
+    grouped_product,
+    product_dtype,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +40,15 @@ class SwitchHeadConfig:
     """Weight of minus the entropy of a head's choice, averaged over the batch, then over heads; see `MoEConfig.entropy_loss`."""
     expert_dropout: float = field(default=0.0, compare=False)
     """Probability that a token's head cannot choose an expert, in training."""
+    path: Path = field(default="grouped", compare=False)
+    """How experts are multiplied: see `MoEConfig.path`."""
 
     def __post_init__(self) -> None:
         for name, kind in (
             ("experts", PositiveInt), ("entropy_loss", NonNegativeFloat), ("expert_dropout", ProperFraction),
         ):  # fmt: skip
             check(f"switch_head.{name}", getattr(self, name), kind)
+        check_path("switch_head.path", self.path)
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(
                 f"switch_head.top_k = {self.top_k} must lie between 1 and the {self.experts} experts of a head"
@@ -77,18 +89,25 @@ class HeadMaps(nn.Module):
         self.experts = nn.Parameter(torch.empty(heads * config.experts, sizes[1], sizes[0]))
         nn.init.normal_(self.experts, std=stds[1])
         self.initial: dict[str, Initial] = {"experts": Normal(stds[1])}
-        self.backend: Literal["grouped", "dense"] = "grouped"
-        """Products of chosen experts, in the order of experts, or of all."""
+        self.path: Path = "grouped" if config.path == "auto" else config.path
 
     @property
-    def grouped(self) -> bool:
+    def sorted(self) -> bool:
         """Return True for products of chosen experts; captured graphs hold those of all: runtimes have no grouped product."""
-        return self.backend == "grouped" and not torch.compiler.is_exporting()
+        return self.path != "dense" and not torch.compiler.is_exporting()
 
     def weight(self, x: Tensor) -> Tensor:
         """Return the stack in the type that products with ``x`` have."""
-        kind = x.device.type
-        return self.experts.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        return self.experts.to(product_dtype(x))
+
+    def product(self, rows: Tensor, order_R: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+        """Multiply ``rows``, repeated in the order of experts, by each one's matrix: (R, out)."""
+        weight = self.weight(rows)
+        if self.path == "triton":
+            order = TokenOrder(order_R // places.shape[1], places)
+            return conditional_product(rows.to(weight.dtype), weight, ends, order)
+        repeated: Tensor = ScatterRows.apply(rows.to(weight.dtype), order_R, places)
+        return grouped_product(repeated, weight, ends)
 
     def spread(self, weights_NHK: Tensor, chosen_NHK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weights of all experts (N, H, E): 0 of those that are not chosen."""
@@ -115,16 +134,14 @@ class HeadValues(HeadMaps):
     def forward(self, x_BTD: Tensor) -> Tensor:
         weights_NHK, chosen_NHK = self.router(x_BTD)
         x_ND = x_BTD.flatten(0, 1)
-        if not self.grouped:
+        if not self.sorted:
             values = F.linear(x_ND, self.experts.flatten(0, 1))  # (N, H * E * C)
             values_NHEC = values.unflatten(-1, (*weights_NHK.shape[1:2], self.router.choice.experts, -1))
             weights_NHE = self.spread(weights_NHK, chosen_NHK, values.dtype)
             values_NF: Tensor = (values_NHEC * weights_NHE[..., None]).sum(2).flatten(1)
             return values_NF.view(*x_BTD.shape[:2], -1)
         order_R, places_NHK, ends = self.order(chosen_NHK)
-        weight = self.weight(x_BTD)
-        x_RD: Tensor = ScatterRows.apply(x_ND.to(weight.dtype), order_R, places_NHK.flatten(1))
-        v_RC = grouped_product(x_RD, weight, ends)
+        v_RC = self.product(x_ND, order_R, places_NHK.flatten(1), ends)
         v_GC: Tensor = CombineRows.apply(v_RC, weights_NHK.flatten(0, 1), order_R, places_NHK.flatten(0, 1))
         return v_GC.view(*x_BTD.shape[:2], -1)
 
@@ -143,11 +160,9 @@ class HeadOutputs(HeadMaps):
     def forward(self, heads_BTF: Tensor, x_BTD: Tensor) -> Tensor:
         weights_NHK, chosen_NHK = self.router(x_BTD)
         heads_NHC = heads_BTF.flatten(0, 1).unflatten(-1, (weights_NHK.shape[1], -1))
-        if self.grouped:
+        if self.sorted:
             order_R, places_NHK, ends = self.order(chosen_NHK)
-            weight = self.weight(heads_BTF)
-            heads_RC = ScatterRows.apply(heads_NHC.flatten(0, 1).to(weight.dtype), order_R, places_NHK.flatten(0, 1))
-            out_RD = grouped_product(heads_RC, weight, ends)
+            out_RD = self.product(heads_NHC.flatten(0, 1), order_R, places_NHK.flatten(0, 1), ends)
             out_ND: Tensor = CombineRows.apply(out_RD, weights_NHK.flatten(1), order_R, places_NHK.flatten(1))
         else:
             weights_NHE = self.spread(weights_NHK, chosen_NHK, heads_NHC.dtype)

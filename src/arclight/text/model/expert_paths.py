@@ -1,0 +1,196 @@
+"""Choose how layers of experts are multiplied: refuse paths that cannot run, measure those whose setting is ``auto``.
+
+Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path, that of the least
+time for a forward and a backward pass of a layer made for it, with equal loads. A class is measured once in a process. Rank 0 measures
+the classes of all ranks, and its choice is theirs, so that no two ranks round otherwise; a run keeps it in its checkpoints, since
+another path gives other bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
+from arclight.text.model.conditional_product import refusal
+from arclight.text.model.moe import MoE, MoEConfig, Path
+from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, SwitchHeadConfig
+
+FASTER = 0.95
+"""Another path than the grouped one is chosen where it takes at most this part of its time."""
+DENSE_OVER_CHOSEN = 4
+"""The dense path is tried where there are at most so many experts for each that a token chooses."""
+_measured: dict[str, Path] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeClass:
+    """The sizes that decide how fast the paths of a layer are: of experts in feed-forward parts, of this process's share of them."""
+
+    kind: str
+    config: MoEConfig | SwitchHeadConfig
+    sizes: tuple[int, ...]
+    """Width D; of attention's experts heads, D and head width."""
+    tokens: int
+    paths: tuple[Path, ...]
+
+    def name(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Name the class on a device, as checkpoints keep it."""
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        c = self.config
+        width = f" of {c.hidden}, {c.activation}" if isinstance(c, MoEConfig) else ""
+        sizes = " x ".join(map(str, self.sizes))
+        return f"{self.kind} {sizes}, {c.top_k} of {c.experts} experts{width}, {self.tokens} tokens, {str(dtype).removeprefix('torch.')}, {model}"
+
+    def build(self) -> MoE | HeadMaps:
+        """Make a layer of the class."""
+        config: Any = self.config
+        if self.kind == "moe":
+            return MoE(config, *self.sizes, 0.02, 0.02)
+        if self.kind == "values":
+            return HeadValues(config, *self.sizes, 0.02)
+        return HeadOutputs(config, *self.sizes, (0.02, 0.02))
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """Draw what the layer takes; the first has a gradient."""
+        widths = (
+            [self.sizes[0] * self.sizes[2], self.sizes[1]]
+            if self.kind == "outputs"
+            else [self.sizes[-1 if self.kind == "moe" else 1]]
+        )
+        generator = torch.Generator().manual_seed(0)
+        found = [torch.randn(1, self.tokens, width, generator=generator).to(device, dtype) for width in widths]
+        found[0].requires_grad_()
+        return found
+
+
+def prepare_paths(
+    model: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype, kept: dict[str, Path] | None = None,
+    gather: Callable[[Any], Sequence[Any]] = lambda own: [own], send: Callable[[Any], Any] = lambda own: own,
+) -> dict[str, Path]:  # fmt: skip
+    """Set the path of every layer of experts below ``model`` whose setting is ``auto``, and return what was chosen by shape class.
+
+    tokens: that a process runs through a layer at once. dtype: that products are computed in. kept: choices of an earlier part of the run, which
+    are not measured again. gather and send: exchange an object between ranks, as a strategy's ``all_gather_object`` and ``broadcast``
+    do; call it on all of them.
+
+    Raises MisconfigurationError for a path that does not run here, on every rank.
+    """
+    layers = list(expert_layers(model))
+    own = {
+        shape.name(device, dtype): shape
+        for layer in layers
+        if (shape := shape_class(layer, tokens, device)) is not None
+    }
+    reports = gather((_refused(layers, device), own))
+    if (reason := next((reason for reason, _ in reports if reason is not None), None)) is not None:
+        raise MisconfigurationError(reason)
+    classes: dict[str, ShapeClass] = {}
+    for _, found in reports:
+        classes |= found
+    if not classes:
+        return {}
+    known = kept or {}
+    chosen: dict[str, Path] = send(
+        {name: known.get(name) or measured(shape, device, dtype) for name, shape in sorted(classes.items())}
+    )
+    for layer in layers:
+        if (shape := shape_class(layer, tokens, device)) is not None:
+            set_path(layer, chosen[shape.name(device, dtype)])
+    return chosen
+
+
+def expert_layers(model: nn.Module) -> Iterator[MoE | HeadMaps]:
+    """Yield the layers of experts below ``model``, of feed-forward parts and of attention."""
+    return (module for module in model.modules() if isinstance(module, MoE | HeadMaps))
+
+
+def set_path(layer: MoE | HeadMaps, path: Path) -> None:
+    """Let ``layer`` multiply its experts by ``path``."""
+    if isinstance(layer, MoE):
+        layer.experts.path = path
+    else:
+        layer.path = path
+
+
+def _config(layer: MoE | HeadMaps) -> MoEConfig | SwitchHeadConfig:
+    return layer.config if isinstance(layer, MoE) else layer.router.choice
+
+
+def _refused(layers: Sequence[MoE | HeadMaps], device: torch.device) -> str | None:
+    """Say which layer's path does not run on this process."""
+    for layer in layers:
+        config, setting = _config(layer), "moe.path" if isinstance(layer, MoE) else "switch_head.path"
+        if config.path == "triton" and (
+            reason := refusal(device, config.precision if isinstance(config, MoEConfig) else "full")
+        ):
+            return f"{setting}: {reason}"
+        if config.path == "dense" and isinstance(layer, MoE) and isinstance(layer.dispatcher, AllToAllDispatcher):
+            return 'moe.path = "dense" computes all experts on each process, and ep > 1 keeps a part of them on each: set "grouped", or ep = 1'
+    return None
+
+
+def shape_class(layer: MoE | HeadMaps, tokens: int, device: torch.device) -> ShapeClass | None:
+    """Return the class of a layer whose setting is ``auto``; None for others."""
+    config = _config(layer)
+    if config.path != "auto":
+        return None
+    tokens = 1 << (tokens - 1).bit_length()
+    paths: list[Path] = ["grouped"]
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        paths.append("triton")
+    ep = layer.dispatcher.size if isinstance(layer, MoE) and isinstance(layer.dispatcher, AllToAllDispatcher) else 1
+    if ep == 1 and config.experts <= DENSE_OVER_CHOSEN * config.top_k:
+        paths.append("dense")
+    if isinstance(layer, HeadMaps):
+        pairs, out, inner = layer.experts.shape
+        width, head = (inner, out) if isinstance(layer, HeadValues) else (out, inner)
+        kind = "values" if isinstance(layer, HeadValues) else "outputs"
+        whole: SwitchHeadConfig = dataclasses.replace(layer.router.choice, entropy_loss=0.0, expert_dropout=0.0)
+        return ShapeClass(kind, whole, (pairs // config.experts, width, head), tokens, tuple(paths))
+    here = config.experts // ep
+    top_k = min(config.top_k, here)
+    share = dataclasses.replace(
+        layer.config, experts=here, top_k=top_k, hidden=layer.config.hidden // layer.experts.parts, shared=0, groups=1, top_groups=1,
+        bias_rate=None, balance_loss=0.0, entropy_loss=0.0, expert_dropout=0.0, force_balance=True,
+    )  # fmt: skip
+    return ShapeClass("moe", share, (layer.router.weight.shape[1],), tokens * config.top_k // top_k, tuple(paths))
+
+
+def measured(shape: ShapeClass, device: torch.device, dtype: torch.dtype) -> Path:
+    """Return the fastest path of a class, timed once in this process; the grouped one where others gain less than `FASTER` says."""
+    name = shape.name(device, dtype)
+    if name not in _measured:
+        times = timed(shape, device, dtype) if len(shape.paths) > 1 else dict.fromkeys(shape.paths, 0.0)
+        best = min(times, key=times.__getitem__)
+        _measured[name] = best if times[best] <= FASTER * times["grouped"] else "grouped"
+    return _measured[name]
+
+
+def timed(shape: ShapeClass, device: torch.device, dtype: torch.dtype, turns: int = 5) -> dict[Path, float]:
+    """Return the median seconds of a forward and a backward pass by path; paths take turns, after one that warms up."""
+    times: dict[Path, list[float]] = {path: [] for path in shape.paths}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        layer, inputs = shape.build().to(device, dtype), shape.inputs(device, dtype)
+        for _ in range(turns + 1):
+            for path, seconds in times.items():
+                set_path(layer, path)
+                started = _now(device)
+                layer(*inputs).sum().backward()
+                seconds.append(_now(device) - started)
+                layer.zero_grad()
+    return {path: statistics.median(seconds[1:]) for path, seconds in times.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
