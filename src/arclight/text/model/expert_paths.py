@@ -54,10 +54,11 @@ class ShapeClass:
         """Make a layer of the class."""
         config: Any = self.config
         if self.kind == "moe":
-            return MoE(config, *self.sizes, 0.02, 0.02)
+            return MoE(config, self.sizes[0], 0.02, 0.02)
+        heads, width, head_width = self.sizes
         if self.kind == "values":
-            return HeadValues(config, *self.sizes, 0.02)
-        return HeadOutputs(config, *self.sizes, (0.02, 0.02))
+            return HeadValues(config, heads, width, head_width, 0.02)
+        return HeadOutputs(config, heads, width, head_width, (0.02, 0.02))
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """Draw what the layer takes; the first has a gradient."""
