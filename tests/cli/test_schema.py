@@ -149,3 +149,8 @@ def test_a_task_must_be_able_to_build(folder: Path, tiny: Path) -> None:
     sys.path.append(str(folder))
     with pytest.raises(RecipeError, match=r"^Recipe: NotATask has no method build\(\)"):
         read(Recipe, tiny, ["--task.kind", "tiny_task:NotATask"])
+
+
+def test_federated_recipes_refuse_monitors() -> None:
+    with pytest.raises(RecipeError, match=r"\[\[monitors\]\] have no place in a federated run"):
+        read(FederatedRecipe, {"task": {"kind": "language"}, "monitors": [{"kind": "curvature"}]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,15 @@ def test_runs_that_cannot_be_measured_are_refused_before_the_first_step(tmp_path
     with pytest.raises(MisconfigurationError, match="leave one out"):
         fit(tmp_path, module, ActivationMonitor(1))
     assert not module.seen
+
+
+def test_parts_of_features_are_refused_and_whole_blocks_are_measured() -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(in_stages=False, plan=SimpleNamespace(tp=2)))
+    module = Net()
+    ActivationMonitor(1).on_train_start(trainer, module)
+    ActivationMonitor(1, r"blocks\.1").on_train_start(trainer, module)
+    with pytest.raises(MisconfigurationError, match=r"plan.tp = 2 cuts features of modules such as 'blocks.1.0'"):
+        ActivationMonitor(1, r"blocks\.1\.0").on_train_start(trainer, module)
 
 
 def test_recipes_choose_monitors_by_kind() -> None:

@@ -39,6 +39,11 @@ class FederatedRecipe(Recipe):
         ):
             if getattr(self, name) is not None:
                 raise ValueError(f"[{name}] has no place in a federated run: {why}")
+        if self.monitors:
+            raise ValueError(
+                "[[monitors]] have no place in a federated run: they measure a client's steps, of which no row is written. The rounds' own "
+                "page has drift and noise scale; monitor a run of one site, or the centralised one"
+            )
         if self.trainer.max_epochs is not None or self.trainer.max_time is not None:
             raise ValueError(
                 "a federated run is as long as federation.rounds x federation.local_steps: leave out trainer.max_epochs and max_time"

@@ -29,7 +29,8 @@ class ActivationMonitor(StepMonitor):
 
     modules: a regular expression that whole names match; empty: the repeated blocks. Hooks are on the modules during measured steps
     only, and training keeps its bits. Raises MisconfigurationError before the first step if no module is called so, under
-    torch.compile, which would compile hooked modules again, and for stages of a pipeline.
+    torch.compile, which would compile hooked modules again, for stages of a pipeline, and for modules inside of blocks that
+    tensor parallelism cuts, whose outputs are parts of features.
     """
 
     def __init__(self, every_n_steps: int = 50, modules: str = "") -> None:
@@ -58,6 +59,14 @@ class ActivationMonitor(StepMonitor):
             )
         named = everything.items() if self.modules else repeated_blocks(pl_module)
         self._measured = {name: module for name, module in named if not self.modules or self._pattern.fullmatch(name)}
+        plan = getattr(trainer.strategy, "plan", None)
+        whole = {module for _, module in repeated_blocks(pl_module)}
+        inner = next((name for name, module in self._measured.items() if module not in whole), None)
+        if inner is not None and plan is not None and plan.tp > 1:
+            raise MisconfigurationError(
+                f"plan.tp = {plan.tp} cuts features of modules such as {inner!r} among processes, and a part of a vector has another norm: leave "
+                "modules out, which measures whole blocks"
+            )
         if not self._measured:
             wanted = f"is called {self.modules!r}" if self.modules else "is a repeated block"
             raise MisconfigurationError(
