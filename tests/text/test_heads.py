@@ -239,7 +239,10 @@ def test_updates_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, make: Any) 
 
 
 def test_experts_of_a_trunk_are_balanced(tmp_path: Path) -> None:
-    """The router's step is that of loss and balance loss, by the mean over labels; its bias moves once, by all batches' loads."""
+    """The router's step is that of loss and balance loss, by the mean over labels; its bias moves once, by all batches' loads.
+
+    Tokens that fill rows up are in none of them.
+    """
     rate, weight = 0.125, 3.0
     moe = {"experts": 4, "top_k": 2, "hidden": 16, "bias_rate": rate, "balance_loss": weight}
     sizes = {"layers": 1, "dim": 32, "heads": 2, "moe": moe}
@@ -261,19 +264,23 @@ def test_experts_of_a_trunk_are_balanced(tmp_path: Path) -> None:
     seen: list[Any] = []
     layer = fresh.model.layers["0"].feed_forward
     layer.router.register_forward_hook(lambda _, given, out: seen.append((given[0].detach(), out[1])))
-    loads, expected, labels = torch.zeros(4), torch.zeros_like(stepped), 0
+    loads, expected, labels, filled = torch.zeros(4), torch.zeros_like(stepped), 0, False
     for batch in batches:
         fresh(batch["tokens"])
         x, chosen = seen.pop()
-        loads += chosen.flatten().bincount(minlength=4)
+        valid = torch.arange(x.shape[1]) < batch["lengths"][:, None]
+        filled = filled or not bool(valid.all())
+        rows_chosen = [row[here] for row, here in zip(chosen.view(*valid.shape, -1), valid, strict=True)]
+        loads += torch.cat(rows_chosen).flatten().bincount(minlength=4)
         matrix = layer.router.weight.detach().requires_grad_()
         scores = (x @ matrix.T).sigmoid()
-        shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
-        picked = torch.stack([row.flatten().bincount(minlength=4) for row in chosen.view(len(x), -1)])
-        frequency = picked * (4 / picked[0].sum())
+        normalised = scores / scores.sum(-1, keepdim=True)
+        shares = torch.stack([row[here].mean(0) for row, here in zip(normalised, valid, strict=True)])
+        frequency = torch.stack([4 * row.flatten().bincount(minlength=4) / row.numel() for row in rows_chosen])
         (gradient,) = torch.autograd.grad(weight * (frequency * shares).sum(-1).mean(), matrix)
         count = int((batch["labels"] != -100).sum())
         expected, labels = expected + count * gradient, labels + count
+    assert filled
     torch.testing.assert_close(stepped, 0.5 * expected / labels, rtol=1e-3, atol=1e-6)
     step = rate * (loads.mean() - loads).sign()
     torch.testing.assert_close(module.state_dict()[f"{router}.expert_bias"], step - step.mean())

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from arclight.parallel import initialize
-from arclight.text.model.balance import scale_balance_loss, update_expert_bias, weigh_balance_loss
+from arclight.parallel.layers import expert_parallel
+from arclight.text.model.balance import count_tokens, scale_balance_loss, update_expert_bias, weigh_balance_loss
 from arclight.text.model.moe import Experts, MoE, MoEConfig
 
 WIDTH = 16
@@ -253,6 +254,46 @@ def test_the_entropy_of_the_mean_choice_is_in_the_loss() -> None:
     with torch.no_grad():  # validation has no loss of its own
         moe.router(x)
     assert moe.router.weight.grad is None
+
+
+def router_gradient(moe: MoE, x: Tensor) -> Tensor:
+    moe.zero_grad()
+    weights, _, _ = moe.router(x)
+    weigh_balance_loss((weights * 0).sum(), moe).backward()
+    assert moe.router.weight.grad is not None
+    return moe.router.weight.grad.clone()
+
+
+def test_tokens_that_do_not_count_are_in_no_loss_and_no_load() -> None:
+    x, valid = torch.randn(2, 6, WIDTH), torch.tensor([6, 2])[:, None] > torch.arange(6)
+    moe = mixture(entropy_loss=0.5)
+    expected = router_gradient(moe, x[valid][None])
+    counts = moe.router.counts.clone()
+    moe.router.counts.zero_()
+    count_tokens(moe, valid)
+    torch.testing.assert_close(router_gradient(moe, x), expected)
+    assert torch.equal(moe.router.counts, counts)
+    assert counts.sum() == 8 * 3
+    with pytest.raises(ValueError, match=r"valid has \(2, 6\) tokens, and the pass 10"):
+        router_gradient(moe, x[:, :5])
+
+    moe = mixture(balance_loss=0.5)
+    expected = (router_gradient(moe, x[:1]) + router_gradient(moe, x[1:, :2])) / 2
+    count_tokens(moe, valid)
+    torch.testing.assert_close(router_gradient(moe, x), expected)
+    count_tokens(moe, None)
+    assert not torch.equal(router_gradient(moe, x), expected)
+
+
+def test_the_mean_choice_of_ranks_weighs_each_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has three times the tokens of this one: the mean is that over all tokens."""
+    ours, theirs = torch.rand(2, 4), torch.rand(2, 4)
+    sent = torch.cat(((3 * theirs).flatten(), torch.tensor([3.0])))
+    monkeypatch.setattr(expert_parallel, "all_reduce", lambda own, kind, group: own + sent)
+    monkeypatch.setattr(expert_parallel, "wait_tensor", lambda done: done)
+    groups = expert_parallel.TokenGroups(others=object())  # type: ignore[arg-type]
+    torch.testing.assert_close(groups.mean(ours, torch.tensor(1)), (ours + 3 * theirs) / 4)
+    assert expert_parallel.TokenGroups().mean(ours, torch.tensor(5)) is ours
 
 
 def test_the_loss_of_the_mean_choice_spreads_it() -> None:

@@ -46,12 +46,13 @@ class TokenGroups:
     same: dist.ProcessGroup | None = None
     """Those that compute the same for the same tokens (tensor parallel)."""
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Average ``x`` over the processes that read other tokens; it has no gradient."""
+    def mean(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Average ``x`` over the processes that read other tokens, each by its ``weight`` (a scalar); it has no gradient."""
         if self.others is None:
             return x
-        summed: Tensor = wait_tensor(all_reduce(x, "sum", self.others))
-        return summed / dist.get_world_size(self.others)
+        own = torch.cat(((x * weight).flatten(), weight.to(x.dtype).reshape(1)))
+        summed: Tensor = wait_tensor(all_reduce(own, "sum", self.others))
+        return (summed[:-1] / summed[-1].clamp(min=1)).view_as(x)
 
     def first(self, x: Tensor) -> Tensor:
         """Return the ``x`` of the first of the processes that compute the same."""

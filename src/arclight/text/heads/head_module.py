@@ -17,7 +17,7 @@ from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
 from arclight.text.families.zoo import build_model
 from arclight.text.heads.rows import HeadData, HeadRows
 from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
-from arclight.text.model.balance import balance_group, update_expert_bias, weigh_balance_loss
+from arclight.text.model.balance import balance_group, count_tokens, update_expert_bias, weigh_balance_loss
 from arclight.text.model.expert_paths import prepare_paths
 from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
@@ -60,7 +60,7 @@ class HeadModule(Module):
     """Base of the three heads: logits (B, T, labels) of each token, from the hidden states behind the trunk's last norm.
 
     A batch is what `arclight.text.heads.rows.collate` makes. Experts of the trunk are balanced as `LanguageModel` does; tokens that
-    fill rows up count as others do. Validation gathers an outcome for each row over all processes, so that
+    fill rows up do not count there. Validation gathers an outcome for each row over all processes, so that
     no row counts twice, and scores them together.
     """
 
@@ -105,9 +105,14 @@ class HeadModule(Module):
         self.expert_paths = dict(checkpoint.get("expert_paths", {}))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        places = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        count_tokens(self.model, places < batch["lengths"][:, None])
         loss = weigh_balance_loss(self.loss(self(batch["tokens"]), batch), self.model)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        count_tokens(self.model, None)
 
     def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
         """Count what `loss` is the mean of: an update follows the mean over all of its batches'."""

@@ -24,6 +24,16 @@ def loss_routers(model: nn.Module) -> list[BaseRouter]:
     return [module for module in model.modules() if isinstance(module, BaseRouter) and module.adds_loss]
 
 
+def count_tokens(model: nn.Module, valid_BT: Tensor | None) -> None:
+    """Let only the tokens that ``valid_BT`` (bool) marks count in balance losses and loads of the passes to come; None for all.
+
+    Call it before each pass, and again after its backward pass, with None. Tokens that do not count are routed as others are.
+    """
+    for module in model.modules():
+        if isinstance(module, BaseRouter):
+            module.valid = valid_BT
+
+
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
     """Return ``loss``, in whose backward pass the balance losses of ``model`` take its gradient as theirs.
 

@@ -126,6 +126,8 @@ class BaseRouter(nn.Module):
         """Whether that is multiplied by the number of tokens."""
         self.groups = TokenGroups()
         """Set from outside where others read other tokens, or the same ones."""
+        self.valid: Tensor | None = None
+        """Tokens (B, T) of the passes to come that count in losses and loads, None for all: see `balance.count_tokens`."""
         self.initial: dict[str, Initial] = {"weight": Normal(std)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseRouter:
@@ -158,12 +160,24 @@ class BaseRouter(nn.Module):
     def entropy_loss(self, logits_NHE: Tensor) -> Tensor:
         """Sum minus the entropy of the batch's mean choice over heads, as far as its gradient goes.
 
-        The batch is that of all processes of ``groups.others``, in one micro-batch. The derivative of p log p by this process's part
-        of the mean is log p + 1, and the 1 adds up to nothing, as all p have the sum 1.
+        The batch is that of all processes of ``groups.others``, in one micro-batch, each by as many tokens as count there. The derivative of
+        p log p by this process's part of the mean is log p + 1, and the 1 adds up to nothing, as all p have the sum 1.
         """
-        own_HE = logits_NHE.softmax(-1).sum(0) / max(1, len(logits_NHE))
-        loss: Tensor = (own_HE * self.groups.mean(own_HE.detach()).clamp(min=1e-30).log()).sum()
+        chosen_NHE, valid_N = logits_NHE.softmax(-1), self.valid_tokens(len(logits_NHE))
+        if valid_N is not None:
+            chosen_NHE = chosen_NHE * valid_N[:, None, None]
+        count = chosen_NHE.new_tensor(len(logits_NHE)) if valid_N is None else valid_N.sum()
+        own_HE = chosen_NHE.sum(0) / count.clamp(min=1)
+        loss: Tensor = (own_HE * self.groups.mean(own_HE.detach(), count).clamp(min=1e-30).log()).sum()
         return loss
+
+    def valid_tokens(self, tokens: int) -> Tensor | None:
+        """Return which of a pass's ``tokens`` count, (N,) bool; None for all. Raises ValueError where `valid` is of another pass."""
+        if self.valid is not None and self.valid.numel() != tokens:
+            raise ValueError(
+                f"valid has {tuple(self.valid.shape)} tokens, and the pass {tokens}: set it before each pass, or to None"
+            )
+        return None if self.valid is None else self.valid.flatten()
 
     def without_dropped(self, scores: Tensor, part: float) -> Tensor:
         """Return ``scores`` for choosing, in training without a ``part`` of them at random, the same where tokens are the same.
@@ -219,13 +233,18 @@ class Router(BaseRouter):
         chosen_R = chosen_NK.flatten()
         counts_E = chosen_R.new_zeros(config.experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
         if scores_NE.requires_grad:
+            counted_E, valid_N = counts_E, self.valid_tokens(len(scores_NE))
+            if valid_N is not None:
+                counted_E = torch.zeros_like(counts_E).scatter_add_(
+                    0, chosen_R, valid_N.repeat_interleave(config.top_k).to(chosen_R.dtype)
+                )
             if config.balance_loss:
                 loss = self._balance_loss(scores_NE, chosen_NK, batch)
                 scores_NE = self.attach(scores_NE, loss, len(scores_NE), repeated)
             if config.entropy_loss:
                 loss = config.entropy_loss * self.entropy_loss(logits_NE[:, None])
                 scores_NE = self.attach(scores_NE, loss, len(scores_NE), repeated)
-            scores_NE = _Count.apply(scores_NE, counts_E, self.counts)
+            scores_NE = _Count.apply(scores_NE, counted_E, self.counts)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -252,13 +271,22 @@ class Router(BaseRouter):
     def _balance_loss(self, scores_NE: Tensor, chosen_NK: Tensor, batch: int) -> Tensor:
         """Compute the loss that balances the choice, mean over the ``batch`` sequences.
 
-        Sum over experts of (share of choices * E) * (mean of normalised score).
+        Sum over experts of (share of choices * E) * (mean of normalised score), of the tokens that count.
         """
+        config, valid_N = self.config, self.valid_tokens(len(scores_NE))
         shares_BTE = (scores_NE / scores_NE.sum(-1, keepdim=True)).unflatten(0, (batch, -1))
         chosen_BR = chosen_NK.reshape(batch, -1)
-        counts_BE = torch.zeros_like(shares_BTE[:, 0]).scatter_add_(1, chosen_BR, shares_BTE.new_ones(chosen_BR.shape))
-        frequency_BE = counts_BE * (self.config.experts / chosen_BR.shape[1])
-        loss: Tensor = self.config.balance_loss * (frequency_BE * shares_BTE.mean(1)).sum(-1).mean()
+        counts_BE = torch.zeros_like(shares_BTE[:, 0])
+        if valid_N is None:
+            counts_BE.scatter_add_(1, chosen_BR, shares_BTE.new_ones(chosen_BR.shape))
+            frequency_BE, mean_BE = counts_BE * (config.experts / chosen_BR.shape[1]), shares_BTE.mean(1)
+        else:
+            valid_BT = valid_N.view(batch, -1).to(shares_BTE.dtype)
+            tokens_B1 = valid_BT.sum(1, keepdim=True).clamp(min=1)
+            counts_BE.scatter_add_(1, chosen_BR, valid_BT.repeat_interleave(config.top_k, 1))
+            frequency_BE = counts_BE * (config.experts / (tokens_B1 * config.top_k))
+            mean_BE = (shares_BTE * valid_BT[..., None]).sum(1) / tokens_B1
+        loss: Tensor = config.balance_loss * (frequency_BE * mean_BE).sum(-1).mean()
         return loss
 
 
