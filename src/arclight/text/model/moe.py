@@ -572,14 +572,13 @@ class ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
         ctx.save_for_backward(places_NK)
-        return x_ND[order_R // places_NK.shape[1]]
+        return x_ND.index_select(0, order_R // places_NK.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (places_NK,) = ctx.saved_tensors
-        wide = torch.promote_types(grad_RD.dtype, torch.float32)
-        return grad_RD[places_NK].sum(1, dtype=wide).to(grad_RD.dtype), None, None
+        return sum_rows(grad_RD, places_NK), None, None
 
 
 class CombineRows(torch.autograd.Function):
@@ -588,12 +587,24 @@ class CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weights_NK: Tensor, order_R: Tensor, places_NK: Tensor) -> Tensor:
         ctx.save_for_backward(y_RD, weights_NK, order_R, places_NK)
-        return (y_RD[places_NK] * weights_NK[..., None]).sum(1).to(y_RD.dtype)
+        return sum_rows(y_RD, places_NK, weights_NK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
         y_RD, weights_NK, order_R, places_NK = ctx.saved_tensors
-        d_y_RD = grad_ND[order_R // places_NK.shape[1]] * weights_NK.flatten()[order_R][:, None]
-        d_weights_NK = (y_RD[places_NK].to(weights_NK.dtype) * grad_ND[:, None]).sum(-1)
-        return d_y_RD.to(y_RD.dtype), d_weights_NK, None, None
+        grad_RD = grad_ND.index_select(0, order_R // places_NK.shape[1])
+        d_weights_R = (y_RD.to(weights_NK.dtype) * grad_RD).sum(-1)
+        weights_R1 = weights_NK.flatten()[order_R][:, None]
+        d_y_RD = grad_RD.mul_(weights_R1) if grad_RD.dtype == weights_NK.dtype else grad_RD * weights_R1
+        return d_y_RD.to(y_RD.dtype), d_weights_R[places_NK], None, None
+
+
+def sum_rows(x_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """Sum each token's K rows, weighted or not, in float32 (float64 of float64) and in the order of ``places_NK``: (N, D)."""
+    wide = torch.promote_types(x_RD.dtype, torch.float32)
+    if x_RD.device.type == "cpu" and x_RD.dtype == wide and len(x_RD):  # in one pass, without a copy of the rows
+        weights = None if weights_NK is None else weights_NK.to(wide)
+        return F.embedding_bag(places_NK, x_RD, mode="sum", per_sample_weights=weights)
+    rows_NKD = x_RD[places_NK]
+    return (rows_NKD if weights_NK is None else rows_NKD * weights_NK[..., None]).sum(1, dtype=wide).to(x_RD.dtype)
