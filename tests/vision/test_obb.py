@@ -441,6 +441,23 @@ def test_anchors_are_fitted_to_the_turned_sides(tmp_path: Path) -> None:
     assert (sizes.prod(1) < 0.99 * hulls.prod(1)).any()
 
 
+def test_programs_of_boxes_that_stand_upright_are_judged_by_directions(tmp_path: Path) -> None:
+    draw_objects(tmp_path / "set", corner_row)
+    torch.manual_seed(0)
+    module, images = tiny(tmp_path).build()
+    with torch.no_grad():
+        for conv in module.model.head.m:  # nearly no angle, as of a network that saw upright boxes alone
+            conv.weight.view(-1, 8, conv.in_channels)[:, -1] *= 1e-6
+    rows = module.model.eval()(torch.rand(1, 3, 64, 64)).detach()
+    assert rows[..., -1].abs().max() < 1e-4
+    export_module(module, tmp_path / "obb.onnx", images.calibration_dataset())
+    assert Program.load(tmp_path / "obb.onnx").metadata["parity"]["outputs"]["angles"]["largest"] == pytest.approx(1)
+    turned = rows.clone()
+    turned[..., -1] += math.pi
+    for same, part in zip(module.output_parts(turned).values(), module.output_parts(rows).values(), strict=True):
+        torch.testing.assert_close(same, part, atol=1e-5, rtol=0)
+
+
 def test_a_program_finds_the_rotated_boxes_of_its_model(tmp_path: Path) -> None:
     draw_objects(tmp_path / "set", corner_row)
     torch.manual_seed(0)

@@ -591,9 +591,13 @@ class OrientedDetector(Detector):
         return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes are in pixels, scores in [0, 1], angles in radians: each is judged by itself."""
+        """Boxes are in pixels, scores in [0, 1], angles as the cosine and sine of their double: each is judged by itself.
+
+        A box turned by half a turn is the same box, and an angle near 0 has no small size that its error could be held against.
+        """
         (predictions,) = outputs
-        return {**super().output_parts(predictions[..., :-1]), "angles": predictions[..., -1]}
+        twice = 2 * predictions[..., -1]
+        return {**super().output_parts(predictions[..., :-1]), "angles": torch.stack((twice.cos(), twice.sin()), -1)}
 
     def keep_records(self) -> None:
         raise ValueError(
