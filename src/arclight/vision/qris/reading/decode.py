@@ -196,7 +196,7 @@ def read_view(view: View) -> list[DecodedCode]:
     return [view.back(_read(code)) for code in _zxing(view.image)]
 
 
-GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True), (200, False))
+GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True))
 """Longest side in pixels, and whether the box is made square, which undoes foreshortening: what one misses another reads."""
 
 MIN_PROMISING_SCORE = 0.55

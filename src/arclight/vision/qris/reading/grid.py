@@ -28,6 +28,8 @@ LEAST_NEAR, LEAST_SCORE = 0.38, 0.48
 """Least correlation after the first refinements and at the end: what scores lower was never read."""
 OUTDONE, SAME_GRID = 0.25, 0.7
 """How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
+BEHIND = 0.12
+"""How far below the best on the sharp picture a grid is not refined any more: the gap to the true one only widens."""
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
@@ -282,8 +284,7 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
     soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
     rough = _rough(picture, soft, box, largest, quads)
     near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
-    near = sorted(near, key=_worst_last)[:6]
-    return _finished(picture, near, largest)
+    return _finished(picture, _rivals(sorted(near, key=_worst_last))[:6], largest)
 
 
 def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
@@ -293,9 +294,10 @@ def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[G
 
 def _finished(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
     """Refine grids near the true one on the sharp picture until they fit; none where no likely one is left."""
-    near = [_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near]
+    sharp = (_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near)
+    near = sorted(sharp, key=_worst_last)
     bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
-    best = [grid for grid in sorted(near, key=_worst_last)[:3] if grid.score > LEAST_NEAR]
+    best = [grid for grid in near[:3] if grid.score > max(LEAST_NEAR, near[0].score - BEHIND)]
     found = sorted((refine(picture, grid, rounds=14, bow=bow) for grid in best for bow in bows), key=_worst_last)
     if not found or found[0].score < LEAST_SCORE:
         return []

@@ -15,6 +15,7 @@ from arclight.vision.qris.payload.codec import Kind, Payload, read_printed
 from arclight.vision.qris.payload.rules import QRIS_GUID
 from arclight.vision.qris.payload.tlv import QrisError
 from arclight.vision.qris.reading.decode import (
+    GRID_VIEWS,
     MAX_UPSCALED_SIDE,
     DecodedCode,
     Grey,
@@ -144,7 +145,7 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
     read = partial(read_grid, follow=True) if len(left) > CROWD else read_grid
     for box in left[MAX_GRID_BOXES:]:
         box.left_untried = True
-    for margin in (0.0, WIDER):
+    for margin, views in ((0.0, len(GRID_VIEWS)), (WIDER, 1)):
         for box in left[:MAX_GRID_BOXES]:
             if _is_read(box, found):
                 continue
@@ -152,7 +153,7 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
             if stopped or not tries:
                 box.left_untried |= stopped or margin == 0
                 continue
-            new, used = read(grey, widened(box.xyxy, margin), tries)
+            new, used = read(grey, widened(box.xyxy, margin), min(views, tries))
             found, tries = _merged(found, new), tries - used
     return found
 
