@@ -182,6 +182,26 @@ def test_a_table_without_an_activation_has_the_usual_one() -> None:
         assert parse_architecture(text, "tiny.yaml").activation == "silu"
 
 
+@pytest.mark.parametrize("name", ["SiLU", "ReLU", "Hardswish", "Mish"])
+def test_a_table_names_its_activation(name: str) -> None:
+    model = build_model("tiny.yaml", 2, table=changed("nn.LeakyReLU(0.1)", f"nn.{name}()"))
+    assert {type(module.act).__name__ for module in model.modules() if hasattr(module, "act")} == {name}
+
+
+LEFT_OUT = (
+    "Focus", "BottleneckCSP", "CrossConv", "C3x", "C3SPP", "GhostBottleneck", "DWConv", "DWConvTranspose2d", "Contract", "Expand",
+    "TransformerBlock", "MixConv2d",
+)  # fmt: skip
+"""Blocks of YOLOv5 that no published table of 6.0 or newer has."""
+
+
+@pytest.mark.parametrize("block", LEFT_OUT)
+def test_a_block_that_is_left_out_is_refused_by_row_with_those_there_are(block: str) -> None:
+    with pytest.raises(ValueError, match=rf"tiny\.yaml: row 4.*'{block}' is no block.*Conv.*SPPF") as caught:
+        parse_architecture(changed("[-1, 1, Conv, [24, 3, 2]]", f"[-1, 1, {block}, [24, 3]]"), "tiny.yaml")
+    assert "Detect" in str(caught.value)
+
+
 def changed(old: str, new: str) -> str:
     assert old in TINY
     return TINY.replace(old, new)
