@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
+import segno
 import torch
 from safetensors.torch import save_file
 from tests.vision.drawn import cornered_row, draw_objects, keypoint_row
 from tests.vision.keypoint_program import check_keypoint_program
 
 from arclight import seed_everything
+from arclight.cli.commands.scan import scan
 from arclight.deploy import ProgramError
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
@@ -302,3 +306,9 @@ def test_a_program_finds_the_corners_of_its_model(tmp_path: Path) -> None:
     check_keypoint_program(module, images, tmp_path / "corners.onnx", 4)
     with pytest.raises(ProgramError, match=r"is not a detector \(its task is 'corners'\)"):
         load_detector_program(tmp_path / "corners.onnx")
+    photo = tmp_path / "set" / "code.png"
+    photo.parent.mkdir()
+    cv2.imwrite(str(photo), np.kron(np.array(segno.make("A", micro=False).matrix) == 0, np.ones((4, 4))) * 255)
+    assert scan([str(photo), "--program", str(tmp_path / "corners.onnx"), "--json", str(tmp_path / "codes.json")]) == 0
+    (codes,) = json.loads((tmp_path / "codes.json").read_text()).values()
+    assert codes, "boxes with corners are boxes to a reader"

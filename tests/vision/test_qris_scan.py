@@ -374,6 +374,68 @@ def test_a_scan_that_is_stopped_keeps_what_it_has_read_and_names_the_rest(monkey
     assert [code.problems for code in codes] == [(scanner.NOT_TRIED,)] * 3
 
 
+def cornered(box: tuple[float, ...], quad: np.ndarray) -> Callable[[np.ndarray], Detections]:
+    """A detector that always sees this box with these corners, as one of kind corners does."""
+    seen = np.concatenate([quad, np.full((4, 1), 0.9)], 1)[None]
+    return lambda image: Detections.from_arrays([box], [0.9], [0], names=["qr_code"], keypoints=seen)
+
+
+@pytest.fixture(scope="module")
+def blurred() -> tuple[np.ndarray, np.ndarray]:
+    """A code that views of its box do not show well enough, and its corners."""
+    image, corners, _ = photographed("https://example.org/a", module_px=4.0, blur=gaussian(2.6))
+    return image, corners
+
+
+@pytest.mark.parametrize("turn", [0, 1, 3])
+def test_a_code_is_read_by_the_corners_that_a_detector_found(
+    blurred: tuple[np.ndarray, np.ndarray], turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, corners = blurred
+    monkeypatch.setattr(decode, "find_grids", lambda *given: pytest.fail("its grid is not searched for"))
+    rough = np.roll(corners + np.random.default_rng(turn).normal(0, 2.0, (4, 2)), turn, axis=0)
+    given = rough[::-1] if turn == 3 else rough  # either way round
+    (code,) = scan(image, cornered(hull(corners.tolist()), given))
+    assert code.text == "https://example.org/a"
+    assert np.abs(np.array(code.corners_px) - corners).max() < 6
+
+
+NONE = float("nan")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [[10, 10], [40, 10], [40, 40], [10, 40]],
+        [[100, 100], [200, 200], [200, 100], [100, 200]],
+        [[NONE, 10], [40, 10], [40, 40], [10, 40]],
+        [[-4000, -900], [9000, -800], [9000, 7000], [-3000, 8000]],
+        [[50, 50], [50, 50], [50, 50], [50, 50]],
+    ],
+    ids=["elsewhere", "crossed", "NaN", "far outside", "no area"],
+)
+def test_wrong_corners_lose_nothing(blurred: tuple[np.ndarray, np.ndarray], wrong: list[list[float]]) -> None:
+    image, corners = blurred
+    codes = scan(image, cornered(hull(corners.tolist()), np.array(wrong, float)))
+    assert [code.text for code in codes] == ["https://example.org/a"]
+
+
+def test_codes_read_by_their_corners_are_bounded_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(scanner, "read_near", lambda grey, corners: asked.append(corners) or [])
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: ([], 1))
+    boxes = np.array([(10.0 + 40 * i, 10.0, 40.0 + 40 * i, 40.0) for i in range(12)])
+    quads = np.stack([boxes[:, [0, 2, 2, 0]], boxes[:, [1, 1, 3, 3]]], -1)
+    found = Detections.from_arrays(boxes, np.linspace(0.9, 0.5, 12), np.zeros(12), names=["qr_code"], keypoints=quads)
+    grey = np.full((60, 1300), 128, np.uint8)
+    scan(grey, lambda image: found)
+    assert len(asked) == scanner.MAX_CORNERED
+    np.testing.assert_array_equal(asked[0], quads[0])
+    asked.clear()
+    scan(grey, lambda image: found, stop=lambda: True)
+    assert not asked
+
+
 def undecodable(side: float, columns: int, rows: int, seed: int = 0) -> tuple[np.ndarray, list[tuple[float, ...]]]:
     """Tilted version 3 symbols of random data under noise, RGB, and their boxes: all but what they say is as it should be."""
     draw = np.random.default_rng(seed)

@@ -35,7 +35,8 @@ def scan(arguments: list[str]) -> int:
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
     detector = None
     if options.program is not None:
-        detector = load_detector_program(options.program, trusted=trusted(options)).predict_one
+        program = load_detector_program(options.program, trusted=trusted(options), tasks=("detect", "corners"))
+        detector = program.predict_one
     frames = ImageSource(options.source, vid_stride=options.stride)
     if options.follow:
         return follow(frames, detector, options.json, console)
@@ -77,7 +78,7 @@ def _parser() -> Parser:
         "--program",
         type=Path,
         metavar="PATH",
-        help="exported detector of codes (a folder or .onnx); default: a reader without a detector",
+        help="exported detector of codes, or of codes and their corners (a folder or .onnx); default: a reader without a detector",
     )
     add_trust(parser)
     parser.add_argument(

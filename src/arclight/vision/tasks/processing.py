@@ -173,15 +173,17 @@ class OrientedProcessing(DetectionProcessing):
         return results
 
 
-def load_detector_program(path: Path | str, *, trusted: Trusted | None = None, **thresholds: Any) -> Program:
+def load_detector_program(
+    path: Path | str, *, trusted: Trusted | None = None, tasks: Sequence[str] = ("detect",), **thresholds: Any
+) -> Program:
     """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`. trusted: as for `Program.load`.
 
-    Raises ProgramError for the program of another task.
+    ``tasks`` are those of programs that will do. Raises ProgramError for the program of another.
     """
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path, trusted=trusted)
-    if (task := program.metadata.get("task")) != "detect":
+    if (task := program.metadata.get("task")) not in tasks:
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
         )

@@ -24,8 +24,10 @@ from arclight.vision.qris.reading.grid import (
     Box,
     Grid,
     find_grids,
+    finish_grids,
     fixed_modules,
     follow_grids,
+    grids_near,
     rectify,
     refine,
 )
@@ -116,6 +118,19 @@ class View:
         return DecodedCode(read.text, np.asarray(read.corners / self.scale + self.origin, np.float32))
 
 
+@dataclass(frozen=True)
+class StraightView:
+    """A part of the picture in which four corners are made a square; ``matrix`` (3, 3) takes points of the view to the picture."""
+
+    image: Grey
+    matrix: npt.NDArray[np.float64]
+
+    def back(self, read: DecodedCode) -> DecodedCode:
+        """Return a read in this view as a read in the whole picture."""
+        corners = cv2.perspectiveTransform(read.corners.astype(np.float64)[None], self.matrix)[0]
+        return DecodedCode(read.text, np.asarray(corners, np.float32))
+
+
 def widened(box: Box, margin: float) -> Box:
     """Return the box with ``margin`` of its width and height added on every side."""
     x0, y0, x1, y1 = box
@@ -191,7 +206,23 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
     yield _enlarged_sharp(crop, origin, times(6), 1.5, 6)
 
 
-def read_view(view: View) -> list[DecodedCode]:
+STRAIGHT_SIDE = 200
+"""Side of a straightened view, pixels."""
+STRAIGHT_QUAD = np.array([[36, 36], [164, 36], [164, 164], [36, 164]], np.float32)
+"""Where the corners lie in it; more is seen around them, as they are only about right."""
+
+
+def straightened(grey: Grey, corners: Floats) -> StraightView:
+    """Straighten the part of ``grey`` around four corners (4, 2), clockwise, so that they become those of a square."""
+    matrix = cv2.getPerspectiveTransform(STRAIGHT_QUAD, corners.astype(np.float32))
+    flags = cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP
+    image = cv2.warpPerspective(
+        grey, matrix, (STRAIGHT_SIDE, STRAIGHT_SIDE), flags=flags, borderMode=cv2.BORDER_REPLICATE
+    )
+    return StraightView(np.asarray(image, np.uint8), matrix)
+
+
+def read_view(view: View | StraightView) -> list[DecodedCode]:
     """Read codes in a view, by zxing-cpp, as codes in the whole picture."""
     return [view.back(_read(code)) for code in _zxing(view.image)]
 
@@ -231,7 +262,7 @@ def laid_grids(
     """
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
-    largest = min(MAX_VERSION, int((side / MIN_PX_PER_MODULE - 17) / 4))
+    largest = largest_version(side)
     if largest < 1 or min(crop.shape) < 4:
         return
     grids: list[Grid] = []
@@ -251,6 +282,27 @@ def laid_grids(
             grids = find_grids(picture, local, largest, _proposals(picture))
         scale = view.scale
         yield view, picture, grids
+
+
+def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
+    """Read the code whose ``corners`` (4, 2) are roughly known, clockwise from any: straightened, then module by module."""
+    view = straightened(grey, corners)
+    if codes := read_view(view):
+        return codes
+    picture = _stretched(view.image)
+    side = float(np.sqrt(cv2.contourArea(corners.astype(np.float32))))
+    near = grids_near(picture, STRAIGHT_QUAD, largest_version(side))
+    for grid in near[:2]:
+        for dark in _guesses(LaidGrid(picture, grid)):
+            if code := decode_modules(dark, grid.version):
+                return [view.back(DecodedCode(decoded_text(code), grid.corners))]
+    code = _read_under(finish_grids(picture, near), view, picture)
+    return [code] if code else []
+
+
+def largest_version(side: float) -> int:
+    """Return the highest version that is tried on a code of ``side`` pixels; below 1 where it is too small for any."""
+    return min(MAX_VERSION, int((side / MIN_PX_PER_MODULE - 17) / 4))
 
 
 def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
@@ -274,7 +326,7 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
     return None
 
 
-def _read_under(grids: Sequence[Grid], view: View, picture: Floats) -> DecodedCode | None:
+def _read_under(grids: Sequence[Grid], view: View | StraightView, picture: Floats) -> DecodedCode | None:
     """Decode the modules under ``grids``, laid over ``picture``, a view's, as a code in the whole picture."""
     decoded = decode_grids(picture, grids)
     if decoded is None:

@@ -213,7 +213,7 @@ def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
     return np.concatenate([ordered, np.zeros_like(ordered)], 1).astype(np.float32)
 
 
-def _clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+def clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """Return the corners in the order in which a clock's hand passes them."""
     x, y = quad.T
     area = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
@@ -287,6 +287,33 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
     return _finished(picture, _rivals(sorted(near, key=_worst_last))[:6], largest)
 
 
+NEAR_SPREAD, LEAST_SOFT = 0.05, 0.5
+"""How far roughly known corners are tried from where they are said to be, a standard deviation in sides of the code; and the least
+correlation on the blurred picture there that is followed further."""
+
+
+def grids_near(picture: Floats, quad: Floats, largest: int) -> list[Grid]:
+    """Find the likeliest grids of the code whose corners are about ``quad`` (4, 2), clockwise from any; best first, to be finished.
+
+    A third of the work of `find_grids`, or less where nothing there looks like a grid.
+    """
+    side = float(np.hypot(*(quad - np.roll(quad, 1, axis=0)).T).mean())
+    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, side / 50))
+    moved = _draws(1, 16, 8)[0].reshape(-1, 4, 2) * (NEAR_SPREAD * side)
+    moved[0] = 0
+    shapes = _shapes(quad + moved)
+    rough: list[Grid] = []
+    for version in range(1, largest + 1):
+        fit = template_correlation(soft, shapes, version)
+        for turn in np.array_split(np.arange(len(shapes)), 4):
+            best = turn[int(np.argmax(fit[turn]))]
+            rough.append(Grid(version, shapes[best], float(fit[best])))
+    rough = sorted(rough, key=_worst_last)[:6]
+    near = [_right_version(soft, refine(soft, grid, rounds=4, bow=0.01), largest) for grid in rough]
+    near = [refine(soft, grid, rounds=5, bow=0.01) for grid in _rivals(sorted(near, key=_worst_last))[:2]]
+    return _sharpened(picture, [grid for grid in near if grid.score >= LEAST_SOFT], largest)
+
+
 def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
     """Find grids again that were found in another view of the same code, given in pixels of ``picture``; best first."""
     return _finished(picture, _rivals(list(grids))[:2], largest)
@@ -294,8 +321,17 @@ def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[G
 
 def _finished(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
     """Refine grids near the true one on the sharp picture until they fit; none where no likely one is left."""
+    return finish_grids(picture, _sharpened(picture, near, largest))
+
+
+def _sharpened(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
+    """Refine grids on the sharp picture that were refined on the blurred one; best first."""
     sharp = (_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near)
-    near = sorted(sharp, key=_worst_last)
+    return sorted(sharp, key=_worst_last)
+
+
+def finish_grids(picture: Floats, near: list[Grid]) -> list[Grid]:
+    """Refine the likeliest of ``near`` (best first) until they fit; none where no likely one is left."""
     bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
     best = [grid for grid in near[:3] if grid.score > max(LEAST_NEAR, near[0].score - BEHIND)]
     found = sorted((refine(picture, grid, rounds=14, bow=bow) for grid in best for bow in bows), key=_worst_last)
@@ -326,7 +362,7 @@ def _rough(
     """Return the ten proposals that fit the blurred picture best, of all sources and versions."""
     shapes = parallelograms(box)
     if quads:
-        shapes = np.concatenate([shapes, _shapes(np.stack([_clockwise(quad) for quad in quads]))])
+        shapes = np.concatenate([shapes, _shapes(np.stack([clockwise(quad) for quad in quads]))])
     proposed: dict[int, list[Floats]] = {version: [shapes] for version in _COARSE_VERSIONS if version <= largest}
     for proposal in propose(picture, largest):
         straight = np.concatenate([proposal.corners, np.zeros((4, 2))])[None].astype(np.float32)

@@ -20,6 +20,7 @@ from arclight.vision.qris.reading.decode import (
     DecodedCode,
     Grey,
     read_grid,
+    read_near,
     read_view,
     read_zxing,
     sharpened,
@@ -27,7 +28,9 @@ from arclight.vision.qris.reading.decode import (
     views_of,
     widened,
 )
-from arclight.vision.qris.reading.grid import Box, cv2
+from arclight.vision.qris.reading.finder_patterns import Floats
+from arclight.vision.qris.reading.grid import Box, clockwise, cv2
+from arclight.vision.rotated import refusal_of_quadrilateral
 
 if TYPE_CHECKING:
     from arclight.vision.results.detections import Detections
@@ -40,6 +43,8 @@ MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
 CROWD = 16
 """Unread boxes above which grids are followed from view to view: of so many, few are tried, and hostile photos have them."""
+MAX_CORNERED = 6
+"""Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 30_000_000
 """Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
 WIDER = 0.08
@@ -47,7 +52,10 @@ WIDER = 0.08
 
 
 DetectFn = Callable[[Image], "Detections"]
-"""RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used."""
+"""RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used.
+
+``keypoints`` (k, 4, 2) or (k, 4, 3), as `CornerDetector` gives them, are taken for each code's corners, in turn from any.
+"""
 StopFn = Callable[[], bool]
 """Asked between readers: True leaves the remaining ones untried."""
 
@@ -93,6 +101,8 @@ class DetectorBox:
     confidence: float
     left_untried: bool = False
     """Whether readers were left that might have read a code here, had the photo's share of work sufficed."""
+    corners: Floats | None = None
+    """Of the code (4, 2), about right, clockwise from any, where the detector finds them."""
 
 
 def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never) -> list[Code]:
@@ -109,7 +119,7 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
         return []
     found = read_zxing(grey)
     boxes = [] if detector is None else detector_boxes(detector(image), grey.shape)
-    found = read_views(grey, boxes, found, stop)
+    found = _read_cornered(grey, boxes, read_views(grey, boxes, found, stop), stop)
     if not stop() and (not boxes or not all(_is_read(box, found) for box in boxes)):
         found = _merged(found, _read_enlarged(grey))
     return _codes(_read_grids(grey, boxes, found, stop), boxes)
@@ -135,6 +145,17 @@ def read_views(
             found = _merged(found, read_view(view))
             remaining.append((box, views))
         left = remaining
+    return found
+
+
+def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
+    """Read the boxes left of which the corners are known, straightened by them; what remains unread is for `_read_grids`."""
+    left = [box for box in boxes if box.corners is not None and not _is_read(box, found)]
+    for box in left[:MAX_CORNERED]:
+        if stop():
+            break
+        if box.corners is not None and not _is_read(box, found):
+            found = _merged(found, read_near(grey, box.corners))
     return found
 
 
@@ -193,11 +214,21 @@ def detector_boxes(detections: Detections, shape: tuple[int, ...]) -> list[Detec
     height, width = shape
     clipped = np.clip(xyxy, 0, [width, height, width, height])
     boxes = [
-        DetectorBox((float(x0), float(y0), float(x1), float(y1)), float(c))
-        for (x0, y0, x1, y1), c in zip(clipped, confidence, strict=True)
+        DetectorBox((float(x0), float(y0), float(x1), float(y1)), float(c), corners=corners)
+        for (x0, y0, x1, y1), c, corners in zip(clipped, confidence, _corners_of(detections), strict=True)
         if x1 - x0 >= 2 and y1 - y0 >= 2
     ]
     return sorted(boxes, key=lambda box: -box.confidence)
+
+
+def _corners_of(detections: Detections) -> list[Floats | None]:
+    """Return the corners (4, 2) of each box's code, clockwise; None where there are none or they are of no convex shape."""
+    points = detections.keypoints
+    if points is None or points.shape[1] != 4:
+        return [None] * len(detections.boxes.xyxy)
+    quads = np.asarray(points[..., :2], np.float64)
+    right = [bool(np.isfinite(quad).all()) and refusal_of_quadrilateral(quad) is None for quad in quads]
+    return [np.asarray(clockwise(quad), np.float32) if fine else None for quad, fine in zip(quads, right, strict=True)]
 
 
 def _inside(read: DecodedCode, box: Box) -> bool:
