@@ -12,12 +12,50 @@ import torch
 from tests.vision.conftest import detector_run
 
 from arclight.cli.command import main
-from arclight.cli.commands import compare as command
+from arclight.cli.comparing import detectors as command
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.results.metrics import DetectionResults
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.tasks.deployment import export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import arclight as al
+from arclight.deploy.deployment import Deployment
+
+
+class Net(al.Module):
+    def __init__(self, hidden: int = 32):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+
+
+class Points(al.DataModule):
+    def setup(self, stage):
+        x = torch.randn(80, 16, generator=torch.Generator().manual_seed(0))
+        self.samples = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, 16)
+
+    val_dataloader = train_dataloader
+
+
+class Shifted(Net):
+    def __init__(self, hidden: int = 32):
+        super().__init__(hidden)
+        with torch.no_grad():
+            self.model[2].bias += 1
+
+
+class Scored(Net):
+    def configure_deployment(self, data, batches):
+        return Deployment(model=self.model, example_inputs=torch.ones(2, 16), metric=lambda network: float(len(network(torch.ones(3, 16)))))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +88,9 @@ def test_a_run_and_its_program_score_alike(runs: Path, tmp_path: Path, capsys: p
     for one in found["metrics"].values():
         assert one["difference"] == pytest.approx(0, abs=1e-6)
     assert found["a"]["size_bytes"] > found["b"]["size_bytes"] / 2 > 0
+    assert found["outputs"]["scores"]["sqnr_db"] > 60
+    assert found["samples"] == 6
+    assert found["latency"]["low"] <= found["latency"]["ratio"] <= found["latency"]["high"]
     assert set(found["b"]["stage_ms"]) == {"decode", "preprocess", "network", "postprocess"}
     assert page.is_file()
 
@@ -86,8 +127,34 @@ def test_a_drop_beyond_the_bound_is_status_1(
     assert main([*words, "--max-drop", "0.9"]) == 0
     assert main([*words, "--max-drop", "0.05", "--metric", "map50"]) == 1
     out = capsys.readouterr().out
-    assert "in mAP 50: more than --max-drop 0.05" in out
+    assert "in map50: more than max_drop 0.05" in out
     assert "code" in out, "classes are listed, too"
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Compare on two rounds; the status, and all that was said."""
+    status = main(["compare", *map(str, words), "--rounds", "2"])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_a_module_of_ones_own_gives_inputs_and_metric(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "own_scored.py").write_text(OWN)
+    words = ("own_scored:Net", "own_scored:Shifted", "--data", "own_scored:Points", "--model.hidden", "8")
+    numbers = folder / "numbers.json"
+    status, out = compared(capsys, *words, "--json", numbers, "--min-sqnr", 20)
+    assert status == 1, out
+    assert "output 0 of B has" in out
+    found = json.loads(numbers.read_text())
+    assert found["samples"] == 64
+    assert found["scores"] == {}
+    assert {one["output"] for one in found["worst"]} == {"0"}
+    status, out = compared(capsys, *words, "--max-drop", 0)
+    assert (status, "the task gives no metric" in out) == (2, True)
+    assert "is judged on its validation data" in compared(capsys, *words, "--split", "test")[1]
+    assert "unrecognized" not in out
+    status, out = compared(capsys, "own_scored:Scored", "own_scored:Scored", "--max-drop", 0)
+    assert (status, "metric" in out) == (0, True)
 
 
 def test_what_cannot_be_compared_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +163,8 @@ def test_what_cannot_be_compared_is_said(runs: Path, tmp_path: Path, capsys: pyt
     both = [str(runs / "1"), str(runs / "1.onnx")]
     cases = {
         "has the classes code, word, the detectors find code, text": [*both, "--data", str(tmp_path / "other.yaml")],
-        "--max-drop: 2 is not in [0, 1]": [*both, "--data", "x", "--max-drop", "2"],
-        "--data": both,
+        "max_drop must be a finite number from 0, got -1.0": [*both, "--data", "x", "--max-drop", "-1"],
+        "is not here: name a data.yaml with --data": [both[1], both[1]],
         "Checkpoint file not found": [str(runs / "1"), str(runs / "2"), "--data", str(runs / "set" / "data.yaml")],
         "no 'test' split": [*both, "--data", str(runs / "set" / "data.yaml"), "--split", "test"],
     }

@@ -49,8 +49,16 @@ def test_a_module_ships(tmp_path: Path) -> None:
     assert printed.startswith("torch.Size([3, 7, 5]) {'example': {'batch': 8, 'time': 20}, 'batch 1, time 1'"), printed
 
 
-def test_verifying(tmp_path: Path) -> None:
+def test_comparing(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
+    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+    assert "accuracy  " in printed
+    assert "worst sample sample " in printed
+    assert printed.strip().endswith(", ())"), printed
+
+
+def test_verifying(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 6))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed

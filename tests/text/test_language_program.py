@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests import warm
 from tests.test_readme import block
 
+from arclight.cli.command import main
 from arclight.deploy import Int8, Program, ProgramError, WeightOnly, export, quantize
 from arclight.deploy.formats import onnx_graph
 from arclight.parallel import initialize
@@ -86,6 +88,33 @@ def test_parity_is_of_every_output_where_prompts_are_read_and_go_on(program: Pro
     }
     assert parity["outputs"].keys() == {"logits", "present.0", "present.1"}
     assert all(0 < one["max_difference"] < 1e-4 for one in parity["outputs"].values())
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Compare on two rounds; the status, and all that was said."""
+    status = main(["compare", *map(str, words), "--rounds", "2"])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_language_programs_are_judged_by_the_likelihood_of_texts(
+    decoder: Any, program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, and a bird saw it. " * 4)
+    numbers = tmp_path / "numbers.json"
+    both = (program.path, program.path)
+    status, out = compared(capsys, *both, "--data", tmp_path / "text.txt", "--json", numbers, "--max-drop", 0.01)
+    assert status == 0, out
+    found = json.loads(numbers.read_text())
+    assert list(found["scores"]) == ["log_likelihood", "accuracy"]
+    assert set(found["outputs"]) == {"logits", "present.0", "present.1"}
+    assert found["samples"] == 2, "two texts of 64 bytes"
+    tokens = torch.tensor([list(b"the cat sat on the mat, and a bird saw it. " * 4)[:128]]).view(2, 64)
+    with torch.no_grad():
+        expected = -torch.nn.functional.cross_entropy(decoder(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert found["scores"]["log_likelihood"]["a"] == pytest.approx(float(expected), rel=1e-4)
+    (tmp_path / "none.txt").write_text("too short")
+    assert "no text" in compared(capsys, *both, "--data", tmp_path / "none.txt")[1]
 
 
 def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, decoder: Any) -> None:

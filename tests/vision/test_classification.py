@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.vision.drawn import draw_folders
 
+from arclight.cli.command import main
 from arclight.deploy import Program
 from arclight.vision import Classifier, build_model
 from arclight.vision.data import image_folder
@@ -163,15 +165,55 @@ def test_a_classification_says_itself(tmp_path: Path) -> None:
         Classification(np.zeros(3), ("a", "b"))
 
 
-def test_a_program_says_what_the_classifier_says(tmp_path: Path) -> None:
-    root = draw_folders(tmp_path / "set")
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Classifier, Path]:
+    """A classifier that has learned nothing, and its program."""
+    folder = tmp_path_factory.mktemp("shipped")
+    root = draw_folders(folder / "set")
     torch.manual_seed(0)
     module = Classifier(ClassificationTask(data=root, image_size=32), ["disc", "square"])
     data = ImageFolder.open(root, "train", module.names, image_size=32)
-    program = export_module(module, tmp_path / "classifier.onnx", data)
+    return module, export_module(module, folder / "classifier.onnx", data).path
+
+
+def test_a_program_says_what_the_classifier_says(shipped: tuple[Classifier, Path]) -> None:
+    module, path = shipped
     photos = [np.random.default_rng(i).integers(0, 255, (50 + i, 70, 3), np.uint8) for i in range(3)]
-    opened = Program.load(tmp_path / "classifier.onnx")
+    opened = Program.load(path)
     assert opened.metadata["task"] == "classify"
     for ours, theirs in zip(module.predict(photos), opened.predict(photos), strict=True):
         np.testing.assert_allclose(ours.probs, theirs.probs, atol=2e-2)
-    assert program.precision == "fp32"
+    assert opened.precision == "fp32"
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    """Compare on two rounds; the status, and all that was said."""
+    status = main(["compare", *map(str, words), "--rounds", "2"])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_programs_of_another_task_are_judged_by_what_they_say_of_themselves(
+    shipped: tuple[Classifier, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, program = shipped
+    root = module.settings.data
+    numbers = tmp_path / "numbers.json"
+    both = (program, program)
+    status, out = compared(capsys, *both, "--data", root, "--max-drop", 0, "--min-sqnr", 60, "--json", numbers)
+    assert (status, "equal in every bit" in out) == (0, True)
+    found = json.loads(numbers.read_text())
+    assert list(found["scores"]) == ["top1", "top5", "class disc", "class square"]
+    assert found["scores"]["class disc"]["class"]
+    assert found["samples"] == 6
+    status, out = compared(capsys, *both, "--data", root, "--max-size", 0.9)
+    assert (status, out.strip().splitlines()[-1]) == (1, "B has 1.00 times the size of A: more than max_size 0.9")
+    assert "name some with --data" in compared(capsys, *both)[1]
+    assert (
+        "a page is written for detectors" in compared(capsys, *both, "--data", root, "--report", tmp_path / "x.html")[1]
+    )
+    draw_folders(tmp_path / "other")
+    for split in ("train", "val"):
+        (tmp_path / "other" / split / "disc").rename(tmp_path / "other" / split / "circle")
+    status, out = compared(capsys, *both, "--data", tmp_path / "other")
+    assert (status, "has the classes circle, square" in out) == (2, True)

@@ -42,7 +42,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
             "export a trained model as a float32 program, or as a Hugging Face folder",
         ),
         "quantize": ("arclight.cli.commands.export:quantize", "export a trained model as an int8 program"),
-        "compare": ("arclight.cli.commands.compare:compare", "compare two detectors: scores, errors, images, speed"),
+        "compare": (
+            "arclight.cli.comparing.compare:compare",
+            "compare two programs, checkpoints or runs: scores, outputs, worst samples, speed, size",
+        ),
         "benchmark": ("arclight.cli.commands.benchmark:benchmark", "compare the speed of programs"),
     },
     "Use": {

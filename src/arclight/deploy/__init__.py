@@ -1,8 +1,8 @@
-"""Deployment: quantize, export, run and benchmark any trained ``nn.Module``.
+"""Deployment: quantize, export, run, compare and benchmark any trained ``nn.Module``.
 
 A module and example inputs come in; `quantizing` makes it int8, `formats` writes it as a program that is compared
-with it, and `programs` runs and times what was written; `verifying` judges any quantizer. `capture` and `parity` are what
-these share. Open `formats.export` first.
+with it, and `programs` runs and times what was written; `verifying` judges any quantizer, `comparison` any two of them.
+`capture` and `parity` are what these share. Open `formats.export` first.
 
 >>> quantized = quantize(model, calibration_batches)
 >>> program = export(quantized, "model.onnx", example_inputs=images)
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.deploy.comparison import compare as compare
     from arclight.deploy.errors import ExportError as ExportError
     from arclight.deploy.errors import ProgramError as ProgramError
     from arclight.deploy.errors import QuantizeError as QuantizeError
@@ -53,6 +54,7 @@ __getattr__, __dir__, __all__ = lazy(
         "TensorSpec": "arclight.deploy.programs.session",
         "WeightOnly": "arclight.deploy.settings",
         "benchmark": "arclight.deploy.programs.benchmark",
+        "compare": "arclight.deploy.comparison",
         "convert": "arclight.deploy.quantizing.qat",
         "export": "arclight.deploy.formats.export",
         "prepare_qat": "arclight.deploy.quantizing.qat",

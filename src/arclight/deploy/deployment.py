@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from arclight.deploy.capture import Inputs, as_inputs, resized
+from arclight.deploy.comparison import Evaluation
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.formats.export import check_signed, export, precision_of
 from arclight.deploy.formats.formats import Format, destination, runtime_of
@@ -64,6 +65,8 @@ class Deployment:
     processing: Processing | None = None
     """What is around ``Program.predict``; a dataclass of this package is named in the program, another one is for this process only."""
     metric: Metric | None = None
+    evaluation: Evaluation | None = None
+    """What two networks of the task are compared by, where that is more than the metric, on inputs for calibration."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -90,9 +93,15 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
     example = None if module.example_input_array is None else _example(module.example_input_array, network)
     names = _parameters(network, example)
     found = (_inputs(batch, names) for batch in islice(_training_batches(module, data), batches))
+    evaluated = Evaluation(samples=(_inputs(batch, names) for batch in _validation_batches(module, data)))
     if example is not None:
         own = data is not None or _has_loader(module)
-        return Deployment(model=network, example_inputs=example, calibration=found if own else [example])
+        return Deployment(
+            model=network,
+            example_inputs=example,
+            calibration=found if own else [example],
+            evaluation=evaluated if _has_loader(module if data is None else data, "val_dataloader") else None,
+        )
     first = next(found, None)
     if first is None:
         raise ExportError(
@@ -102,7 +111,20 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
         model=network,
         example_inputs=tuple(value[:EXAMPLES] if value.dim() else value for value in first),
         calibration=chain([first], found),
+        evaluation=evaluated if _has_loader(module if data is None else data, "val_dataloader") else None,
     )
+
+
+def evaluation_of(deployment: Deployment) -> Evaluation:
+    """Return what two networks of the task are compared by: the deployment's evaluation, or its metric and calibration batches."""
+    found = deployment.evaluation
+    if found is None:
+        batches = iter(deployment.calibration)
+        first = next(batches, deployment.example_inputs)
+        found = Evaluation(samples=chain([first], batches), parts=deployment.parts)
+    if found.scores is None and deployment.metric is not None:
+        found = dataclasses.replace(found, scores=deployment.metric)
+    return found
 
 
 def ship(
@@ -271,18 +293,27 @@ def _training_batches(module: Module, data: DataModule | None) -> Iterator[Any]:
     source: Any = module if data is None else data
     if not _has_loader(source):
         return
+    yield from _batches(source, "fit", "train_dataloader")
+
+
+def _validation_batches(module: Module, data: DataModule | None) -> Iterator[Any]:
+    """Yield the validation batches of ``data``, else of the module's own loader."""
+    yield from _batches(module if data is None else data, "validate", "val_dataloader")
+
+
+def _batches(source: Any, stage: str, hook: str) -> Iterator[Any]:
     source.prepare_data()
-    source.setup("fit")
-    loader = source.train_dataloader()
+    source.setup(stage)
+    loader = getattr(source, hook)()
     if isinstance(loader, Mapping) or (
         isinstance(loader, Sequence) and any(isinstance(one, DataLoader) for one in loader)
     ):
         raise ExportError(
-            f"{type(source).__name__}.train_dataloader gives several loaders, and it is not known whose batches are the network's "
+            f"{type(source).__name__}.{hook} gives several loaders, and it is not known whose batches are the network's "
             "inputs: define configure_deployment"
         )
     yield from () if loader is None else loader
 
 
-def _has_loader(source: Module | DataModule) -> bool:
-    return type(source).train_dataloader is not DataHooks.train_dataloader
+def _has_loader(source: Module | DataModule, hook: str = "train_dataloader") -> bool:
+    return getattr(type(source), hook) is not getattr(DataHooks, hook)

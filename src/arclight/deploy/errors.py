@@ -15,6 +15,10 @@ class ExportError(ProgramError):
     """A model could not be exported, or its program does not compute what the model computes."""
 
 
+class ComparisonError(ProgramError):
+    """Two networks cannot be compared."""
+
+
 class VerificationError(QuantizeError):
     """A quantizer does not do what was expected of it; ``report`` holds what was measured until then."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,32 @@ class Parity:
     """Signal-to-noise ratio, decibels: 20 log10(|reference| / |difference|), infinite for equal outputs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Hold what a `Parity` is computed from; those of several samples add up to that of all."""
+
+    max_difference: float = 0.0
+    largest: float = 0.0
+    signal: float = 0.0
+    """Sum of squares of the reference."""
+    noise: float = 0.0
+    """Sum of squares of the difference."""
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            max_difference=max(self.max_difference, other.max_difference),
+            largest=max(self.largest, other.largest),
+            signal=self.signal + other.signal,
+            noise=self.noise + other.noise,
+        )
+
+    @property
+    def parity(self) -> Parity:
+        ratio = self.signal / self.noise if self.noise > 0 else math.inf
+        sqnr_db = 10 * math.log10(ratio) if ratio > 0 else -math.inf
+        return Parity(max_difference=self.max_difference, largest=self.largest, sqnr_db=sqnr_db)
+
+
 def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts | None = None) -> dict[str, Parity]:
     """Compare each output, or each of its ``parts``, with its reference.
 
@@ -40,7 +67,7 @@ def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts
     if shapes != expected:
         raise ValueError(f"outputs have shapes {shapes}, the reference has {expected}")
     wanted, given = _named(reference, parts), _named(outputs, parts)
-    return {name: _compare(wanted[name], given[name], name) for name in wanted}
+    return {name: distance(wanted[name], given[name], name).parity for name in wanted}
 
 
 def worst(found: Sequence[Parity]) -> Parity:
@@ -50,6 +77,12 @@ def worst(found: Sequence[Parity]) -> Parity:
         largest=max(p.largest for p in found),
         sqnr_db=min(p.sqnr_db for p in found),
     )
+
+
+def to_json(parity: Parity) -> dict[str, float | None]:
+    """Write a Parity for JSON, which has no infinity: the ratio of equal outputs is null."""
+    ratio = None if parity.sqnr_db == math.inf else max(parity.sqnr_db, -999.0)  # noise beside a reference of zeros
+    return {**asdict(parity), "sqnr_db": ratio}
 
 
 def parity_summary(metadata: Mapping[str, Any]) -> str:
@@ -81,7 +114,8 @@ def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tenso
     return parts(*outputs) if parts is not None else {str(place): output for place, output in enumerate(outputs)}
 
 
-def _compare(reference: Tensor, output: Tensor, name: str) -> Parity:
+def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
+    """Compare an output with its reference of the same shape; ValueError as in `compare`, which says ``name``."""
     wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
     finite = wanted.isfinite()
     if len(wanted) and (wanted.isnan().any() or not finite.any()):
@@ -94,9 +128,11 @@ def _compare(reference: Tensor, output: Tensor, name: str) -> Parity:
         raise ValueError(f"output {name} is NaN or infinite in other places than its reference")
     wanted, given = wanted[finite], given[finite]
     difference = given - wanted
-    signal, noise = wanted.square().sum(), difference.square().sum()
-    return Parity(
-        max_difference=float(difference.abs().max()) if len(wanted) else 0.0,
-        largest=float(wanted.abs().max()) if len(wanted) else 0.0,
-        sqnr_db=float(10 * torch.log10(signal / noise)) if noise > 0 else float("inf"),
+    if not len(wanted):
+        return Distance()
+    return Distance(
+        max_difference=float(difference.abs().max()),
+        largest=float(wanted.abs().max()),
+        signal=float(wanted.square().sum()),
+        noise=float(difference.square().sum()),
     )

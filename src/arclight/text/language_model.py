@@ -264,7 +264,10 @@ class LanguageModel(Module):
     # -- text ------------------------------------------------------------------------------------------------------
 
     def configure_deployment(self, data: Any, batches: int) -> Deployment:
-        """Return what the model ships, with ``batches`` of the training texts of ``data``, a `TextDataModule` (default: its own)."""
+        """Return what the model ships, with ``batches`` of the training texts of ``data``, a `TextDataModule` (default: its own).
+
+        Its metric is the mean log-likelihood of the next token in held-out texts, nats.
+        """
         from arclight.text.data.data_module import TextDataModule
         from arclight.text.language_program import of_texts
 
@@ -272,7 +275,8 @@ class LanguageModel(Module):
         data.prepare_data()
         data.setup("fit")
         tokens = [batch["tokens"] for batch in itertools.islice(data.train_dataloader(), batches)]
-        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model})
+        held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
+        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
 
     def generate(self, prompts: str | list[str], **options: Any) -> Any:
         """Continue ``prompts`` with text; see `arclight.text.generate`."""

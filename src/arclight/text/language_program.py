@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,15 @@ from arclight.text.model.kv_cache import KVCache
 from arclight.text.model.moe import BaseRouter
 
 if TYPE_CHECKING:
+    from arclight.deploy.comparison import Evaluation, NamedInputs
     from arclight.deploy.deployment import Deployment
     from arclight.deploy.settings import Quantization
 
 TASK = "language"
 LARGEST_TOKENIZER = 1 << 28
 """Bytes of all files of a tokenizer that are unpacked from a program."""
+SCORED_TOKENS, SCORED_TEXTS = 64, 16
+"""Most tokens of a text, and most texts, that two models are scored on."""
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "padding": {0: "batch"}, "past": {0: "batch", 2: "past"}}
 """Dimensions of a program that have any size, by input."""
 
@@ -72,13 +76,17 @@ class _PassedCache(KVCache):
 
 
 def of_texts(
-    decoder: Decoder, batches: Sequence[Tensor], tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None
+    decoder: Decoder,
+    batches: Sequence[Tensor],
+    tokenizer: Tokenizer | None,
+    metadata: Mapping[str, Any] | None = None,
+    validation: Iterable[Tensor] | None = None,
 ) -> Deployment:
     """Return what ``decoder`` ships, compared and calibrated on ``batches``: token ids (B, T) int64 of real text, T at least 4.
 
     The program takes any number of sequences, of any length up to the model's positions; see `CachedDecoder` for its inputs. It is compared
     with the model where it reads prompts, where it adds single tokens, and where sequences of different lengths go on. ``tokenizer`` is stored in
-    the program.
+    the program. ``validation``: texts that models are scored on (default: the batches), read only for that; see `evaluation_of`.
     """
     from arclight.deploy.deployment import EXAMPLES, Deployment
 
@@ -86,6 +94,7 @@ def of_texts(
     assert isinstance(cached, CachedDecoder)
     inputs = _inputs(cached, batches[0][:EXAMPLES].cpu())
     layers = len(inputs["prompts"]) - 2
+    evaluation = evaluation_of(batches if validation is None else validation, cached.empty, tokenizer)
     return Deployment(
         model=cached,
         example_inputs=inputs.pop("steps"),
@@ -100,7 +109,83 @@ def of_texts(
             name for name, module in cached.named_modules() if isinstance(module, BaseRouter)
         ),
         prefix="decoder.",
+        metric=lambda network: next(iter(evaluation.scored(network).values())),
+        evaluation=evaluation,
         metadata={**(metadata or {}), **described(decoder, tokenizer)},
+    )
+
+
+def evaluation_of(
+    texts: Iterable[Tensor], empty: Callable[[int], Sequence[Tensor]], tokenizer: Tokenizer | None
+) -> Evaluation:
+    """Return what two language models, or programs, are compared by: how likely they find texts, token by token.
+
+    texts: batches of token ids (B, T) int64, of which the first `SCORED_TEXTS` texts are read, when they are needed. empty: makes a cache that
+    holds no token of as many sequences. Scores: mean log-likelihood of the next token, nats, and the share of tokens that are the likeliest.
+    """
+    from arclight.deploy.comparison import Evaluation, NamedInputs
+
+    read = functools.cache(lambda: _scored_texts(texts))
+
+    def samples() -> Iterator[NamedInputs]:
+        place = 0
+        for tokens in read():
+            written = [f" {tokenizer.decode(row)[:24]!r}" if tokenizer else "" for row in tokens.tolist()]
+            names = [f"text {place + row}{text}" for row, text in enumerate(written)]
+            none = torch.zeros(len(tokens), dtype=torch.int64)
+            yield NamedInputs(names, (tokens, none, *empty(len(tokens))))
+            place += len(tokens)
+
+    def scores(network: Callable[..., Any]) -> dict[str, float]:
+        likelihood, right, count = 0.0, 0, 0
+        for tokens in read():
+            past, none = list(empty(len(tokens))), torch.zeros(len(tokens), dtype=torch.int64)
+            for place in range(tokens.shape[1] - 1):
+                logits, *past = network(tokens[:, place : place + 1], none, *past)
+                target = tokens[:, place + 1 : place + 2]
+                likelihood += float(logits.double().log_softmax(-1).gather(1, target).sum())
+                right += int((logits.argmax(-1, keepdim=True) == target).sum())
+                count += len(tokens)
+        return {"log_likelihood": likelihood / count, "accuracy": right / count}
+
+    return Evaluation(samples=samples(), scores=scores)
+
+
+def _scored_texts(texts: Iterable[Tensor]) -> list[Tensor]:
+    """Return the first texts, cut to as many tokens as are scored; ProgramError for none."""
+    found, left = [], SCORED_TEXTS
+    for tokens in texts:
+        if left and tokens.shape[1] > 1:
+            found.append(tokens[:left, :SCORED_TOKENS].cpu())
+            left -= len(found[-1])
+        if not left:
+            break
+    if not found:
+        raise ProgramError("there is no text of two tokens or more to compare on: name texts that hold some")
+    return found
+
+
+def program_evaluation(program: Program, source: str) -> Evaluation:
+    """Return what programs are compared by on the texts of ``source``, a file or folder; see `evaluation_of`.
+
+    Documents are joined, and cut into texts of equal length. Raises SourceError for what cannot be read.
+    """
+    from arclight.text.data.sources import documents
+
+    tokenizer = tokenizer_of(program)
+    length = min(SCORED_TOKENS, program.metadata["max_positions"])
+
+    def texts() -> Iterator[Tensor]:
+        left: list[int] = []
+        for document in documents(source):
+            left += tokenizer.encode(document.text)
+            while len(left) >= length:
+                yield torch.tensor([left[:length]])
+                left = left[length:]
+
+    shapes = [spec.shape for spec in program.inputs[2:]]
+    return evaluation_of(
+        texts(), lambda batch: [torch.empty(batch, int(s[1]), 0, int(s[3])) for s in shapes], tokenizer
     )
 
 

@@ -195,7 +195,7 @@ def opened(parser: Parser, options: Namespace, rest: Sequence[str]) -> tuple[Mod
     """Load the module that ``options.source`` names, and make its data."""
     if (own := user_module.named_module([options.source])) is not None:
         return _own_module(own, options, options.config, options.ckpt_path, rest)
-    if own_run := _run_of_own_module(Path(options.source)):
+    if own_run := run_of_own_module(Path(options.source)):
         run, kind = own_run
         return _own_module(
             user_module.imported(kind),
@@ -245,7 +245,7 @@ def _language(path: Path, texts: str | None) -> tuple[Module, DataModule]:
     return model, TextDataModule(dataclasses.replace(settings, cache=kept))
 
 
-def _run_of_own_module(place: Path) -> tuple[Path, str] | None:
+def run_of_own_module(place: Path) -> tuple[Path, str] | None:
     """Return the run that ``place`` is, or is a checkpoint of, and the class that it trained, where that is one's own."""
     run = run_folder(place)
     if run is None or not (run / USER_CONFIG).is_file():

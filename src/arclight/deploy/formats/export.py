@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import errno
 import logging
-import math
 import os
 import platform
 import re
@@ -48,7 +47,7 @@ from arclight.deploy.capture import (
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.formats.formats import LONE, Captured, Format, check_replaceable, destination, runtime_of, write
-from arclight.deploy.parity import Parity, Parts, compare, worst
+from arclight.deploy.parity import Parity, Parts, compare, to_json, worst
 from arclight.deploy.programs import folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.fresh import run_fresh
@@ -537,13 +536,8 @@ def _metric(quantized: QuantizedModel, program: Program) -> dict[str, Any]:
 
 
 def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
-    """Write the worst of all outputs, then each, as JSON, which has no infinity: the ratio of equal outputs is null."""
-
-    def values(parity: Parity) -> dict[str, Any]:
-        ratio = None if parity.sqnr_db == math.inf else max(parity.sqnr_db, -999.0)  # noise beside a reference of zeros
-        return {**asdict(parity), "sqnr_db": ratio}
-
-    return {**values(worst(list(found.values()))), "outputs": {name: values(one) for name, one in found.items()}}
+    """Write the worst of all outputs, then each, as JSON."""
+    return {**to_json(worst(list(found.values()))), "outputs": {name: to_json(one) for name, one in found.items()}}
 
 
 def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:

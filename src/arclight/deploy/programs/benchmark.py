@@ -15,7 +15,15 @@ from rich import box
 from rich.table import Table as RichTable
 from torch import Tensor, nn
 
-from arclight.deploy.capture import Inputs, as_inputs, batch_size, check_shared_batch, frozen_copy, resized
+from arclight.deploy.capture import (
+    Inputs,
+    as_copy_inputs,
+    as_inputs,
+    batch_size,
+    check_shared_batch,
+    frozen_copy,
+    resized,
+)
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.fresh import FreshRun, run_fresh
 from arclight.deploy.programs.program import Program
@@ -160,7 +168,8 @@ def benchmark(
     """Time each of ``programs`` on ``inputs``, one call in turn per round, on ``threads`` CPU threads.
 
     A ``Program`` runs on NumPy arrays, on the device that it was loaded on; an ``nn.Module`` runs as a copy in evaluation mode without
-    gradients, in float32 on the CPU, or as it is on the CUDA device that holds its weights; any other callable gets the tensors as they are. A call
+    gradients, in float32 on the CPU (inputs in the type of its weights, too), or as it is on the CUDA device that holds its weights; any other
+    callable gets the tensors as they are. A call
     on CUDA lasts until the device has finished. ``inputs`` are of any dtype, such as token ids. ``batch_sizes``: time each of these, the
     samples of ``inputs`` repeated in order, and with several ``threads`` each of all pairs. ``fresh``: also load and run every
     Program in a process of its own, which says how long loading takes and what memory it needs.
@@ -271,7 +280,8 @@ def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int)
     assert isinstance(program, nn.Module)
     if device == "cpu":
         frozen = frozen_copy(program)
-        return lambda: frozen(*tensors)
+        taken = as_copy_inputs(program, tensors)
+        return lambda: frozen(*taken)
     moved = [tensor.to(device) for tensor in tensors]
     runs = copy.deepcopy(program).eval().requires_grad_(False)
     return lambda: _finished(runs(*moved), device)

@@ -85,6 +85,12 @@ class DetectionResults:
     records: tuple[ImageRecord, ...] = ()
     """The boxes of each image, where they were kept: see `records`."""
 
+    @property
+    def class_scores(self) -> Floats:
+        """Return the average precision of each class (C,), over overlaps 0.50 to 0.95."""
+        scores: Floats = self.average_precision.mean(axis=1)
+        return scores
+
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON."""
         names = ("map50", "map50_95", "precision", "recall", "f1", "confidence")
@@ -101,6 +107,11 @@ class SegmentationResults:
     @property
     def images(self) -> int:
         return self.boxes.images
+
+    @property
+    def class_scores(self) -> Floats:
+        """Return the average precision of each class (C,), of masks."""
+        return self.masks.class_scores
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON: of masks first."""
@@ -473,6 +484,11 @@ class ClassificationResults:
     """(C, C) counts: likeliest by true class."""
     images: int
     """Images seen."""
+
+    @property
+    def class_scores(self) -> Floats:
+        """Return the accuracy of each class (C,)."""
+        return self.accuracy
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arclight.vision.boxes import nms
 from arclight.vision.keypoints import AREA_SHARE, keypoint_similarity
-from arclight.vision.results.metrics import CONFIDENCE_FLOOR, EVALUATION_IOU, DetectionMetrics, DetectionResults
+from arclight.vision.results.metrics import CONFIDENCE_FLOOR, EVALUATION_IOU, DetectionMetrics, DetectionResults, Floats
 
 MAX_POSES = 20
 """Predictions of a class in an image that count, most confident first (COCO)."""
@@ -28,6 +28,11 @@ class PoseResults:
     @property
     def images(self) -> int:
         return self.boxes.images
+
+    @property
+    def class_scores(self) -> Floats:
+        """Return the average precision of each class (C,), of keypoints."""
+        return self.keypoints.class_scores
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON: of keypoints first."""

@@ -7,14 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from arclight.deploy import Program
+from arclight.deploy.comparison import Evaluation
 from arclight.deploy.deployment import ship
 from arclight.deploy.settings import Quantization, calibration_batches
+from arclight.vision.data.labels import DatasetError
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.classification import ClassificationData
 from arclight.vision.tasks.detection import DetectionData
 from arclight.vision.tasks.module import TaskMetrics, VisionModule, evaluate
+from arclight.vision.tasks.settings import (
+    ClassificationTask,
+    CornersTask,
+    DetectionTask,
+    OrientedDetectionTask,
+    PoseTask,
+    SegmentationTask,
+    VisionTask,
+)
 
 
 def export_module(
@@ -33,6 +44,22 @@ def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
     return evaluate(program, images, scores, collate, batch_size)
 
 
+def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Evaluation:
+    """Return what programs of a vision task are compared by: the images of a split of ``data``, as their models' `evaluation`.
+
+    Raises DatasetError for data of other classes, ValueError where an architecture of one's own, which the program names, is not here.
+    """
+    described = program.metadata
+    settings = _TASKS[described["task"]](data=Path(data), model=described["model"], image_size=described["image_size"])
+    module, loaders = settings.build()
+    assert isinstance(module, VisionModule)
+    if module.names != list(described["names"]):
+        raise DatasetError(
+            f"{data} has the classes {', '.join(module.names)}, and {program.path} was trained on {', '.join(described['names'])}"
+        )
+    return module.evaluation(loaders, split)
+
+
 def _pose_metrics(program: Program) -> PoseMetrics:
     processing: Any = program.processing
     return PoseMetrics(len(processing.names), processing.keypoints, processing.sigmas, processing.cyclic)
@@ -42,6 +69,10 @@ def _by_classes(metrics: Callable[[int], TaskMetrics]) -> Callable[[Program], Ta
     return lambda program: metrics(len(program.metadata["names"]))
 
 
+_TASKS: dict[str, type[VisionTask]] = {
+    "detect": DetectionTask, "segment": SegmentationTask, "pose": PoseTask, "corners": CornersTask, "obb": OrientedDetectionTask,
+    "classify": ClassificationTask,
+}  # fmt: skip
 _SCORED: dict[str, tuple[Callable[[Program], TaskMetrics], Callable[[Any], dict[str, Any]]]] = {
     "detect": (_by_classes(DetectionMetrics), DetectionData.collate),
     "segment": (_by_classes(SegmentationMetrics), DetectionData.collate),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -41,6 +42,7 @@ from arclight.vision.tasks.measuring import UNMEASURED, BatchSizeError, fastest_
 
 if TYPE_CHECKING:
     from arclight.deploy import Processing
+    from arclight.deploy.comparison import Evaluation, NamedInputs
     from arclight.deploy.deployment import Deployment
 
 _LOG = logging.getLogger("arclight")
@@ -167,16 +169,39 @@ class VisionModule(Module, abc.ABC):
     def configure_deployment(self, data: Any, batches: int) -> Deployment:
         """Return what the module ships, with ``batches`` of the training images of ``data``, a `VisionData` (default: its own).
 
-        Its metric is the first of the module's scores on the validation images.
+        Its metric is the first of the module's scores on the validation images, and `evaluation` what others are compared by.
         """
         data = data or self.settings.data_class()(self.settings)
 
         def score(network: Callable[..., Any]) -> float:
-            metrics = self._build_metrics()
-            results = evaluate(network, data.open("val"), metrics, data.collate)
-            return next(iter(self.scores(results).values()))
+            return next(iter(self._scored(network, data.open("val"), data.collate).values()))
 
-        return dataclasses.replace(self.deployment(data.calibration_dataset(), batches), metric=score)
+        shipped = self.deployment(data.calibration_dataset(), batches)
+        return dataclasses.replace(shipped, metric=score, evaluation=self.evaluation(data))
+
+    def evaluation(self, data: Any, split: str = "val") -> Evaluation:
+        """Return what two networks of the task are compared by: the images of a split of ``data``, a `VisionData`.
+
+        Scores are those that are logged, and those of each class that has labels. Raises DatasetError.
+        """
+        from arclight.deploy.comparison import Evaluation
+
+        opened = functools.cache(
+            lambda: data.open(split)
+        )  # not before it is read: what is exported needs no such split
+        return Evaluation(
+            samples=_named_batches(opened),
+            scores=lambda network: self._scored(network, opened(), data.collate),
+            classes=frozenset(map(_of_class, self.names)),
+            parts=self.output_parts,
+        )
+
+    def _scored(
+        self, network: Callable[..., Any], images: Any, collate: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, float]:
+        results = evaluate(network, images, self._build_metrics(), collate)
+        by_class = zip(self.names, results.class_scores, strict=True)
+        return self.scores(results) | {_of_class(name): float(one) for name, one in by_class if np.isfinite(one)}
 
     def deployment(self, images: Any, batches: int = 1) -> Deployment:
         """Return what the module ships: its network with folded batch norms, and ``batches`` of ``images``.
@@ -482,6 +507,22 @@ def evaluate(
         if len(batch["images"]):
             metrics.update_output(predict(batch["images"].float() / 255), batch)
     return metrics.compute()
+
+
+def _of_class(name: str) -> str:
+    return f"class {name}"
+
+
+def _named_batches(opened: Callable[[], Any]) -> Iterator[NamedInputs]:
+    """Yield the images of a data set in order, as the network takes them, by their files."""
+    from arclight.deploy.comparison import NamedInputs
+
+    data = opened()
+    for start in range(0, len(data), CALIBRATION_BATCH):
+        samples = data.__getitems__(list(range(start, min(start + CALIBRATION_BATCH, len(data)))))
+        if samples:
+            images = torch.stack([sample.image for sample in samples]).float() / 255
+            yield NamedInputs([sample.path for sample in samples], images)
 
 
 CALIBRATION_BATCH = 8

@@ -1,17 +1,20 @@
-"""``arclight compare``: two runs, checkpoints or programs on one data set, with intervals, images, speed and size."""
+"""Compare two detectors on one data set: scores with intervals, errors, images, a page; beside outputs, latency and size."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, check_writable, count, share, write_json
+from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.comparing.candidates import Candidate, evaluation
 from arclight.cli.style import working
 
 if TYPE_CHECKING:
+    from arclight.deploy.comparison import Bounds
+    from arclight.deploy.comparison import Comparison as Networks
     from arclight.vision.results.comparison import Comparison, Evaluated, Interval
     from arclight.vision.results.metrics import DetectionResults
 
@@ -22,7 +25,7 @@ TURN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Finder:
     """A detector to compare, from a module or a program alike."""
 
     name: str
@@ -36,92 +39,113 @@ class Candidate:
     stage_times: Callable[[Sequence[str]], dict[str, list[float]]]
 
 
-def compare(arguments: list[str]) -> int:
-    """Compare; 1 if B scores lower than A by more than ``--max-drop``."""
-    options = _parser().parse_args(arguments)
-    for place, flag in ((options.report, "--report"), (options.json, "--json")):
-        if place is not None:
-            check_writable(place, flag)
-    a, b = open_candidate(options.a), open_candidate(options.b)
-    if a.names != b.names:
-        raise UsageError(
-            f"A finds {', '.join(a.names)}, and B {', '.join(b.names)}: compare detectors of the same classes, in the same order"
-        )
-    found, one, other = measured(a, b, options)
-    print_scores(found, a.names)
-    drop = -found.metrics[options.metric].difference
+def compare_detectors(
+    parser: Parser, options: argparse.Namespace, a: Candidate, b: Candidate, bounds: Bounds
+) -> tuple[str, ...]:
+    """Print and write the comparison; return the bounds that B breaks."""
+    from arclight.deploy.comparison import bounded
     from arclight.vision.results.comparison import METRICS, as_json, write_comparison
 
+    options.data = Path(_data(options, a, b))
+    first, second = finder(a), finder(b)
+    found, one, other = measured(first, second, options)
+    networks = compared(parser, options, (a, b), (first, second), (one, other))
+    scores = {name: (found.metrics[name].a, found.metrics[name].b) for name in METRICS}
+    networks = bounded(replace(networks, scores=scores), replace(bounds, metric=bounds.metric or next(iter(METRICS))))
+    print_scores(found, first.names)
+    print("\n".join(networks.lines(scores=False)))
     if options.report is not None:
         facts = {"data": str(options.data), "split": options.split}
-        write_comparison(options.report, found, one, other, a.names, facts=facts)
+        write_comparison(options.report, found, one, other, first.names, facts=facts)
         print(f"The report is {options.report}")
-    write_json(options.json, as_json(found, one, other, a.names))
-    if options.max_drop is not None and not drop <= options.max_drop:
-        print(f"B is lower by {drop:.4f} in {METRICS[options.metric]}: more than --max-drop {options.max_drop:g}")
-        return 1
-    return 0
+    numbers = networks.to_json()
+    shared = ("samples", "outputs", "worst", "latency", "size", "exceeded")
+    write_json(options.json, as_json(found, one, other, first.names) | {name: numbers[name] for name in shared})
+    return networks.exceeded
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="arclight compare",
-        description="Compare two detectors on one data set: scores in total and by class with intervals of their difference, errors, "
-        "the images that they differ on, speed and size. Exit status 1 where B is lower than A by more than --max-drop.",
-    )
-    for name in ("a", "b"):
-        parser.add_argument(
-            name, type=Path, metavar=name.upper(), help="a run, a checkpoint, a model file of YOLOv5 (.pt) or a program (.onnx)"
-        )  # fmt: skip
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="the data.yaml of the images")
-    parser.add_argument("--split", choices=("val", "test", "train"), default="val", help="default: %(default)s")
-    parser.add_argument(
-        "--metric", choices=("map50_95", "map50"), default="map50_95", help="what --max-drop is about (default: %(default)s)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-drop", type=share, metavar="X", help="exit with status 1 if B scores lower than A by more than this"
-    )
-    parser.add_argument(
-        "--resamples", type=count, default=1000, metavar="N", help="bootstrap samples for intervals (default: %(default)s)"
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples (default: %(default)s)")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page of the comparison to this file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    return parser
+def _data(options: argparse.Namespace, a: Candidate, b: Candidate) -> str:
+    """Return the data.yaml that is named, or that A or B was trained on. Raises UsageError for none."""
+    if options.data is not None:
+        return str(options.data)
+    for module in (a.module, b.module):
+        if module is not None and module.settings.data.exists():
+            return str(module.settings.data)
+    raise UsageError(f"the data of {a.name} and {b.name} is not here: name a data.yaml with --data")
 
 
-def open_candidate(place: Path) -> Candidate:
-    """Open the detector of a run, a checkpoint, a .pt file or a program. Raises UsageError for something else."""
+def finder(candidate: Candidate) -> Finder:
+    """Return a detector as images are run through it: a module's on the GPU, where there is one."""
     from arclight.vision.results.analysis import stage_times
 
-    if place.suffix == ".onnx":
-        from arclight.vision.tasks.processing import load_detector_program
-
-        program = load_detector_program(place)
+    module = candidate.module
+    if module is None:
+        program = candidate.network
         processing: Any = program.processing
-        return Candidate(
-            name=str(place), names=list(processing.names), image_size=processing.image_size, size_bytes=program.nbytes,
+        return Finder(
+            name=candidate.name, names=list(processing.names), image_size=processing.image_size, size_bytes=program.nbytes,
             one_to_one=processing.iou_threshold is None, network=program, stage_times=lambda paths: stage_times(paths, processing, program),
         )  # fmt: skip
     import torch
 
-    from arclight.cli.runs import load_vision_module
-    from arclight.vision.tasks.detection import Detector
     from arclight.vision.tasks.module import InferenceCopy
 
-    module: Any = Detector.load(place) if place.is_file() else load_vision_module(place)
-    if not isinstance(module, Detector) or module.head != Detector.head:
-        raise UsageError(f"{place} holds a {type(module).__name__}: only detectors are compared")
     module.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    module.check_weights()
     weights = sum(tensor.numel() * tensor.element_size() for tensor in module.model.state_dict().values())
-    return Candidate(
-        name=str(place), names=list(module.names), image_size=module.settings.image_size, size_bytes=weights,
+    return Finder(
+        name=candidate.name, names=list(module.names), image_size=module.settings.image_size, size_bytes=weights,
         one_to_one=module.one_to_one, network=InferenceCopy(module.model), stage_times=module.stage_times,
     )  # fmt: skip
 
 
-def measured(a: Candidate, b: Candidate, options: argparse.Namespace) -> tuple[Comparison, Evaluated, Evaluated]:
+def compared(
+    parser: Parser,
+    options: argparse.Namespace,
+    candidates: tuple[Candidate, Candidate],
+    finders: tuple[Finder, Finder],
+    sides: tuple[Evaluated, Evaluated],
+) -> Networks:
+    """Compare outputs, latency and size of the networks; of other input or output shapes, latency and size alone."""
+    from arclight.deploy import compare
+    from arclight.deploy.comparison import Comparison as Networks
+
+    a, b = candidates
+    if _alike(candidates, finders):
+        judged = evaluation(parser, options, (), a, b).first(options.samples)
+        with working("comparing outputs"):
+            return compare(
+                a.network, b.network, judged.samples, parts=judged.parts, names=(a.name, b.name), rounds=options.rounds,
+                threads=options.threads,
+            )  # fmt: skip
+    import numpy as np
+    import torch
+
+    times = [np.asarray(side.stage_ms["network"]) for side in sides]
+    pairs = times[1] / times[0]
+    low, high = (float(np.quantile(pairs, share)) for share in (0.1, 0.9))
+    return Networks(
+        names=(a.name, b.name), samples=0, outputs={}, worst=(), latency_ms=(float(np.median(times[0])), float(np.median(times[1]))),
+        latency=(float(np.median(pairs)), low, high), batch=1, threads=torch.get_num_threads(),
+        nbytes=(finders[0].size_bytes, finders[1].size_bytes),
+    )  # fmt: skip
+
+
+def _alike(candidates: tuple[Candidate, Candidate], finders: tuple[Finder, Finder]) -> bool:
+    """Return True for two networks of the same inputs and outputs; two programs are known to be."""
+    if candidates[0].module is candidates[1].module is None:
+        return True
+    first, second = finders
+    if first.image_size != second.image_size or first.one_to_one != second.one_to_one:
+        return False
+    import torch
+
+    with torch.inference_mode():
+        image = torch.zeros(1, 3, first.image_size, first.image_size)
+        shapes = {tuple(one.network(image).shape) for one in finders}
+    return len(shapes) == 1
+
+
+def measured(a: Finder, b: Finder, options: argparse.Namespace) -> tuple[Comparison, Evaluated, Evaluated]:
     """Run both on the images of a split. Raises UsageError where these have other classes, or none can be read."""
     from arclight.vision.data.data_yaml import read_data_yaml
     from arclight.vision.results.comparison import Evaluated, compare
@@ -155,7 +179,7 @@ def measured(a: Candidate, b: Candidate, options: argparse.Namespace) -> tuple[C
     return found, one, other
 
 
-def evaluated(candidate: Candidate, options: argparse.Namespace) -> DetectionResults:
+def evaluated(candidate: Finder, options: argparse.Namespace) -> DetectionResults:
     """Score a detector, and keep what it found in each image."""
     from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
     from arclight.vision.results.metrics import EVALUATION_IOU

@@ -1,0 +1,147 @@
+"""Open what is to be compared, and find what both are judged by: the hook of a module, or what a program says of itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli import user_module
+from arclight.cli.arguments import Parser, UsageError, trusted
+from arclight.cli.commands.benchmark import is_program
+from arclight.cli.commands.export import opened, run_of_own_module
+from arclight.cli.runs import load_vision_module, trained_language
+
+if TYPE_CHECKING:
+    from arclight.deploy.comparison import Evaluation
+
+BATCHES = 8
+"""Training batches of a module of one's own that are read where it has no validation data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One of two networks of a task."""
+
+    name: str
+    network: Any
+    """A `Program`, or a model."""
+    task: str | None
+    """What its programs say; None where that is not known."""
+    evaluation: Callable[[], Evaluation] | None = None
+    """Makes what both are judged by; None of a program, which has no data."""
+    module: Any = None
+    """The `VisionModule` that it is of; None of a program, and for other tasks."""
+    own: bool = False
+    """Whether it is a module of one's own."""
+    classes: Sequence[str] | None = None
+    tokenizer: str | None = None
+    """Digest of a language model's tokenizer."""
+
+
+def open_candidate(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Candidate:
+    """Open a program, run, checkpoint, .pt file of YOLOv5, or ``package.module:Model``. Raises UsageError for something else."""
+    place = Path(source)
+    if is_program(place):
+        return _of_program(source, options)
+    own = user_module.named_module([source]) is not None or run_of_own_module(place) is not None
+    if own or trained_language([source]):
+        return _of_deployment(parser, options, source, rest, own=own)
+    from arclight.vision.models.yolov5 import fuse
+    from arclight.vision.tasks.detection import Detector
+
+    module: Any = Detector.load(place) if place.is_file() else load_vision_module(place)
+    module.check_weights()
+    return Candidate(
+        name=source, network=fuse(module.model), task=module.head, module=module, classes=list(module.names),
+        evaluation=lambda: vision_evaluation(module, options, source),
+    )  # fmt: skip
+
+
+def _of_program(source: str, options: argparse.Namespace) -> Candidate:
+    from arclight.deploy import Program
+
+    program = Program.load(source, trusted=trusted(options))
+    described = program.metadata
+    return Candidate(
+        name=source, network=program, task=described.get("task"), classes=described.get("names"), tokenizer=described.get("tokenizer")
+    )  # fmt: skip
+
+
+def _of_deployment(
+    parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str], *, own: bool
+) -> Candidate:
+    from arclight.deploy.deployment import configured, evaluation_of
+
+    chosen = argparse.Namespace(source=source, data=options.data, config=options.config, ckpt_path=options.ckpt_path)
+    module, data = opened(parser, chosen, rest if own else ())
+    if options.split != "val":
+        raise UsageError(f"--split {options.split} is of images, and {source} is judged on its validation data")
+    deployment = configured(module, data, BATCHES if own else 1)
+    return Candidate(
+        name=source, network=deployment.model, task=deployment.metadata.get("task"), own=own,
+        tokenizer=deployment.metadata.get("tokenizer"), evaluation=lambda: evaluation_of(deployment),
+    )  # fmt: skip
+
+
+def vision_evaluation(module: Any, options: argparse.Namespace, source: str) -> Evaluation:
+    """Return what vision modules are judged by: the images that ``--data`` names, else those that it was trained on."""
+    settings = module.settings.with_data(str(options.data or module.settings.data))
+    if not settings.data.exists():
+        raise UsageError(f"{settings.data}, which {source} was trained on, is not here: name images with --data")
+    data = settings.data_class()(settings)
+    if list(data.names) != list(module.names):
+        raise UsageError(
+            f"{settings.data} has the classes {', '.join(data.names)}, and {source} finds {', '.join(module.names)}"
+        )
+    found: Evaluation = module.evaluation(data, options.split)
+    return found
+
+
+def check_comparable(a: Candidate, b: Candidate) -> None:
+    """Raise UsageError for networks of different tasks, classes or tokenizers, ComparisonError for programs of other inputs or outputs."""
+    from arclight.deploy.comparison import check_alike
+
+    if a.task != b.task and None not in (a.task, b.task):
+        raise UsageError(f"A is of the task {a.task!r}, and B of {b.task!r}: compare two of one task")
+    if a.classes != b.classes and None not in (a.classes, b.classes):
+        assert a.classes is not None
+        assert b.classes is not None
+        raise UsageError(
+            f"A finds {', '.join(a.classes)}, and B {', '.join(b.classes)}: compare networks of the same classes, in the same order"
+        )
+    if a.tokenizer != b.tokenizer and None not in (a.tokenizer, b.tokenizer):
+        raise UsageError(
+            "A and B have different tokenizers, so their tokens are not the same text: compare models of one"
+        )
+    check_alike(a.network, b.network)
+
+
+def evaluation(
+    parser: Parser, options: argparse.Namespace, rest: Sequence[str], a: Candidate, b: Candidate
+) -> Evaluation:  # fmt: skip
+    """Return what both are judged by: A's or B's module, else ``--module``, else what programs of their task are. Raises UsageError for none."""
+    from arclight.text.language_program import TASK, program_evaluation
+    from arclight.vision.tasks.processing import PROGRAM_TASKS
+
+    found = next((one.evaluation for one in (a, b) if one.evaluation is not None), None)
+    if found is not None:
+        return found()
+    if options.module is not None:
+        judge = _of_deployment(parser, options, options.module, rest, own=True)
+        assert judge.evaluation is not None
+        return judge.evaluation()
+    if a.task not in (TASK, *PROGRAM_TASKS):
+        raise UsageError(
+            f"{a.name} and {b.name} are programs of a task of your own, and hold neither inputs nor metric: name their module, "
+            "--module package.module:Model"
+        )
+    if options.data is None:
+        raise UsageError(f"{a.name} and {b.name} are programs, which hold no data: name some with --data")
+    if a.task == TASK:
+        return program_evaluation(a.network, options.data)
+    from arclight.vision.tasks.deployment import evaluation_of
+
+    return evaluation_of(a.network, options.data, options.split)

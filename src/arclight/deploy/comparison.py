@@ -1,0 +1,447 @@
+"""Compare two networks of one task: scores, outputs, worst samples, latency and size, and the bounds that the second one breaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.deploy.capture import Inputs, as_copy_inputs, as_inputs, as_outputs, batch_size, frozen_copy
+from arclight.deploy.errors import ComparisonError, ProgramError
+from arclight.deploy.parity import Distance, Parity, Parts, distance, to_json
+from arclight.deploy.programs.benchmark import Row, benchmark
+from arclight.deploy.programs.program import Program
+from arclight.deploy.quantizing.ptq import QuantizedModel
+
+LISTED = 8
+"""Outputs, and samples, that a summary names."""
+Network = Callable[..., Any]
+Scores = Callable[[Network], float | Mapping[str, float]]
+"""Takes a network, or a program, and returns its score, or scores by name, the one to watch first; more is better."""
+
+
+@dataclass(frozen=True)
+class NamedInputs:
+    """Inputs of a network, and what each of their samples is called."""
+
+    names: Sequence[str]
+    inputs: Tensor | Sequence[Tensor]
+
+
+Samples = Iterable[Tensor | Sequence[Tensor] | NamedInputs]
+"""Batches of positional inputs, batch first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Hold what two networks of one task are compared by."""
+
+    samples: Samples
+    """Inputs like those of deployment; read once."""
+    scores: Scores | None = None
+    classes: frozenset[str] = frozenset()
+    """Names of scores that are of single classes."""
+    parts: Parts | None = None
+
+    def scored(self, network: Network) -> Mapping[str, float]:
+        """Return the scores of ``network`` by name, the one to watch first; none where the task gives no metric."""
+        found = {} if self.scores is None else self.scores(network)
+        return found if isinstance(found, Mapping) else {"metric": float(found)}
+
+    def first(self, count: int) -> Evaluation:
+        """Return the same with the first ``count`` samples."""
+        return replace(self, samples=_first(self.samples, count))
+
+
+def _first(samples: Samples, count: int) -> Iterator[NamedInputs]:
+    seen = 0
+    for batch in samples:
+        inputs = as_inputs(batch.inputs if isinstance(batch, NamedInputs) else batch)
+        size = batch_size(inputs)
+        names = batch.names if isinstance(batch, NamedInputs) else [f"sample {seen + place}" for place in range(size)]
+        left = min(size, count - seen)
+        yield NamedInputs(names[:left], [value[:left] if value.dim() else value for value in inputs])
+        seen += left
+        if seen >= count:
+            return
+
+
+@dataclass(frozen=True)
+class WorstSample:
+    """A sample on which the two differ much, and the output that differs most there."""
+
+    name: str
+    output: str
+    parity: Parity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Bound how far the second one may fall behind the first; None for no bound."""
+
+    metric: str | None = None
+    """The score that ``max_drop`` is about; the first one where it is not named."""
+    max_drop: float | None = None
+    min_sqnr_db: float | None = None
+    max_latency: float | None = None
+    max_size: float | None = None
+
+    def __post_init__(self) -> None:
+        least = {"max_drop": 0.0, "min_sqnr_db": -math.inf, "max_latency": 0.0, "max_size": 0.0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= lowest):
+                raise ComparisonError(f"{name} must be a finite number{' from 0' * (lowest == 0)}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two networks side by side; the second is measured against the first."""
+
+    names: tuple[str, str]
+    samples: int
+    """Samples that outputs were compared on."""
+    outputs: Mapping[str, Parity]
+    """Each output, or part of one, of the second against the first; none where these are of other shapes."""
+    worst: tuple[WorstSample, ...]
+    """Samples that differ most by signal-to-noise ratio, the worst first; none that are equal."""
+    scores: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Scores of both by name, the metric first; classes that the data has no sample of are left out."""
+    classes: frozenset[str] = frozenset()
+    """Names of scores that are of single classes."""
+    latency_ms: tuple[float, float]
+    """Median wall time of a call of each, milliseconds, taken in turn."""
+    latency: tuple[float, float, float]
+    """Median, 10th and 90th percentile over pairs of calls of the second's time over the first's."""
+    batch: int
+    """Samples of a timed call."""
+    threads: int
+    nbytes: tuple[int | None, int | None]
+    """Sizes of the programs' files, or of models' weights, bytes; None for other callables."""
+    exceeded: tuple[str, ...] = ()
+    """A sentence for each bound that the second one breaks."""
+
+    @property
+    def size(self) -> float | None:
+        """Return the second's size over the first's."""
+        first, second = self.nbytes
+        return None if not first or second is None else second / first
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as JSON; what there is none of is None."""
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        sides = [
+            {"name": name, "latency_ms": latency, "size_bytes": size}
+            for name, latency, size in zip(self.names, self.latency_ms, self.nbytes, strict=True)
+        ]
+        median, low, high = self.latency
+        return {
+            "a": sides[0],
+            "b": sides[1],
+            "scores": {
+                name: {"a": finite(a), "b": finite(b), "difference": finite(b - a), "class": name in self.classes}
+                for name, (a, b) in self.scores.items()
+            },
+            "samples": self.samples,
+            "outputs": {name: to_json(one) for name, one in self.outputs.items()},
+            "worst": [{"sample": one.name, "output": one.output, **to_json(one.parity)} for one in self.worst],
+            "latency": {"ratio": median, "low": low, "high": high, "batch": self.batch, "threads": self.threads},
+            "size": self.size,
+            "exceeded": list(self.exceeded),
+        }
+
+    def lines(self, *, scores: bool = True) -> list[str]:
+        """Return what there is to read, without the bounds that are broken; and without ``scores``, where these are shown elsewhere."""
+        return [*(self._score_lines() if scores else ()), *self._output_lines(), *self._cost_lines()]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines(), *self.exceeded])
+
+    def _score_lines(self) -> list[str]:
+        if not self.scores:
+            return ["no score: the task gives no metric"]
+        total = [(name, both) for name, both in self.scores.items() if name not in self.classes]
+        by_class = [(name, both) for name, both in self.scores.items() if name in self.classes]
+        rows = total + sorted(by_class, key=lambda row: row[1][1] - row[1][0])
+        width = max(len(name) for name, _ in rows)
+        heading = f"{'':<{width}}         A         B     B - A"
+        return [heading, *(f"{name:<{width}}  {a:8.4f}  {b:8.4f}  {b - a:+8.4f}" for name, (a, b) in rows)]
+
+    def _output_lines(self) -> list[str]:
+        if not self.outputs:
+            return ["outputs are not compared: A and B give other shapes"]
+        noisiest = sorted(self.outputs.items(), key=lambda item: item[1].sqnr_db)
+        lines = [f"output {name}: {_described(one)}" for name, one in noisiest[:LISTED]]
+        if len(noisiest) > LISTED:
+            lines.append(f"and {len(noisiest) - LISTED} outputs that differ less")
+        lines += [f"worst sample {one.name}: {one.output} {_described(one.parity)}" for one in self.worst[:LISTED]]
+        return [*lines, f"outputs of {self.samples} samples were compared"]
+
+    def _cost_lines(self) -> list[str]:
+        (a, b), (median, low, high) = self.latency_ms, self.latency
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}, batch {self.batch}"
+        lines = [f"latency: A {a:.2f} ms, B {b:.2f} ms, B over A {median:.2f} ({low:.2f}-{high:.2f}; {threads})"]
+        first, second = self.nbytes
+        if first is not None and second is not None and self.size is not None:
+            lines.append(f"size: A {first / 1e6:.2f} MB, B {second / 1e6:.2f} MB, B over A {self.size:.2f}")
+        return lines
+
+
+def compare(
+    a: nn.Module | Program | Network,
+    b: nn.Module | Program | Network,
+    samples: Samples,
+    *,
+    scores: Scores | None = None,
+    classes: Iterable[str] = (),
+    parts: Parts | None = None,
+    names: tuple[str, str] = ("A", "B"),
+    rounds: int = 15,
+    threads: int = 1,
+    metric: str | None = None,
+    max_drop: float | None = None,
+    min_sqnr_db: float | None = None,
+    max_latency: float | None = None,
+    max_size: float | None = None,
+) -> Comparison:
+    """Compare ``b`` with ``a``: programs, models or other callables of the same inputs and outputs.
+
+    ``samples``: batches of positional inputs, each a tensor, a sequence of tensors, or `NamedInputs`; both compute all of them, and each output
+    (or part of one, as ``parts`` names them) of ``b`` is judged against that of ``a``, in total and sample by sample. ``scores`` takes either and
+    returns its score on data of its own, or several by name, the one to watch first; more is better, and ``classes`` are the names of those of
+    single classes. Models run as copies in evaluation mode and float32 on the CPU, programs as they were loaded; one of a fixed batch size is
+    called as often as it must be. Time is of calls in turn on ``threads`` CPU threads. ``max_drop`` bounds how much lower the score ``metric``
+    of ``b`` may be (default: the first one), ``min_sqnr_db`` every output, ``max_latency`` and ``max_size`` what ``b`` has of ``a``'s time and
+    size, as factors: what is beyond is in ``exceeded``.
+
+    Raises ComparisonError for programs of different tasks, inputs or outputs, for outputs of other shapes, or NaN, by sample, for no samples, and for
+    a bound on what is not measured.
+    """
+    bounds = Bounds(
+        metric=metric, max_drop=max_drop, min_sqnr_db=min_sqnr_db, max_latency=max_latency, max_size=max_size
+    )  # fmt: skip
+    if scores is None and (max_drop is not None or metric is not None):
+        raise ComparisonError("max_drop and metric are about a score, and the task gives no metric: give scores")
+    check_alike(a, b)
+    sides = _Side("A", a), _Side("B", b)
+    inputs, outputs = iter(samples), _Outputs(parts, sides)
+    first = next(inputs, None)
+    if first is None:
+        raise ComparisonError("there is no sample to compare on: name data that holds some")
+    with torch.no_grad():
+        for batch in chain([first], inputs):
+            outputs.add(batch)
+        scored = {} if scores is None else _scored(scores, sides)
+    example = as_inputs(first.inputs if isinstance(first, NamedInputs) else first)
+    timed = _timed(sides, example, rounds, threads)
+    found = Comparison(
+        names=names, samples=outputs.samples, outputs=outputs.parities, worst=outputs.worst, scores=scored,
+        classes=frozenset(classes), latency_ms=(timed[0].wall_ms, timed[1].wall_ms),
+        latency=(1 / timed[1].speedup, 1 / timed[1].speedup_high, 1 / timed[1].speedup_low), batch=timed[0].batch,
+        threads=threads, nbytes=(timed[0].nbytes, timed[1].nbytes),
+    )  # fmt: skip
+    return bounded(found, bounds)
+
+
+def bounded(found: Comparison, bounds: Bounds) -> Comparison:
+    """Return the comparison with a sentence for each bound that is broken; ComparisonError for one on what is not there."""
+    return replace(found, exceeded=tuple(_broken(found, bounds)))
+
+
+def _broken(found: Comparison, bounds: Bounds) -> Iterator[str]:
+    if bounds.metric is not None and bounds.metric not in found.scores:
+        raise ComparisonError(f"there is no score {bounds.metric!r}; there are {', '.join(found.scores) or 'none'}")
+    if bounds.max_drop is not None:
+        metric = bounds.metric or next(iter(found.scores))
+        a, b = found.scores[metric]
+        if not a - b <= bounds.max_drop:
+            yield f"B is lower by {a - b:.4f} in {metric}: more than max_drop {bounds.max_drop:g}"
+    if bounds.min_sqnr_db is not None:
+        if not found.outputs:
+            raise ComparisonError("min_sqnr_db bounds outputs, and A and B give other shapes: leave it out")
+        for name, one in found.outputs.items():
+            if one.sqnr_db < bounds.min_sqnr_db:
+                yield f"output {name} of B has {one.sqnr_db:.1f} dB of A's: less than min_sqnr_db {bounds.min_sqnr_db:g}"
+    if bounds.max_latency is not None and found.latency[0] > bounds.max_latency:
+        yield f"B takes {found.latency[0]:.2f} times as long as A: more than max_latency {bounds.max_latency:g}"
+    if bounds.max_size is not None:
+        if found.size is None:
+            raise ComparisonError("max_size bounds a size, and that of A or B is not known: leave it out")
+        if found.size > bounds.max_size:
+            yield f"B has {found.size:.2f} times the size of A: more than max_size {bounds.max_size:g}"
+
+
+def check_alike(a: object, b: object) -> None:
+    """Raise ComparisonError for two programs of different tasks, inputs or outputs."""
+    if not isinstance(a, Program) or not isinstance(b, Program):
+        return
+    tasks = [program.metadata.get("task") for program in (a, b)]
+    if tasks[0] != tasks[1] and None not in tasks:
+        raise ComparisonError(
+            f"{a.path} is a program of the task {tasks[0]!r}, {b.path} of {tasks[1]!r}: compare programs of one task"
+        )
+    for verb, first, second in (("takes", a.inputs, b.inputs), ("gives", a.outputs, b.outputs)):
+        if len(first) != len(second) or not all(one.fits(other, named=False) for one, other in zip(first, second)):
+            said = [", ".join(map(str, specs)) for specs in (first, second)]
+            what = "inputs" if verb == "takes" else "outputs"
+            raise ComparisonError(
+                f"{a.path} {verb} {said[0]}, and {b.path} {verb} {said[1]}: compare programs of the same {what}"
+            )
+
+
+class _Side:
+    """One of the two, called on any number of samples; a program of a fixed batch size is called as often as it must be."""
+
+    def __init__(self, name: str, network: nn.Module | Program | Network) -> None:
+        self.name, self.network = name, network
+        program = network if isinstance(network, Program) else None
+        sizes = [] if program is None else [spec.shape[0] for spec in program.inputs if spec.shape]
+        self.batch = next((size for size in sizes if isinstance(size, int)), None)
+        """The only number of samples that it takes; None for any."""
+        self.output_names = None if program is None else [spec.name for spec in program.outputs]
+        model = isinstance(network, nn.Module) and not isinstance(network, QuantizedModel)
+        self._call: Network = frozen_copy(network) if model else network  # type: ignore[arg-type]
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            if self.batch is None:
+                return self._call(*self.taken(inputs))
+            return self._in_turn(as_inputs(self.taken(inputs)), self.batch)
+        except ProgramError as error:
+            raise ComparisonError(f"{self.name}: {error}") from error
+
+    def taken(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return ``inputs`` in the floating-point types that the program, or the copy of the model, takes."""
+        if not all(isinstance(value, Tensor) for value in inputs):
+            return inputs
+        if isinstance(self.network, nn.Module):
+            return as_copy_inputs(self.network, as_inputs(inputs))
+        if not isinstance(self.network, Program) or len(inputs) != len(self.network.inputs):
+            return inputs
+        single = [spec.dtype == "float32" for spec in self.network.inputs]
+        return [value.float() if cast and value.is_floating_point() else value for cast, value in zip(single, inputs)]
+
+    def _in_turn(self, inputs: Inputs, size: int) -> Any:
+        """Call a program of a fixed batch size on ``inputs``, the last call filled up with samples again."""
+        count = batch_size(inputs)
+        calls = []
+        for start in range(0, count, size):
+            rows = torch.arange(start, start + size) % count
+            calls.append(as_outputs(self._call(*(value[rows] if value.dim() else value for value in inputs))))
+        joined = []
+        for outputs in zip(*calls, strict=True):
+            if any(not output.dim() or len(output) != size for output in outputs):
+                raise ComparisonError(
+                    f"{self.name} takes {size} samples at a time, and gives an output of shape {tuple(outputs[0].shape)}, which is no batch: "
+                    f"give {size} samples alone"
+                )
+            joined.append(torch.cat(outputs)[:count])
+        return joined[0] if len(joined) == 1 else tuple(joined)
+
+
+class _Outputs:
+    """Distances of B's outputs from A's, summed over batches and kept for each sample."""
+
+    def __init__(self, parts: Parts | None, sides: tuple[_Side, _Side]) -> None:
+        self._parts, self._sides = parts, sides
+        self._names = next((side.output_names for side in sides if side.output_names is not None), None)
+        self._total: dict[str, Distance] = {}
+        self._worst: list[WorstSample] = []
+        self.samples = 0
+
+    def add(self, batch: Tensor | Sequence[Tensor] | NamedInputs) -> None:
+        inputs = as_inputs(batch.inputs if isinstance(batch, NamedInputs) else batch)
+        count = batch_size(inputs)
+        names = list(batch.names) if isinstance(batch, NamedInputs) else []
+        names = names or [f"sample {self.samples + place}" for place in range(count)]
+        if len(names) != count:
+            raise ComparisonError(f"a batch of {count} samples has {len(names)} names: give one for each")
+        given = [as_outputs(side(*inputs)) for side in self._sides]
+        a, b = ({name: value.cpu() for name, value in self._named(outputs).items()} for outputs in given)
+        for name in a:
+            if name not in b or a[name].shape != b[name].shape:
+                shape = tuple(b[name].shape) if name in b else "none"
+                raise ComparisonError(
+                    f"output {name} of A has shape {tuple(a[name].shape)}, of B {shape}: compare networks of the same outputs"
+                )
+        self.samples += count
+        for place, sample in enumerate(names):
+            self._add_sample(sample, {name: self._rows(a[name], b[name], place, count) for name in a})
+
+    def _rows(self, a: Tensor, b: Tensor, place: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the rows of one sample; an output that is no batch is all of the first one's."""
+        if a.dim() and len(a) == count:
+            return a[place], b[place]
+        return (a, b) if place == 0 else None
+
+    def _add_sample(self, sample: str, rows: Mapping[str, tuple[Tensor, Tensor] | None]) -> None:
+        found = {}
+        for name, both in rows.items():
+            if both is None:
+                continue
+            for side, value in zip(self._sides, both, strict=True):
+                if value.isnan().any():
+                    raise ComparisonError(
+                        f"output {name} of {side.name} is NaN in {int(value.isnan().sum())} of {value.numel()} values for {sample}: mend its "
+                        "weights, or leave that sample out"
+                    )
+            try:
+                found[name] = distance(*both, name)
+            except ValueError as error:
+                raise ComparisonError(f"{sample}: {error}") from error
+        for name, one in found.items():
+            self._total[name] = self._total.get(name, Distance()) + one
+        differing = {name: one.parity for name, one in found.items() if one.noise > 0}
+        if differing:
+            name = min(differing, key=lambda output: differing[output].sqnr_db)
+            self._worst.append(WorstSample(sample, name, differing[name]))
+
+    def _named(self, outputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        if self._parts is not None:
+            return self._parts(*outputs)
+        names = self._names if self._names is not None and len(self._names) == len(outputs) else None
+        return {names[place] if names else str(place): output for place, output in enumerate(outputs)}
+
+    @property
+    def parities(self) -> dict[str, Parity]:
+        return {name: one.parity for name, one in self._total.items()}
+
+    @property
+    def worst(self) -> tuple[WorstSample, ...]:
+        return tuple(sorted(self._worst, key=lambda one: one.parity.sqnr_db)[:LISTED])
+
+
+def _scored(scores: Scores, sides: Sequence[_Side]) -> dict[str, tuple[float, float]]:
+    """Score both; ComparisonError where they are not scored by the same names."""
+    a, b = (Evaluation(samples=(), scores=scores).scored(side) for side in sides)
+    if not a or list(a) != list(b):
+        raise ComparisonError(f"A is scored by {', '.join(a) or 'nothing'}, and B by {', '.join(b) or 'nothing'}")
+    return {name: (float(a[name]), float(b[name])) for name in a}
+
+
+def _timed(sides: tuple[_Side, _Side], example: Inputs, rounds: int, threads: int) -> tuple[Row, Row]:
+    """Time both in turn on one sample, or on as many as a program takes."""
+    size = next((side.batch for side in sides if side.batch is not None), 1)
+    calls = {side.name: side.network for side in sides}
+    for side in sides:
+        if isinstance(side.network, Program):
+            example = as_inputs(side.taken(example))
+    try:
+        table = benchmark(calls, example, rounds=rounds, threads=threads, batch_sizes=[size])
+    except ProgramError as error:
+        raise ComparisonError(str(error)) from error
+    return table["A"], table["B"]
+
+
+def _described(parity: Parity) -> str:
+    if parity.sqnr_db == math.inf:
+        return "equal in every bit"
+    return f"{parity.sqnr_db:.1f} dB, differs by up to {parity.max_difference:.2g} of {parity.largest:.3g}"
