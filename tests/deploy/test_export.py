@@ -422,3 +422,48 @@ def test_outputs_that_are_no_tensors_are_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(ExportError, match=r"output\['past'\] of the model is 3, of type int"):
         quantize(Answer(3), recipe=DynamicInt8(), example=x)
     assert leftovers(tmp_path) == []
+
+
+class Again(nn.Module):
+    """Gives its input back, and one tensor twice."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        double = x * 2
+        return x, double, double
+
+
+@pytest.mark.parametrize("form", ["onnx", "openvino"])
+def test_each_tensor_of_a_program_has_a_name_of_its_own(form: Format, tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    program = export(Again(), tmp_path / "p", example_inputs=x, format=form)
+    assert [spec.name for spec in program.inputs] == ["x"]
+    assert [spec.name for spec in program.outputs] == ["x_1", "mul", "mul_1"]
+    for given, expected in zip(program(x), Again()(x), strict=True):
+        torch.testing.assert_close(given, expected)
+
+
+def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    for names, message in (
+        ({"output_names": ["a", "b"]}, r"the model has 3 outputs, and output_names are 2: a, b"),
+        ({"input_names": ["a", "b"]}, r"the model has 1 inputs, and input_names are 2: a, b"),
+        ({"output_names": ["a", "b", "a"]}, "give a to several tensors"),
+        ({"input_names": ["a"], "output_names": ["a", "b", "c"]}, "give a to several tensors"),
+        ({"output_names": ["x", "b", "c"]}, "output_names give x, and an input is called so"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export(Again(), tmp_path / "p.onnx", example_inputs=x, **names)  # type: ignore[arg-type]
+    assert leftovers(tmp_path) == []
+
+
+class Cut(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x[:, 4:]
+
+
+def test_outputs_without_a_value_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ExportError, match=r"output 1 of the model has shape \(2, 0\) on the example and holds no value"
+    ):
+        export(Cut(), tmp_path / "p.onnx", example_inputs=torch.rand(2, 4))
+    assert leftovers(tmp_path) == []

@@ -18,6 +18,7 @@ from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmet
 
 from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
 from arclight.deploy.programs import processor
+from arclight.fabric.signing import SigningKey
 
 
 def x86(**options: Any) -> Any:
@@ -59,6 +60,21 @@ def test_a_refused_placement_is_not_blamed_on_a_field_that_nobody_reads(tmp_path
     with pytest.raises(ExportError, match="quantized layers became integer kernels in ONNX Runtime") as refused:
         export(placed, tmp_path / "x86.onnx", example_inputs=X)
     assert "skip" not in str(refused.value), "a quantizer of torchao does not read Int8.skip"
+
+
+@pytest.mark.slow
+def test_inductors_own_quantizer_runs_on_integers_in_aoti(tmp_path: Path) -> None:
+    """Compiled as it is documented, with gradients and without freezing, not one of its layers would be an integer kernel."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 5))
+    model = nn.Sequential(*layers).eval()
+    placed = quantize(model, [X], quantizer=x86())
+    key = SigningKey.make(tmp_path / "key.pem")
+    program = export(placed, tmp_path / "p", example_inputs=X, sign=key, dynamic_batch=False)
+    report = program.metadata["quantization"]
+    assert (program.format, report["quantizer"], report["quantized_layers"]) == ("aoti", "X86InductorQuantizer", 3)
+    assert sum(report["integer_kernels"].values()) == 3
+    torch.testing.assert_close(program(X), placed(X), rtol=0, atol=0.02)
 
 
 VNNI = {"avx", "avx2", "avx512_vnni"}

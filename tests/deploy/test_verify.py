@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -135,6 +136,28 @@ def test_embeddings_alone_with_free_time() -> None:
     assert {shapes[0] for shapes in report.shapes} == {(3, 6), (2, 6), (4, 6), (3, 5), (3, 7)}
     assert report.rewritten_nodes == 0
     assert "no node rewritten" in str(report)
+
+
+class Absent(nn.Module):
+    """A network with outputs that are None."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Any:
+        return {"past": None, "scores": self.net(x), "hidden": None}
+
+
+def test_outputs_that_are_none_are_left_out(net: nn.Module, batches: list[Tensor]) -> None:
+    report = verify_quantizer(Absent(net), batches[:1], PlacementQuantizer(), backends=["onnxruntime"])
+    assert list(report.outputs) == ["0"]
+    assert report.backends["onnxruntime"].outputs["0"].sqnr_db > 40
+
+
+def test_models_in_double_precision_are_judged_in_float32(net: nn.Module, batches: list[Tensor]) -> None:
+    report = verify_quantizer(copy.deepcopy(Absent(net)).double(), [batch.double() for batch in batches[:1]], PlacementQuantizer())
+    assert report.outputs["0"].sqnr_db > 20
 
 
 @pytest.mark.slow

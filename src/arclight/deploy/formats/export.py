@@ -127,7 +127,7 @@ def export(
     runtime = _required(runtime_of(form, precision, target))
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, compared, dynamic, dynamic_batch)
-    described |= _absent(module, inputs)
+    described |= _tried(module, inputs, input_names, output_names)
     captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
 
     with _disk_named(path), _staging(path) as staging:
@@ -152,12 +152,38 @@ def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) 
     return in_float32(inputs) if isinstance(model, QuantizedModel) else as_copy_inputs(model, inputs)
 
 
-def _absent(module: nn.Module, inputs: Inputs) -> dict[str, list[str]]:
-    """Try the model on the example, and name the outputs that are None; ExportError for those that no program can give."""
+def _tried(
+    module: nn.Module, inputs: Inputs, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> dict[str, list[str]]:
+    """Try the model on the example, and name the outputs that are None; ExportError for those that no program can give, and for names that do not fit."""
     outputs = trial_run(module, inputs)
-    as_outputs(outputs)
+    tensors = as_outputs(outputs)
+    _check_names(len(inputs), input_names, len(tensors), output_names)
+    for place, tensor in enumerate(tensors):
+        if not tensor.numel():
+            name = output_names[place] if output_names is not None else place
+            raise ExportError(
+                f"output {name} of the model has shape {tuple(tensor.shape)} on the example and holds no value, so nothing can be told from it: "
+                "give an example on which it holds some, or wrap the model in one that leaves it out"
+            )
     absent = absent_outputs(outputs)
     return {"absent_outputs": absent} if absent else {}
+
+
+def _check_names(
+    inputs: int, input_names: Sequence[str] | None, outputs: int, output_names: Sequence[str] | None
+) -> None:
+    """Raise ExportError for names that are too few or many, or that stand for two tensors."""
+    for what, count, names in (("input", inputs, input_names), ("output", outputs, output_names)):
+        if names is not None and len(names) != count:
+            raise ExportError(
+                f"the model has {count} {what}s, and {what}_names are {len(names)}: {', '.join(names)}; give one for each"
+            )
+    named = Counter([*(input_names or ()), *(output_names or ())])
+    if twice := [name for name, count in named.items() if count > 1]:
+        raise ExportError(
+            f"input_names and output_names give {', '.join(twice)} to several tensors: no two of a program's have one name"
+        )
 
 
 def _required(runtime: Runtime) -> Runtime:

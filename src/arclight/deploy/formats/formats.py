@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -61,20 +62,39 @@ class Captured:
     input_names: Sequence[str] | None
     output_names: Sequence[str] | None
 
-    def specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Describe inputs and outputs; sizes that depend on free dimensions are expressions in their names."""
+    def names(self) -> tuple[list[str], list[str]]:
+        """Name inputs and outputs, each once: where nobody did, after the graph, and an output that is an input, or another one, by a number."""
+        taken, given = self._nodes()
+        inputs = list(self.input_names or [node.name for node in taken])
+        if self.output_names is not None:
+            if taken_twice := [name for name in self.output_names if name in inputs]:
+                raise ExportError(
+                    f"output_names give {', '.join(taken_twice)}, and an input is called so: name it otherwise, or the input by input_names"
+                )
+            return inputs, list(self.output_names)
+        outputs: list[str] = []
+        for node in given:
+            names = itertools.chain([node.name], (f"{node.name}_{number}" for number in itertools.count(1)))
+            outputs.append(next(name for name in names if name not in inputs and name not in outputs))
+        return inputs, outputs
+
+    def _nodes(self) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+        """Return the nodes of inputs and outputs."""
         nodes = {node.name: node for node in self.exported.graph.nodes}
         signature = self.exported.graph_signature
         taken = [nodes[name] for name in signature.user_inputs if isinstance(name, str)]
         given = list(tree_leaves([node.args for node in nodes.values() if node.op == "output"]))
-        given = given[len(given) - len(signature.user_outputs) :]
+        return taken, given[len(given) - len(signature.user_outputs) :]
+
+    def specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        """Describe inputs and outputs; sizes that depend on free dimensions are expressions in their names."""
+        taken, given = self._nodes()
         symbols = {
             str(node.meta["val"].shape[place]): name
             for node, named in zip(taken, self.free)
             for place, name in named.items()
         }
-        inputs = self.input_names or [node.name for node in taken]
-        outputs = self.output_names or [node.name for node in given]
+        inputs, outputs = self.names()
         return (
             tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(inputs, taken)),
             tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(outputs, given)),
@@ -201,15 +221,16 @@ def write(
 
 
 def _write_onnx(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
-    model = onnx_graph.convert(captured.exported, input_names=captured.input_names, output_names=captured.output_names)
-    onnx_graph.write(model, path)
+    inputs, outputs = captured.names()
+    onnx_graph.write(onnx_graph.convert(captured.exported, input_names=inputs, output_names=outputs), path)
     return {}
 
 
 def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
     """Write OpenVINO's representation of the ONNX graph: its reader of torch graphs loses names, and has no rounded layers."""
     openvino = require("openvino", extra="deploy")
-    model = onnx_graph.convert(captured.exported, input_names=captured.input_names, output_names=captured.output_names)
+    inputs, outputs = captured.names()
+    model = onnx_graph.convert(captured.exported, input_names=inputs, output_names=outputs)
     sources = onnx_graph.write(model, path.with_name("source.onnx"))
     try:
         converted = openvino.convert_model(sources[-1])

@@ -29,7 +29,9 @@ from arclight.deploy.capture import (
     free_dimensions,
     free_sizes,
     frozen_copy,
+    in_float32,
     with_sizes,
+    without_absent_outputs,
 )
 from arclight.deploy.errors import QuantizeError, VerificationError
 from arclight.deploy.formats import onnx_graph
@@ -165,7 +167,7 @@ def verify_quantizer(
     Raises VerificationError naming all that failed, with the report as ``error.report``; also for expectations that could
     not fail: operators that neither graph has, places that are not rounded, a quantizer that annotates nothing.
     """
-    batches = [as_inputs(batch) for batch in inputs]
+    batches = [in_float32(as_inputs(batch)) for batch in inputs]
     limits = _check_arguments(quantizer, batches, mode, qat_steps, bounds, backends)
     free = _free(model, batches[0], dynamic)
     name = type(quantizer).__name__
@@ -399,7 +401,7 @@ def _run_backend(
 
 
 def _written(model: nn.Module, example: Inputs, free: FreeDimensions, path: Path, backend: Backend) -> Program:
-    exported = capture(model, example, free=free)
+    exported = without_absent_outputs(capture(model, example, free=free))
     onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), path)
     return Program.load(path, device="cpu", runtime=backend)
 
