@@ -140,10 +140,13 @@ def test_a_fault_of_the_detector_is_a_500_with_one_sentence_and_the_next_photo_w
     server = serve_with("--fault")
     answer = server.detect(sample("counter"))
     assert answer.status_code == 500
-    assert answer.json() == {"error": "The server failed on this request; its log has the details."}
+    identifier = answer.headers["x-request-id"]
+    assert answer.json() == {"error": f"The server failed on this request; its log has the details under {identifier}."}
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert codes(server.detect(sample("counter"))) == ["Kopi Lereng Senja"]
-    assert "a detail for the log" in server.stop()
+    said = server.stop()
+    assert "a detail for the log" in said
+    assert f"request {identifier}" in said
 
 
 def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample, tmp_path):

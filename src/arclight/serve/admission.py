@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from arclight.fabric.extras import require
+from arclight.serve.request_log import record_of
 from arclight.serve.settings import Limits
 
 
@@ -27,8 +29,14 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
         self.sentence = sentence
         self.headers = headers
 
-    def response(self) -> JSONResponse:
-        return JSONResponse({"error": self.sentence}, status_code=self.status, headers=self.headers)
+    def response(self, scope: Scope, content: Any = None) -> JSONResponse:
+        """Return the answer to the request of ``scope``, ``content`` in another form than ours, and note the sentence for its log."""
+        record_of(scope).refused = self.sentence
+        return JSONResponse(content or {"error": self.sentence}, status_code=self.status, headers=self.headers)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        await self.response(scope)(scope, receive, send)
 
 
 def failure(refusal: Refusal) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from arclight.serve.admission import Buffered, Pace, Refusal, Turn, Workers, fai
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.models import Models, ServedModel, proof, start
+from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
@@ -116,6 +117,7 @@ def create_app(
     limits: Limits | None = None,
     api_key: str | Sequence[str] | None = None,
     insecure: bool = False,
+    request_log: str | Path | None = None,
 ) -> FastAPI:
     """Build the application that answers photos with ``detector``'s detections and the codes read in them.
 
@@ -124,10 +126,12 @@ def create_app(
 
     Whatever address it is run on, requests need ``Authorization: Bearer KEY`` with an ``api_key``, or one of several (ValueError
     for one that is easily guessed); without one, the Host header must name this machine, unless ``insecure`` lets everybody in.
+    A line of JSON about each request is appended to ``request_log``, "-" for standard output.
     """
     keys = check_keys(api_key)
     access = Access(loopback_only=not keys and not insecure, keys=keys)
-    return build_app([ServedModel(name=program, precision=precision, detector=detector)], limits or Limits(), access)
+    model = ServedModel(name=program, precision=precision, detector=detector)
+    return build_app([model], limits or Limits(), access, request_log=request_log)
 
 
 def build_app(
@@ -136,12 +140,15 @@ def build_app(
     access: Access,
     *,
     load: Callable[[str, Path], ServedModel] | None = None,
+    request_log: str | Path | None = None,
 ) -> FastAPI:
     """Build the application of several models; ``/detect`` and the page are those of the first detector.
 
     With ``load``, which takes a model's name and its program's path, programs that are replaced at their paths are loaded again.
+    ``request_log`` as for `create_app`; raises OSError where it cannot be written to.
     """
     metrics, service = Metrics(model.name for model in models), Service(models, limits, load)
+    lines = None if request_log is None else RequestLog(request_log)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -154,6 +161,8 @@ def build_app(
         service.drain()
         service.workers.close()
         await service.models.close()
+        if lines is not None:
+            lines.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
     app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -185,7 +194,9 @@ def build_app(
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
     app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining)
+    app.add_middleware(
+        Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines
+    )  # fmt: skip
     app.state.drain = service.drain
     return app
 
@@ -228,30 +239,32 @@ class Service:
         """Report no readiness any more; requests are still taken, and their connections closed after the answer."""
         self.ready, self.is_draining = False, True
 
-    def detector(self, name: str) -> Detect:
-        """Return the detector of a model; raises Refusal 404."""
-        if (detector := self._model(name).detector) is None:
+    def detector(self, name: str, record: Record) -> Detect:
+        """Return the detector of a model, and note the model; raises Refusal 404."""
+        if (detector := self._model(name, record).detector) is None:
             raise Refusal(404, f"{name} answers no photos; its tensors go to POST /v2/models/{name}/infer.")
         return detector
 
-    def tensors(self, name: str) -> tuple[Program, str]:
-        """Return the program of a model and its version; raises Refusal 404."""
-        model = self._model(name)
+    def tensors(self, name: str, record: Record) -> tuple[Program, str]:
+        """Return the program of a model and its version, and note the model; raises Refusal 404."""
+        model = self._model(name, record)
         if model.program is None:
             where = "texts go to POST /v1/completions" if model.text else "photos go to POST /detect"
             raise Refusal(404, f"{name} takes no tensors; {where}.")
         return model.program, model.version
 
-    def text(self, name: str) -> Scheduler:
-        """Return what generates the texts of a model; raises Refusal 404."""
-        if (scheduler := self._model(name).text) is None:
+    def text(self, name: str, record: Record) -> Scheduler:
+        """Return what generates the texts of a model, and note the model; raises Refusal 404."""
+        if (scheduler := self._model(name, record).text) is None:
             raise Refusal(404, f"{name} generates no text; GET /v1/models lists the models that do.")
         return scheduler
 
-    def _model(self, name: str) -> ServedModel:
+    def _model(self, name: str, record: Record) -> ServedModel:
         if name not in self.models:
             raise Refusal(404, f"There is no model {name[:40]!r} here; there are {', '.join(self.models)}.")
-        return self.models[name]
+        model = self.models[name]
+        record.model, record.version = name, model.version
+        return model
 
     async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T], pace: Pace | None = None) -> T:
         """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full.
@@ -292,10 +305,11 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
     async def detect(request: Request) -> JSONResponse:
         """Find the objects in a photo and read the payment codes among them."""
-        detector, kind = service.detector(service.main.name), request.headers.get("content-type", "")
+        name, kind = service.main.name, request.headers.get("content-type", "")
+        detector = service.detector(name, record_of(request.scope))
         found = await service.run(
             request,
-            service.main.name,
+            name,
             lambda body, turn: answer(image_bytes(body, kind), detector, service.limits, turn.is_over),
         )
         return JSONResponse(asdict(found))
@@ -303,7 +317,8 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
     @app.post(OBJECT_DETECTION, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
     async def object_detection(request: Request, model: str) -> JSONResponse:
         """Find the objects in a photo with one of the models, in the form of YOLOv5's REST example."""
-        detector, kind = service.detector(model), request.headers.get("content-type", "")
+        detector = service.detector(model, record_of(request.scope))
+        kind = request.headers.get("content-type", "")
         return JSONResponse(
             await service.run(
                 request,
@@ -332,14 +347,14 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"ready": service.ready}, status_code=200 if service.ready else 503)
 
     @app.get("/v2/models/{model}", responses={404: {"model": Error}})
-    async def model_metadata(model: str) -> dict[str, Any]:
+    async def model_metadata(request: Request, model: str) -> dict[str, Any]:
         """Describe the inputs and outputs of a model."""
-        return described(*service.tensors(model), model)
+        return described(*service.tensors(model, record_of(request.scope)), model)
 
     @app.get("/v2/models/{model}/ready", responses={404: {"model": Error}, 503: {}})
-    async def model_ready(model: str) -> JSONResponse:
+    async def model_ready(request: Request, model: str) -> JSONResponse:
         """Report if a model is ready, else 503."""
-        service.tensors(model)
+        service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
     async def infer_tensors(request: Request) -> Response:
@@ -351,7 +366,8 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
-        (program, version), json_size = service.tensors(model), request.headers.get(JSON_SIZE)
+        program, version = service.tensors(model, record_of(request.scope))
+        json_size = request.headers.get(JSON_SIZE)
         content, size = await service.run(
             request,
             model,
@@ -368,10 +384,13 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     from arclight.serve.tasks import text  # which imports torch
 
     async def answered(request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
+        record = record_of(request.scope)
         with service.models.text_request():
             asked = await service.run(
-                request, "text", lambda body, _: text.decode(body, kind, service.text, service.limits)
-            )  # fmt: skip
+                request,
+                "text",
+                lambda body, _: text.decode(body, kind, lambda name: service.text(name, record), service.limits),
+            )
             return await text.answer(asked, Turn(service.limits.deadline_s), lambda: disconnected(request))
 
     @app.get("/v1/models")
@@ -380,9 +399,9 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
         return text.listed({model.name: model.created for model in service.models.all() if model.text is not None})
 
     @app.get("/v1/models/{model}", responses={404: {}})
-    async def model_of_text(model: str) -> dict[str, Any]:
+    async def model_of_text(request: Request, model: str) -> dict[str, Any]:
         """Describe a model that generates text."""
-        service.text(model)
+        service.text(model, record_of(request.scope))
         return text.described(model, service.models[model].created)
 
     @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
@@ -408,8 +427,8 @@ async def refuse(request: Request, refusal: Exception) -> Response:
     """Answer a request that was turned down, in the form of its protocol."""
     assert isinstance(refusal, Refusal)
     if request.url.path not in TEXT and not request.url.path.startswith("/v1/models"):
-        return refusal.response()
-    return JSONResponse(failure(refusal), status_code=refusal.status, headers=refusal.headers)
+        return refusal.response(request.scope)
+    return refusal.response(request.scope, failure(refusal))
 
 
 async def refuse_address(request: Request, error: Exception) -> Response:
@@ -417,4 +436,4 @@ async def refuse_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
     sentence = f"{what.get(error.status_code, error.detail)}; GET /openapi.json lists the addresses."
-    return Refusal(error.status_code, sentence, headers=error.headers).response()
+    return Refusal(error.status_code, sentence, headers=error.headers).response(request.scope)

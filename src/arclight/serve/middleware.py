@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: metrics, security headers, access, answers to clients still sending."""
+"""ASGI middleware around every request: its identifier, metrics, security headers, access, answers to clients still sending."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arclight.serve.admission import Refusal, busy
 from arclight.serve.metrics import OTHER, Address, Metrics
+from arclight.serve.request_log import HEADER, RequestLog, open_record
 from arclight.serve.settings import is_loopback
 
 log = logging.getLogger("arclight.serve")
@@ -36,52 +37,76 @@ SECURITY_HEADERS = {
 
 
 _SECURITY = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+REQUEST_ID = HEADER.lower().encode()
 
 
 class Envelope:
-    """Counts every answer, adds the security headers, and turns a fault of ours into a 500 with one sentence.
+    """Identifies and counts every request, adds the security headers, and turns a fault of ours into a 500 with one sentence.
 
     While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
     """
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, addresses: Mapping[str, Address], is_draining: Callable[[], bool]
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        addresses: Mapping[str, Address],
+        is_draining: Callable[[], bool],
+        request_log: RequestLog | None = None,
     ) -> None:
         self.app = app
         self.metrics = metrics
         self.addresses = addresses
         self.is_draining = is_draining
+        self.request_log = request_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         address = self.addresses.get(scope["path"], OTHER)
-        begun, answered = time.perf_counter(), False
+        record = open_record(scope, address.model)
+        identifier = (REQUEST_ID, record.id.encode())
+        begun, status, received, sent = time.perf_counter(), None, 0, 0
         self.metrics.received(address)
 
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
         async def send_counted(message: Message) -> None:
-            nonlocal answered
+            nonlocal status, sent
             if message["type"] == "http.response.start":
-                answered = True
+                status = message["status"]
                 self.metrics.answered(address, message["status"], time.perf_counter() - begun)
                 self.metrics.ended(address)
-                message["headers"] = [*message["headers"], *_SECURITY]  # no route sets any of them
+                message["headers"] = [*message["headers"], *_SECURITY, identifier]  # no route sets any of them
                 if self.is_draining():
                     MutableHeaders(scope=message)["Connection"] = "close"
+            else:
+                sent += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self.app(scope, receive, send_counted)
+            await self.app(scope, receive_counted, send_counted)
         except Exception:
-            log.exception("%s %s failed", scope["method"], address.path)
-            if answered:
+            log.exception("%s %s failed, request %s", scope["method"], address.path, record.id)
+            if status is not None:
                 raise
-            refusal = Refusal(500, "The server failed on this request; its log has the details.")
-            await refusal.response()(scope, receive, send_counted)
+            refusal = Refusal(500, f"The server failed on this request; its log has the details under {record.id}.")
+            await refusal.answer(scope, receive, send_counted)
         finally:
-            if not answered:
+            if status is None:
                 self.metrics.ended(address)
+            if self.request_log is not None:
+                route: str = getattr(scope.get("route"), "path", address.path)
+                self.request_log.write(
+                    record, method=scope["method"], route=route, status=status,
+                    seconds=time.perf_counter() - begun, received=received, sent=sent,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +190,7 @@ class Admittance:
             try:
                 self._admit(scope["path"], Headers(scope=scope))
             except Refusal as refusal:
-                await refusal.response()(scope, receive, send)
+                await refusal.answer(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

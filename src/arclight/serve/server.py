@@ -48,6 +48,7 @@ def serve(
     tls: Tls | None = None,
     proxied: bool = False,
     trusted: Trusted | None = None,
+    request_log: str | Path | None = None,
 ) -> None:
     """Serve deployed programs until SIGINT or SIGTERM; requests in progress are finished first.
 
@@ -61,7 +62,8 @@ def serve(
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
     other machines reach needs a key and ``tls``, or ``proxied`` where a proxy before it speaks TLS, or ``insecure`` for neither,
     else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
-    own. ``trusted``: as for ``Program.load``.
+    own. ``trusted``: as for ``Program.load``. A line of JSON about each request is appended to ``request_log``, "-" for standard
+    output; OSError where it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
     require("fastapi", extra="serve")
@@ -89,7 +91,7 @@ def serve(
 
         models = [loaded(name, Path(path)) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), keys=keys)
-        app = build_app(models, limits, access, load=loaded)
+        app = build_app(models, limits, access, load=loaded, request_log=request_log)
         run(app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls)
 
 

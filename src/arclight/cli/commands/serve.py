@@ -33,6 +33,7 @@ def serve(arguments: list[str]) -> None:
         tls=tls,
         proxied=options.behind_proxy,
         trusted=trusted(options),
+        request_log=options.request_log,
     )
 
 
@@ -71,6 +72,11 @@ def _parser() -> Parser:
         "--behind-proxy", action="store_true", help="listen without TLS, which a proxy before the server speaks"
     )
     parser.add_argument("--insecure", action="store_true", help="let everybody who reaches --host use the server")
+    parser.add_argument(
+        "--request-log",
+        metavar="FILE",
+        help='append a line of JSON about each request to FILE, "-" for standard output',
+    )
     limits = parser.add_argument_group("limits", "beyond which requests are refused")
     about = {setting.path: setting.doc for setting in explain(Limits)}
     for field in fields(Limits):
