@@ -6,10 +6,11 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -175,6 +176,11 @@ class Turn:
         """Note that nobody waits for the answer any more."""
         self._client_left = True
 
+    @property
+    def client_left(self) -> bool:
+        """True if nobody waits for the answer."""
+        return self._client_left
+
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
@@ -222,7 +228,11 @@ class Pace:
         try:
             return work()
         finally:
-            self._seconds.append(time.monotonic() - started)
+            self.add(time.monotonic() - started)
+
+    def add(self, seconds: float) -> None:
+        """Note the time of a request."""
+        self._seconds.append(seconds)
 
     def is_quick(self) -> bool:
         """Return True if the loop may compute the next one; False before any was timed."""
@@ -230,8 +240,32 @@ class Pace:
         return bool(found) and found[len(found) // 2] < self.QUICK_S
 
 
+class Together(Protocol):
+    """What computes several requests by one call, such as a batch of one program."""
+
+    @property
+    def rows(self) -> int:
+        """Return the most requests of one call."""
+
+    def run(self, jobs: Sequence[Any]) -> list[Any]:
+        """Return a result or an exception for each; an error of one must leave the others alone."""
+
+
+class _Entry:
+    """A request that waits for a worker, or is worked on."""
+
+    def __init__(self, model: str, work: Callable[[], Any], turn: Turn, together: Together | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.model, self.work, self.turn, self.together = model, work, turn, together
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.result: asyncio.Future[Any] = loop.create_future()
+
+
 class Workers:
-    """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served."""
+    """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served.
+
+    Requests that wait for the same `Together` begin with the first of them that gets a worker, as far as it takes them.
+    """
 
     def __init__(self, count: int, queue: int) -> None:
         self.count = count
@@ -240,7 +274,7 @@ class Workers:
         self._held: Counter[str] = Counter()
         """Requests waiting or worked on, by model."""
         self._idle = count
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[_Entry] = deque()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="arclight-serve")
 
     def wait_s(self) -> float:
@@ -264,10 +298,19 @@ class Workers:
         """True if a request would begin at once."""
         return self._idle > 0
 
-    async def run(self, model: str, work: Callable[[], T], *, turn: Turn, left: Callable[[], Awaitable[None]]) -> T:
+    async def run(
+        self,
+        model: str,
+        work: Callable[[], T],
+        *,
+        turn: Turn,
+        left: Callable[[], Awaitable[None]],
+        together: Together | None = None,
+    ) -> T:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
 
         ``left()`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
+        Where there is ``together``, it may get ``work``, among others that wait for it, in place of a call.
         """
         if not self._idle:
             if len(self._waiting) >= self.queue:
@@ -276,51 +319,85 @@ class Workers:
                 raise busy("The requests that wait already take longer than the deadline", self.retry_after_s())
         watch = asyncio.ensure_future(left())
         watch.add_done_callback(lambda _: None if watch.cancelled() else turn.leave())
+        entry = _Entry(model, work, turn, together)
         self._held[model] += 1
         try:
-            await self._acquire(turn, watch)
-            try:
-                started = time.monotonic()
-                found = await asyncio.get_running_loop().run_in_executor(self._threads, work)
-                if not watch.done():  # else it may have been cut short
-                    self.times.add(model, time.monotonic() - started)
-                return found
-            finally:
-                self._release()
+            if self._idle:
+                self._idle -= 1
+                self._begin([entry])
+            else:
+                await self._wait(entry, watch)
+            found: T = await entry.result
+            return found
         except asyncio.CancelledError:  # the server ends
             turn.leave()
             raise
         finally:
             self._held[model] -= 1
             watch.cancel()
+            entry.result.cancel()
 
-    async def _acquire(self, turn: Turn, watch: asyncio.Future[None]) -> None:
-        """Wait for a worker, the deadline, or the client's leaving; raises Refusal for the latter two."""
-        if self._idle:
-            self._idle -= 1
-            return
-        free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(free)
+    async def _wait(self, entry: _Entry, watch: asyncio.Future[None]) -> None:
+        """Wait until a request has begun, its deadline, or its client's leaving; raises Refusal for the latter two."""
+        self._waiting.append(entry)
         try:
-            await asyncio.wait({free, watch}, timeout=turn.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({entry.begun, watch}, timeout=entry.turn.left_s(), return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 raise Refusal(400, "The connection closed before the request's turn came.")
-            if not free.done():
+            if not entry.begun.done():
                 raise busy("No worker was free before the deadline", self.retry_after_s(), status=503)
         except BaseException:
-            if free.done():  # the worker came at the same moment
-                self._release()
-            else:
-                self._waiting.remove(free)
+            if not entry.begun.done():  # else the worker came at the same moment
+                self._waiting.remove(entry)
             raise
 
+    def _begin(self, entries: list[_Entry]) -> None:
+        """Let the worker that was taken for them compute requests."""
+        started = time.monotonic()
+        running = asyncio.get_running_loop().run_in_executor(self._threads, _outcomes, entries)
+        running.add_done_callback(lambda done: self._end(entries, done, time.monotonic() - started))
+        for entry in entries:
+            entry.begun.set_result(None)
+
+    def _end(self, entries: list[_Entry], done: asyncio.Future[list[Any]], seconds: float) -> None:
+        """Hand out the results of requests, and their worker."""
+        self._release()
+        outcomes = [None] * len(entries) if done.cancelled() else done.result()
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if not entry.turn.client_left:  # else it may have been cut short
+                self.times.add(entry.model, seconds / len(entries))
+            if entry.result.done():  # nobody waits for it any more
+                continue
+            if done.cancelled():
+                entry.result.cancel()
+            elif isinstance(outcome, BaseException):
+                entry.result.set_exception(outcome)
+            else:
+                entry.result.set_result(outcome)
+
     def _release(self) -> None:
-        """Give a worker to the request that has waited longest."""
-        if self._waiting:
-            self._waiting.popleft().set_result(None)
-        else:
+        """Give a worker to the request that has waited longest, and to those that may be computed with it."""
+        if not self._waiting:
             self._idle += 1
+            return
+        first = self._waiting.popleft()
+        entries = [first]
+        if first.together is not None and first.together.rows > 1:
+            same = (entry for entry in self._waiting if entry.together is first.together)
+            entries += islice(same, first.together.rows - 1)
+            for entry in entries[1:]:
+                self._waiting.remove(entry)
+        self._begin(entries)
 
     def close(self) -> None:
         """Wait for running work; drop what has not begun."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _outcomes(entries: Sequence[_Entry]) -> list[Any]:
+    """Return a result or an exception for each request, in a worker."""
+    together = entries[0].together
+    try:
+        return [entries[0].work()] if together is None else together.run([entry.work for entry in entries])
+    except BaseException as error:
+        return [error] * len(entries)

@@ -16,14 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from arclight import __version__
-from arclight.serve.admission import Buffered, Pace, Refusal, Turn, Workers, failure, image_bytes, read_body
+from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
+from arclight.serve.tasks.batching import Encoded, Job, Measured
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
-from arclight.serve.tasks.tensors import JSON_SIZE, decode, described, infer
+from arclight.serve.tasks.tensors import JSON_SIZE, described
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -56,6 +57,8 @@ class Described:
     """CPU threads that compute a request; null for as many as its runtime takes."""
     proof: list[str]
     """What was measured of its program when it was exported; empty for one from elsewhere."""
+    batch: Measured | None
+    """What was measured of computing requests for tensors together, at its load; null where they are computed one by one."""
 
     @classmethod
     def of(cls, model: ServedModel) -> Described:
@@ -66,6 +69,7 @@ class Described:
             precision=model.precision,
             threads=None if model.loaded is None else model.loaded.threads,
             proof=proof(model),
+            batch=model.batcher.measured,
         )
 
 
@@ -147,7 +151,8 @@ def build_app(
     With ``load``, which takes a model's name and its program's path, programs that are replaced at their paths are loaded again.
     ``request_log`` as for `create_app`; raises OSError where it cannot be written to.
     """
-    metrics, service = Metrics(model.name for model in models), Service(models, limits, load)
+    metrics = Metrics(model.name for model in models)
+    service = Service(models, limits, load, metrics.batch)
     lines = None if request_log is None else RequestLog(request_log)
 
     @asynccontextmanager
@@ -216,9 +221,13 @@ class Service:
     """Models behind one pool of workers, and one bound on the bodies in memory."""
 
     def __init__(
-        self, models: Sequence[ServedModel], limits: Limits, load: Callable[[str, Path], ServedModel] | None
+        self,
+        models: Sequence[ServedModel],
+        limits: Limits,
+        load: Callable[[str, Path], ServedModel] | None,
+        batch: Callable[[str, int], None],
     ) -> None:
-        self.models = Models({model.name: model for model in models}, load)
+        self.models = Models({model.name: model for model in models}, load, batch)
         self._main = next((model for model in models if model.detector is not None), models[0]).name
         self.limits = limits
         self.workers = Workers(limits.workers, limits.queue)
@@ -266,31 +275,44 @@ class Service:
         record.model, record.version = name, model.version
         return model
 
-    async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T], pace: Pace | None = None) -> T:
-        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full.
+    async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
+        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full."""
+        async with self._body(request) as body:
+            turn = Turn(self.limits.deadline_s)
+            return await self.workers.run(
+                model, lambda: work(bytes(body), turn), turn=turn, left=lambda: disconnected(request)
+            )
 
-        Where ``pace`` says that the model is quick, a small body is worked on here, once a worker is idle.
+    async def infer(self, request: Request, name: str) -> Encoded:
+        """Return the answer to a request for tensors; raises Refusal as `run`, and 400, 404 and 413.
+
+        Where the model's pace says that it is quick, a small one is computed by the event loop, once a worker is idle.
         """
+        program, version = self.tensors(name, record_of(request.scope))
+        model, json_size = self.models[name], request.headers.get(JSON_SIZE)
+        together = model.batcher if model.batcher.rows > 1 else None
+        async with self._body(request) as body:
+            job = Job(body, json_size, program, name, version, self.limits)
+            pace, small = model.pace, len(body) <= model.pace.SMALL_BYTES
+            if small and self.workers.has_idle and pace.is_quick():
+                if together is not None:
+                    return await together.run_here(job)
+                return self.workers.run_here(name, lambda: pace.timed(job))
+            work = job if together is not None or not small else lambda: pace.timed(job)
+            turn = Turn(self.limits.deadline_s)
+            return await self.workers.run(name, work, turn=turn, left=lambda: disconnected(request), together=together)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Read a body, which counts until the block ends; refusals because the server is full are held back."""
         try:
-            return await self._admitted(request, model, work, pace)
+            with self.buffered.upload() as body:
+                await read_body(request, body, self.buffered, self.limits)
+                yield body
         except Refusal as refusal:
             if refusal.status == 429:
                 await asyncio.sleep(self.limits.refusal_s)
             raise
-
-    async def _admitted(self, request: Request, model: str, work: Callable[[bytes, Turn], T], pace: Pace | None) -> T:
-        with self.buffered.upload() as body:
-            await read_body(request, body, self.buffered, self.limits)
-            turn = Turn(self.limits.deadline_s)
-
-            def job() -> T:
-                return work(bytes(body), turn)
-
-            if pace is None or len(body) > pace.SMALL_BYTES:
-                return await self.workers.run(model, job, turn=turn, left=lambda: disconnected(request))
-            if self.workers.has_idle and pace.is_quick():
-                return self.workers.run_here(model, lambda: pace.timed(job))
-            return await self.workers.run(model, lambda: pace.timed(job), turn=turn, left=lambda: disconnected(request))
 
 
 async def disconnected(request: Request) -> None:
@@ -366,14 +388,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
-        program, version = service.tensors(model, record_of(request.scope))
-        json_size = request.headers.get(JSON_SIZE)
-        content, size = await service.run(
-            request,
-            model,
-            lambda body, _: infer(decode(body, json_size, program, service.limits), program, model, version),
-            service.models[model].pace,
-        )
+        content, size = await service.infer(request, model)
         if size is None:
             return Response(content, media_type="application/json")
         return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})

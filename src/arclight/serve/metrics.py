@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SERVER_FULL = (429, 503)
 
 
@@ -24,7 +25,7 @@ OTHER = Address("other")
 
 
 class Metrics:
-    """Metrics of one server since it started; only the event loop's thread writes them."""
+    """Metrics of one server since it started."""
 
     def __init__(self, models: Iterable[str]) -> None:
         self._registry = CollectorRegistry()
@@ -42,6 +43,10 @@ class Metrics:
         self._rejected = Counter(
             "arclight_rejected", "Requests to a model refused because the server was full or stopping (429, 503).",
             ["model"], registry=self._registry,
+        )  # fmt: skip
+        self._batches = Histogram(
+            "arclight_batch_requests", "Requests for tensors that one call of a program computed, where they may be computed together.",
+            ["model"], buckets=BATCHES, registry=self._registry,
         )  # fmt: skip
         self._reloads = Counter(
             "arclight_reloads", "Programs found replaced at their paths, which answer from then on or were refused.",
@@ -74,6 +79,10 @@ class Metrics:
     def reloaded(self, model: str, replaced: bool) -> None:
         """Note that a program was replaced by a newer one, or that the newer one was refused."""
         self._reloads.labels(model, "replaced" if replaced else "refused").inc()
+
+    def batch(self, model: str, requests: int) -> None:
+        """Note how many requests one call of a program has computed."""
+        self._batches.labels(model).observe(requests)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics, and their content type, in the text format that ``accept`` asks for."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from arclight.fabric.launchers import available_cores
 from arclight.serve.admission import Pace
 from arclight.serve.settings import Limits
+from arclight.serve.tasks.batching import Batcher
 from arclight.serve.tasks.detection import Detect
 from arclight.serve.tasks.tensors import zeros
 
@@ -42,6 +44,8 @@ class ServedModel:
     """The program that all of these run; None for a detector of the caller's own."""
     pace: Pace = field(default_factory=Pace)
     """How long it computes small requests for tensors, measured by `start`."""
+    batcher: Batcher = field(default_factory=Batcher)
+    """What computes requests for tensors together; measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))
     """When it was loaded, seconds since 1970."""
 
@@ -74,7 +78,11 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
         text = Scheduler(program, streams=limits.streams, queue=limits.queue)
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
     detector = program.predict_one if task == "detect" else None
-    return ServedModel(name=name, precision=program.precision, detector=detector, program=program, loaded=program)
+    pace = Pace()
+    return ServedModel(
+        name=name, precision=program.precision, detector=detector, program=program, loaded=program,
+        pace=pace, batcher=Batcher(limits.batch, pace),
+    )  # fmt: skip
 
 
 def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) -> int | None:
@@ -121,6 +129,7 @@ def start(model: ServedModel) -> None:
             if "parity" in program.metadata:  # of our export: what it computes is bounded by the sizes of its inputs
                 for _ in range(model.pace.RECENT):
                     model.pace.timed(lambda: program(*given))
+                model.batcher.measure(program)
         except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
             log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
 
@@ -189,10 +198,17 @@ class Models:
     """
 
     def __init__(
-        self, models: Mapping[str, ServedModel], load: Callable[[str, Path], ServedModel] | None = None
+        self,
+        models: Mapping[str, ServedModel],
+        load: Callable[[str, Path], ServedModel] | None = None,
+        batch: Callable[[str, int], None] = lambda _name, _requests: None,
     ) -> None:
+        """``batch`` gets the name of a model, and how many requests one call of its program has computed, from any thread."""
         self._models = dict(models)
         self._load = load
+        self._batch = batch
+        for model in models.values():
+            model.batcher.tell(partial(batch, model.name))
         self._refused: dict[str, Marks | None] = {}
         """What was at a path when it was refused; None after it was gone."""
         self._seen: dict[str, Marks | None] = {}
@@ -280,6 +296,7 @@ class Models:
         new = self._load(old.name, old.loaded.path)
         check_replacement(old, new)
         start(new)
+        new.batcher.tell(partial(self._batch, new.name))
         return new
 
     async def _retire(self, old: ServedModel) -> None:

@@ -33,6 +33,9 @@ class Limits:
     refusal_s: float = 0.3
     """How long a request for which the queue is full waits for its 429, seconds, its body dropped: a client that asks again at once
     would take the cores from those that are served."""
+    batch: int = 16
+    """Rows of requests for tensors that one call of a program computes at most, where a measurement at its load says that this pays
+    and changes no answer; 1: each request by itself."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
     deadline_s: float = 10.0

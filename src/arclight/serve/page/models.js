@@ -1,7 +1,7 @@
 // A card for each model of the server, with what was measured of it when it was exported.
 
 import { peek } from "./server.js";
-import { element } from "./words.js";
+import { element, milliseconds } from "./words.js";
 
 const TASKS = { detect: "finds objects in photos", language: "generates text", tensors: "computes tensors" };
 
@@ -13,8 +13,9 @@ export async function showModels(section, list) {
   section.hidden = false;
 }
 
-function card({ name, version, task, precision, proof }) {
-  const lines = proof.length ? proof : ["Nothing was recorded of this program when it was exported."];
+function card({ name, version, task, precision, proof, batch }) {
+  const lines = proof.length ? [...proof] : ["Nothing was recorded of this program when it was exported."];
+  if (batch) lines.push(`Computes up to ${batch.rows} rows of waiting requests together: ${milliseconds(batch.together_ms)} here, where one takes ${milliseconds(batch.one_ms)}.`);
   return element("li", { class: "model", children: [
     element("h3", { text: name }),
     element("p", { class: "what", text: `${TASKS[task] ?? task}, ${precision === "unknown" ? "precision unknown" : precision}, version ${version}` }),

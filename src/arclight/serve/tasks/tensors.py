@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -179,19 +180,25 @@ def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
     return {item["name"]: _parameters(item).get("binary_data", binary) is True for item in wanted}
 
 
-def infer(request: TensorRequest, program: Program, name: str, version: str) -> tuple[bytes, int | None]:
-    """Run the program; return the body, and the bytes of its JSON if binary tensors follow. Raises Refusal 400."""
+def compute(program: Program, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Run the program on inputs that fit it; raises Refusal 400."""
     from arclight.deploy import ProgramError
 
     try:
-        computed = program(*request.inputs)
+        computed = program(*inputs)
     except ProgramError as error:  # sizes that only the runtime can judge, such as of a reshape
         raise Refusal(400, one_sentence(error)[:400]) from None
-    values = computed if isinstance(computed, tuple) else (computed,)
+    return [np.asarray(value) for value in (computed if isinstance(computed, tuple) else (computed,))]
+
+
+def encode(
+    request: TensorRequest, values: Sequence[np.ndarray[Any, Any]], program: Program, name: str, version: str
+) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the bytes of its JSON if binary tensors follow."""
     arrays = {spec.name: value for spec, value in zip(program.outputs, values, strict=True)}
     outputs, pieces = [], []
     for output, is_binary in request.outputs.items():
-        array = np.asarray(arrays[output])
+        array = arrays[output]
         item = {"name": output, "datatype": DATATYPES.get(str(array.dtype), str(array.dtype)), "shape": [*array.shape]}
         if is_binary:
             pieces.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())

@@ -1,0 +1,269 @@
+"""Compute waiting requests for tensors by one call of their program, where that was measured to pay (dynamic batching)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arclight.serve.admission import Pace
+from arclight.serve.settings import Limits
+from arclight.serve.tasks.tensors import TensorRequest, compute, decode, encode
+
+if TYPE_CHECKING:
+    from arclight.deploy import Program
+
+log = logging.getLogger("arclight.serve")
+Array = np.ndarray[Any, Any]
+Encoded = tuple[bytes, int | None]
+"""Body of an answer, and the bytes of its JSON if binary tensors follow."""
+
+PAYS = 0.8
+"""Largest share of a single call's time for each row of a batch."""
+TOLERANCE = 1e-4
+"""Largest difference between a row computed alone and in a batch, of the largest element of that row: the bound for float32 of an
+export beside its model."""
+ROUNDS = 5
+BUDGET_S = 0.5
+"""Most seconds of measuring one program, if a batch costs no more than its rows one by one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request for tensors that has not been read; a call computes it alone."""
+
+    body: bytes | bytearray
+    json_size: str | None
+    program: Program
+    model: str
+    version: str
+    limits: Limits
+
+    def decode(self) -> TensorRequest:
+        return decode(bytes(self.body), self.json_size, self.program, self.limits)
+
+    def encode(self, request: TensorRequest, outputs: Sequence[Array]) -> Encoded:
+        return encode(request, outputs, self.program, self.model, self.version)
+
+    def __call__(self) -> Encoded:
+        """Return the answer; raises Refusal 400 or 413."""
+        request = self.decode()
+        return self.encode(request, compute(self.program, request.inputs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a batch of a program costs on this machine, medians."""
+
+    rows: int
+    """Rows of the batch that cost least each; none has more."""
+    one_ms: float
+    """Milliseconds of a single row."""
+    together_ms: float
+    """Milliseconds of ``rows`` rows in one call."""
+    largest_difference: float
+    """Between a row alone and in a batch, of the largest element of that row; 0 where they are bit-equal."""
+
+
+class Batcher:
+    """Computes requests for one program together, once `measure` has found that this pays and changes no answer."""
+
+    def __init__(self, most: int = 1, pace: Pace | None = None) -> None:
+        """``most`` rows are in a batch, with 1 none is made; ``pace`` notes the times of small requests."""
+        self.most = most
+        self.measured: Measured | None = None
+        self._pace = pace or Pace()
+        self._told: Callable[[int], None] = lambda _: None
+        self._gathered: list[tuple[Job, asyncio.Future[Encoded]]] = []
+
+    def measure(self, program: Program) -> None:
+        """Find the batch that costs least for each row; there is none where rows change each other, or where none pays."""
+        self.measured = measure(program, self.most)
+
+    def tell(self, told: Callable[[int], None]) -> None:
+        """Give ``told`` the number of requests of each call, from any thread."""
+        self._told = told
+
+    @property
+    def rows(self) -> int:
+        """Return the most requests of one batch; 1 where they are computed one by one."""
+        return 1 if self.measured is None else self.measured.rows
+
+    def run(self, jobs: Sequence[Job]) -> list[Encoded | Exception]:
+        """Return an answer or an error for each; an error of one leaves the others alone."""
+        started = time.monotonic()
+        found: dict[int, Encoded | Exception] = {}
+        read: dict[int, TensorRequest] = {}
+        for place, job in enumerate(jobs):
+            try:
+                read[place] = job.decode()
+            except Exception as error:  # raised for its request alone, by whoever waits for it
+                found[place] = error
+        for places in self._batches(read):
+            found |= self._computed(jobs, read, places)
+        if all(len(job.body) <= Pace.SMALL_BYTES for job in jobs):
+            self._pace.add((time.monotonic() - started) / len(jobs))
+        return [found[place] for place in range(len(jobs))]
+
+    async def run_here(self, job: Job) -> Encoded:
+        """Return the answer to a quick request, computed by the event loop together with those that came at the same moment."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Encoded] = loop.create_future()
+        self._gathered.append((job, done))
+        if len(self._gathered) == 1:
+            loop.call_soon(
+                self._run_gathered
+            )  # after the requests that have arrived and are handled in this pass of the loop
+        return await done
+
+    def _run_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        for (_, done), outcome in zip(gathered, self.run([job for job, _ in gathered]), strict=True):
+            if done.done():  # cancelled, as the server ends
+                continue
+            if isinstance(outcome, Exception):
+                done.set_exception(outcome)
+            else:
+                done.set_result(outcome)
+
+    def _batches(self, read: dict[int, TensorRequest]) -> list[list[int]]:
+        """Divide requests into batches of at most `rows` rows; those that fit into none are alone."""
+        batches: list[list[int]] = []
+        left = 0
+        for place, request in read.items():
+            counts = {len(value) for value in request.inputs}
+            size = (
+                counts.pop() if len(counts) == 1 else 0
+            )  # one without rows, or with several numbers of them, is alone
+            if not 0 < size <= self.rows:
+                batches.insert(0, [place])
+                continue
+            if size > left or not batches:
+                batches.append([])
+                left = self.rows
+            batches[-1].append(place)
+            left -= size
+        return batches
+
+    def _computed(
+        self, jobs: Sequence[Job], read: dict[int, TensorRequest], places: list[int]
+    ) -> dict[int, Encoded | Exception]:
+        """Compute the requests at ``places`` in one call; each alone where that fails."""
+        program, inputs = jobs[places[0]].program, [read[place].inputs for place in places]
+        try:
+            if len(places) == 1:
+                outputs = [compute(program, inputs[0])]
+            else:
+                together = compute(program, [np.concatenate(values) for values in zip(*inputs, strict=True)])
+                ends = np.cumsum([len(values[0]) for values in inputs])[:-1]
+                outputs = [list(values) for values in zip(*(np.split(value, ends) for value in together), strict=True)]
+        except Exception as error:
+            if len(places) == 1:
+                return {places[0]: error}
+            log.warning(
+                "%s failed on a batch of %d requests, they are computed one by one", program.path.name, len(places)
+            )
+            return {place: found for one in places for place, found in self._computed(jobs, read, [one]).items()}
+        self._told(len(places))
+        return {
+            place: _outcome(partial(jobs[place].encode, read[place], values))
+            for place, values in zip(places, outputs, strict=True)
+        }
+
+
+def _outcome(work: Callable[[], Encoded]) -> Encoded | Exception:
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def measure(program: Program, most: int) -> Measured | None:
+    """Measure batches of 2, 4, 8, ... up to ``most`` rows beside single rows; None where none pays, or where rows change each other.
+
+    The program must be of our export (what it computes is bounded by the sizes of its inputs), and the first dimension of each input and
+    output the only one of any size.
+    """
+    if "parity" not in program.metadata or not _is_batched(program):
+        return None
+    rows = _rows(program, max(2, most))
+    times: dict[int, list[float]] = {}
+    started = time.perf_counter()
+    _timed(program, rows, 1, times)
+    single_s = time.perf_counter() - started
+    sizes = [1]
+    while 2 * sizes[-1] <= most and ROUNDS * (sum(sizes) + 2 * sizes[-1]) * single_s <= BUDGET_S:
+        sizes.append(2 * sizes[-1])
+    if len(sizes) == 1 or (difference := _difference(program, rows, sizes[-1])) is None:
+        return None
+    times.clear()
+    for _ in range(ROUNDS):
+        for size in sizes:  # in turn: what else the machine does meets all of them
+            _timed(program, rows, size, times)
+    median_s = {size: statistics.median(found) for size, found in times.items()}
+    best = min(sizes, key=lambda size: median_s[size] / size)
+    smaller_cost_no_more = all(median_s[size] <= size * median_s[1] for size in sizes if size <= best)
+    if median_s[best] > PAYS * best * median_s[1] or not smaller_cost_no_more:
+        return None
+    return Measured(
+        rows=best,
+        one_ms=round(median_s[1] * 1000, 3),
+        together_ms=round(median_s[best] * 1000, 3),
+        largest_difference=difference,
+    )
+
+
+def _is_batched(program: Program) -> bool:
+    """Return True if the first dimension of all inputs and outputs has any size, and no other one of an input has."""
+    firsts = [spec.shape[:1] for spec in (*program.inputs, *program.outputs)]
+    fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape[1:])
+    return fixed and all(first and isinstance(first[0], str) for first in firsts)
+
+
+def _rows(program: Program, count: int) -> list[Array]:
+    """Return inputs of ``count`` rows of different sizes, up to 64 times each other: a scale that all share would show."""
+    random = np.random.default_rng(0)
+    found = []
+    for spec in program.inputs:
+        shape, kind = (count, *map(int, spec.shape[1:])), np.dtype(spec.dtype).kind
+        scale = (4.0 ** (np.arange(count) % 4)).reshape(-1, *[1] * (len(shape) - 1))
+        values = random.standard_normal(shape) * scale if kind == "f" else random.integers(0, 2, shape)
+        found.append(values.astype(spec.dtype))
+    return found
+
+
+def _timed(program: Program, rows: list[Array], size: int, times: dict[int, list[float]]) -> None:
+    given = [value[:size] for value in rows]
+    started = time.perf_counter()
+    program(*given)
+    times.setdefault(size, []).append(time.perf_counter() - started)
+
+
+def _difference(program: Program, rows: list[Array], size: int) -> float | None:
+    """Return the largest difference between rows alone and in a batch, of each row's largest element; None beyond the tolerance."""
+    together = compute(program, [value[:size] for value in rows])
+    worst = 0.0
+    for row in range(size):
+        alone = compute(program, [value[row : row + 1] for value in rows])
+        for one, other in zip(alone, together, strict=True):
+            if len(other) != size:
+                return None
+            a, b = one[0], other[row]
+            if np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
+                continue
+            if a.dtype.kind != "f" or a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+                return None
+            worst = max(
+                worst, float(np.abs(a.astype(np.float64) - b).max() / max(np.abs(a).max(), np.finfo(a.dtype).tiny))
+            )
+    return worst if worst <= TOLERANCE else None
