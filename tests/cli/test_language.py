@@ -101,6 +101,10 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err
+    status, out, err = typed("export runs/lm/1 --embedding --out embed.onnx")
+    assert status == 0, err
+    assert "with tokenizer, for texts of up to 2048 tokens" in out
+    assert Program.load("embed.onnx").metadata["task"] == "embedding"
     status, out, err = typed("quantize runs/lm/1 --recipe lowbit --recipe.group_size=16 --out w4a8.onnx")
     assert status == 0, err
     assert re.search(r"wrote w4a8\.onnx: w4a8, .* \d+ dB.* x as fast as float32 .* in \d+% of its size", out)

@@ -39,7 +39,7 @@ PROMPTS = ["hello", "a", "The quick brown fox", "x" * 40, "zz"]
 NEW = 24
 
 
-def exported(path, *, positions: int = 256):
+def built(positions: int = 256):
     model = build_model(
         "llama3-debug", dim=64, layers=2, heads=4, kv_heads=2, hidden=128, vocab_size=259, max_positions=positions
     )
@@ -49,6 +49,11 @@ def exported(path, *, positions: int = 256):
         if weight.dim() > 1:
             weight.mul_(3)  # so that texts differ
     model.output.weight[ByteTokenizer().eos] = 0  # and do not end early
+    return model
+
+
+def exported(path, *, positions: int = 256):
+    model = built(positions)
     texts = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
     return export_language_model(model, path, [texts], tokenizer=ByteTokenizer())
 

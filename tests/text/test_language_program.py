@@ -18,7 +18,7 @@ from arclight.deploy import Int8, Program, ProgramError, WeightOnly, export, qua
 from arclight.deploy.formats import onnx_graph
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, build_model, generate, language_program
-from arclight.text.language_program import DYNAMIC, CachedDecoder, export_language_model, tokenizer_of
+from arclight.text.language_program import DYNAMIC, CachedDecoder, ProgramRun, export_language_model, tokenizer_of
 
 PROMPTS = ["def main", "x", "import numpy as np\n"]
 TEXT = torch.tensor([list(b"the cat sat on t"), list(b"a bird saw 7 dog"), list(b"import numpy as ")])
@@ -143,6 +143,22 @@ def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path) -
     )
     with pytest.raises(ProgramError, match="older arclight, without a cache: export the model again"):
         tokenizer_of(old)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vocab_size": "259"}, {"vocab_size": True}, {"max_positions": 64.0}, {"max_positions": 0}, {"placeholders": None},
+        {"placeholders": [1, "2"]}, {"placeholders": [-1]}, {"tokenizer_files": ["x"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_description_with_other_types_is_refused_by_name(program: Program, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    changed = Program(program.path, program._session, program.metadata | wrong, None)
+    for reads in (ProgramRun, tokenizer_of):
+        with pytest.raises(ProgramError, match=f"describes its {name} as"):
+            reads(changed)
 
 
 def test_a_tokenizer_is_of_the_program_or_asked_for(decoder: Any, program: Program) -> None:

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.serve.tasks.scheduler import Scheduler
     from arclight.serve.tasks.text import ChatRequest, CompletionRequest
+    from arclight.text.embedding_program import Embedder
 
 T = TypeVar("T")
 OBJECT_DETECTION = "/v1/object-detection/{model}"
 INFER = "/v2/models/{model}/infer"
+TEXT_TASKS = ("language", "embedding")
 TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
@@ -51,7 +53,7 @@ class Described:
     name: str
     version: str
     task: str
-    """detect, language, or tensors for any other."""
+    """detect, language, embedding, or tensors for any other."""
     precision: str
     threads: int | None
     """CPU threads that compute a request; null for as many as its runtime takes."""
@@ -194,7 +196,7 @@ def build_app(
 
     add_photo_routes(app, service)
     add_tensor_routes(app, service)
-    if any(model.text is not None for model in models):
+    if any(model.task in TEXT_TASKS for model in models):
         add_text_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
@@ -212,9 +214,11 @@ def addresses(service: Service) -> dict[str, Address]:
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}
-    generating = [model.name for model in service.models.all() if model.text is not None]
-    name = generating[0] if len(generating) == 1 else "text"  # which of several the request asks is in its body
-    return found | ({path: Address(path, name) for path in TEXT} if generating else {})
+    for paths, task in ((TEXT[:2], "language"), (TEXT[2:], "embedding")):
+        asked = [model.name for model in service.models.all() if model.task == task]
+        name = asked[0] if len(asked) == 1 else "text"  # which of several the request asks is in its body
+        found |= {path: Address(path, name) for path in paths} if asked else {}
+    return found
 
 
 class Service:
@@ -258,7 +262,9 @@ class Service:
         """Return the program of a model and its version, and note the model; raises Refusal 404."""
         model = self._model(name, record)
         if model.program is None:
-            where = "texts go to POST /v1/completions" if model.text else "photos go to POST /detect"
+            where = "photos go to POST /detect"
+            if model.text is not None or model.embedder is not None:
+                where = f"texts go to POST {TEXT[0] if model.text is not None else TEXT[2]}"
             raise Refusal(404, f"{name} takes no tensors; {where}.")
         return model.program, model.version
 
@@ -267,6 +273,16 @@ class Service:
         if (scheduler := self._model(name, record).text) is None:
             raise Refusal(404, f"{name} generates no text; GET /v1/models lists the models that do.")
         return scheduler
+
+    def embedder(self, name: str, record: Record) -> Embedder:
+        """Return what embeds texts for a model, and note the model; raises Refusal 404, and 400 for a model that gives no embeddings."""
+        if (embedder := self._model(name, record).embedder) is None:
+            raise Refusal(
+                400,
+                f"{name} gives no embeddings; write a program of a language model's run that does by arclight export RUN --embedding "
+                "--out FILE, and serve that.",
+            )
+        return embedder
 
     def _model(self, name: str, record: Record) -> ServedModel:
         if name not in self.models:
@@ -396,7 +412,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
     """Add OpenAI's protocol."""
-    from arclight.serve.tasks import text  # which imports torch
+    from arclight.serve.tasks import embeddings, text  # which import torch
 
     async def answered(request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
         record = record_of(request.scope)
@@ -410,13 +426,14 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the models that generate text."""
-        return text.listed({model.name: model.created for model in service.models.all() if model.text is not None})
+        """List the models that generate or embed text."""
+        return text.listed({model.name: model.created for model in service.models.all() if model.task in TEXT_TASKS})
 
     @app.get("/v1/models/{model}", responses={404: {}})
     async def model_of_text(request: Request, model: str) -> dict[str, Any]:
-        """Describe a model that generates text."""
-        service.text(model, record_of(request.scope))
+        """Describe a model that generates or embeds text."""
+        if model not in service.models or service.models[model].task not in TEXT_TASKS:
+            service.text(model, record_of(request.scope))
         return text.described(model, service.models[model].created)
 
     @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
@@ -429,10 +446,18 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
         """Answer a chat by the model's template, whole or streamed by server-sent events."""
         return await answered(request, text.ChatRequest)
 
-    @app.post(TEXT[2], responses={400: {}})
-    async def embeddings() -> None:
-        """Refuse: no program that this version exports gives embeddings."""
-        raise Refusal(400, "No program that is served here gives embeddings; language programs give text only.")
+    @app.post(TEXT[2], responses=TEXT_REFUSALS, openapi_extra=text.openapi(embeddings.EmbeddingRequest))
+    async def embedding(request: Request) -> Response:
+        """Give the vectors of texts."""
+        record = record_of(request.scope)
+        content = await service.run(
+            request,
+            "embeddings",
+            lambda body, turn: embeddings.answer(
+                body, lambda name: service.embedder(name, record), service.limits, turn
+            ),
+        )
+        return Response(content, media_type="application/json")
 
 
 TEXT_REFUSALS: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 429, 500, 503)}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from arclight.deploy.programs.folder import Mark, Trusted
     from arclight.deploy.programs.session import Runtime
     from arclight.serve.tasks.scheduler import Scheduler
+    from arclight.text.embedding_program import Embedder
 
 log = logging.getLogger("arclight.serve")
 Marks = Mapping[Path, "Mark"]
@@ -33,13 +34,14 @@ Marks = Mapping[Path, "Mark"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text."""
+    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text, an embedder vectors of texts."""
 
     name: str
     precision: str = "unknown"
     detector: Detect | None = None
     program: Program | None = None
     text: Scheduler | None = None
+    embedder: Embedder | None = None
     loaded: Program | None = None
     """The program that all of these run; None for a detector of the caller's own."""
     pace: Pace = field(default_factory=Pace)
@@ -56,8 +58,12 @@ class ServedModel:
 
     @property
     def task(self) -> str:
-        """Return detect, language, or tensors for any other."""
-        return "language" if self.text is not None else "detect" if self.detector is not None else "tensors"
+        """Return detect, language, embedding, or tensors for any other."""
+        if self.text is not None:
+            return "language"
+        if self.embedder is not None:
+            return "embedding"
+        return "detect" if self.detector is not None else "tensors"
 
 
 def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
@@ -68,15 +74,19 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
         path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted
     )
     task = program.metadata.get("task")
-    if lone and task not in ("detect", "language"):
+    if lone and task not in ("detect", "language", "embedding"):
         raise ProgramError(
-            f"{path} is not a detector (its task is {task!r}) and generates no text: serve it by a name, as {path.stem}={path}"
+            f"{path} is not a detector (its task is {task!r}) and takes no text: serve it by a name, as {path.stem}={path}"
         )
     if task == "language":
         from arclight.serve.tasks.scheduler import Scheduler
 
         text = Scheduler(program, streams=limits.streams, queue=limits.queue)
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
+    if task == "embedding":
+        from arclight.text.embedding_program import Embedder
+
+        return ServedModel(name=name, precision=program.precision, embedder=Embedder(program), loaded=program)
     detector = program.predict_one if task == "detect" else None
     pace = Pace()
     return ServedModel(
@@ -120,6 +130,8 @@ def start(model: ServedModel) -> None:
 
     if model.text is not None:
         model.text.start()
+    elif model.embedder is not None:
+        model.embedder.embed([[0]])
     elif model.detector is not None:
         model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
     elif model.program is not None:
@@ -146,6 +158,10 @@ def check_replacement(old: ServedModel, new: ServedModel) -> None:
     recorded = ["parity" in model.loaded.metadata for model in (old, new) if model.loaded is not None]
     if recorded == [True, False]:
         raise ProgramError("it was never compared with its torch model, and the one that is served was: export it")
+    if old.embedder is not None and new.embedder is not None and old.embedder.dimensions != new.embedder.dimensions:
+        raise ProgramError(
+            f"its vectors have {new.embedder.dimensions} dimensions, and those that are served have {old.embedder.dimensions}"
+        )
     if old.program is None or new.program is None:
         return
     for kind, before, after in (

@@ -268,15 +268,30 @@ class LanguageModel(Module):
 
         Its metric is the mean log-likelihood of the next token in held-out texts, nats.
         """
-        from arclight.text.data.data_module import TextDataModule
         from arclight.text.language_program import of_texts
+
+        data = self._loaded(data)
+        tokens = self._texts(data, batches)
+        held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
+        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
+
+    def configure_embedding(self, data: Any, batches: int) -> Deployment:
+        """Return what the model ships as one that embeds texts; ``data`` and ``batches`` as for `configure_deployment`."""
+        from arclight.text.embedding_program import of_texts
+
+        tokens = self._texts(self._loaded(data), batches)
+        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model})
+
+    def _loaded(self, data: Any) -> Any:
+        from arclight.text.data.data_module import TextDataModule
 
         data = data or TextDataModule(self.settings.data)
         data.prepare_data()
         data.setup("fit")
-        tokens = [batch["tokens"] for batch in itertools.islice(data.train_dataloader(), batches)]
-        held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
-        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
+        return data
+
+    def _texts(self, data: Any, batches: int) -> list[Tensor]:
+        return [batch["tokens"] for batch in itertools.islice(data.train_dataloader(), batches)]
 
     def generate(self, prompts: str | list[str], **options: Any) -> Any:
         """Continue ``prompts`` with text; see `arclight.text.generate`."""

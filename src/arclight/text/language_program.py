@@ -239,9 +239,9 @@ def described(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return described
 
 
-def tokenizer_of(program: Program) -> Tokenizer:
-    """Return the tokenizer stored in a language program; ProgramError where there is none, or it is another one."""
-    _check(program)
+def tokenizer_of(program: Program, task: str = TASK) -> Tokenizer:
+    """Return the tokenizer stored in a program of ``task``; ProgramError where there is none, or it is another one."""
+    _check(program, task)
     packed = program.metadata.get("tokenizer_files")
     if not packed:
         raise ProgramError(
@@ -310,11 +310,27 @@ class ProgramRun:
         self._padding, self._past = self._padding[rows], [held[rows] for held in self._past]
 
 
-def _check(program: Program) -> None:
-    """Raise ProgramError for a program that does not generate text."""
-    if program.metadata.get("task") != TASK:
-        raise ProgramError(f"{program.path} is no language program: export a language model with arclight export")
-    if "max_positions" not in program.metadata:
+_SIZES = ("vocab_size", "max_positions")
+
+
+def _check(program: Program, task: str = TASK) -> None:
+    """Raise ProgramError for a program of another task, or whose description has other types than an exporter writes."""
+    about = program.metadata
+    if about.get("task") != task:
+        raise ProgramError(f"{program.path} is no {task} program: export a language model with arclight export")
+    if "max_positions" not in about:
         raise ProgramError(
             f"{program.path} is a language program of an older arclight, without a cache: export the model again"
         )
+    for name in _SIZES:
+        if type(about.get(name)) is not int or about[name] < 1:
+            raise ProgramError(
+                f"{program.path} describes its {name} as {str(about.get(name))[:60]!r}, and it is a number above 0"
+            )
+    placeholders = about.get("placeholders")
+    if not isinstance(placeholders, list) or not all(type(one) is int and one >= 0 for one in placeholders):
+        raise ProgramError(
+            f"{program.path} describes its placeholders as {str(placeholders)[:60]!r}, and they are token ids"
+        )
+    if not isinstance(about.get("tokenizer_files") or {}, dict):
+        raise ProgramError(f"{program.path} describes its tokenizer_files as no files by name: export the model again")

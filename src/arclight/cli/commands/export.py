@@ -43,7 +43,9 @@ def export(arguments: list[str]) -> None:
     )
     options, rest = parser.parse_known_args(arguments)
     is_language = trained_language([options.source])
-    if options.format == "hf" or (is_language and options.format is None and options.out.suffix != ".onnx"):
+    if options.format == "hf" or (
+        not options.embedding and is_language and options.format is None and options.out.suffix != ".onnx"
+    ):
         return _write_hf(parser, options, rest)
     return _ship(parser, options, rest, None)
 
@@ -114,6 +116,11 @@ def _parser(verb: str, about: str) -> Parser:
         help="weights of a module of your own: last for the best of its newest run, or the PATH of a run folder or checkpoint",
     )  # fmt: skip
     parser.add_argument(
+        "--embedding",
+        action="store_true",
+        help="of a language model, write a program that gives the vectors of texts (means of their last hidden states) in place of text",
+    )
+    parser.add_argument(
         "--batch-size", type=int, metavar="N", help="fix the batch size of the program (aoti takes int8 only so)"
     )
     parser.add_argument(
@@ -127,12 +134,22 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
     check_program_name(options.out, is_folder=options.format is not None)
     from arclight.deploy.deployment import configured, planned, ship
     from arclight.deploy.parity import parity_summary, speed_summary
+    from arclight.text.language_model import LanguageModel
 
     planned(options.out, recipe, options.format, signed=options.sign is not None)
     module, data = opened(parser, options, rest)
+    if options.embedding and not isinstance(module, LanguageModel):
+        raise UsageError(
+            f"--embedding is for language models, and {options.source} is a {type(module).__name__}: leave it out"
+        )
     verb = "exporting" if recipe is None else "quantizing"
     with working(f"{verb} {_name(module)} and comparing the program with it"):
-        deployment = configured(module, data, calibration_batches(recipe))
+        batches = calibration_batches(recipe)
+        deployment = (
+            module.configure_embedding(data, batches)
+            if options.embedding and isinstance(module, LanguageModel)
+            else configured(module, data, batches)
+        )
         sign = None if options.sign is None else _signing_key(options.sign)
         program = ship(
             deployment, options.out, recipe, format=options.format, batch_size=options.batch_size,
@@ -146,6 +163,8 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
 
 def _size(program: Program) -> str:
     size = f"{program.nbytes / 1e6:.1f} MB"
+    if program.metadata.get("task") == "embedding":
+        return f"{size} with tokenizer, for texts of up to {program.metadata['max_positions']} tokens"
     if program.metadata.get("task") != "language":
         return size
     return f"{size} with cache and tokenizer, for up to {program.metadata['max_positions']} tokens"
@@ -171,9 +190,9 @@ def _write_hf(parser: Parser, options: Namespace, rest: Sequence[str]) -> None:
     _refuse(parser, rest)
     if not trained_language([options.source]):
         raise UsageError(f"--format hf is for runs of language models, and {options.source} is none")
-    if options.sign is not None or options.batch_size is not None:
+    if options.sign is not None or options.batch_size is not None or options.embedding:
         raise UsageError(
-            "--sign and --batch-size are of programs, and --format hf writes weights: name a --format of a program"
+            "--sign, --batch-size and --embedding are of programs, and --format hf writes weights: name a --format of a program"
         )
     if options.out.suffix in WEIGHT_FILES:
         raise UsageError(

@@ -3,7 +3,7 @@
 import { peek } from "./server.js";
 import { element, milliseconds } from "./words.js";
 
-const TASKS = { detect: "finds objects in photos", language: "generates text", tensors: "computes tensors" };
+const TASKS = { detect: "finds objects in photos", language: "generates text", embedding: "gives vectors of texts", tensors: "computes tensors" };
 
 // Show the models; where the server demands a key that nobody has given yet, they stay hidden.
 export async function showModels(section, list) {

@@ -152,7 +152,7 @@ def decode(
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
-        raise Refusal(400, _wrong(error)) from None
+        raise Refusal(400, wrong_field(error)) from None
     scheduler = model(asked.model)
     try:
         prompts = asked.prompts(scheduler.tokenizer)
@@ -163,7 +163,7 @@ def decode(
     return Asked(request=asked, scheduler=scheduler, prompts=prompts, new=new)
 
 
-def _wrong(error: ValidationError) -> str:
+def wrong_field(error: ValidationError) -> str:
     """Return a sentence on the first field that is wrong."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:80]
@@ -326,7 +326,7 @@ def described(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "arclight"}
 
 
-def openapi(kind: type[TextRequest]) -> dict[str, Any]:
+def openapi(kind: type[BaseModel]) -> dict[str, Any]:
     """Describe the body of a request for the OpenAPI document, without references to other places of it."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})

@@ -1,0 +1,104 @@
+"""Answer requests for the embeddings of texts, by OpenAI's API."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from arclight.serve.admission import Refusal, Turn, busy, in_words, one_sentence
+from arclight.serve.settings import Limits
+from arclight.serve.tasks.text import wrong_field
+from arclight.text.data.tokenizer import TokenizerError
+from arclight.text.embedding_program import BATCH, Embedder
+
+MOST_TEXTS = 2048
+"""Texts of a request, as OpenAI's API has it."""
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS)]
+Tokens = Annotated[list[int], Field(min_length=1)]
+SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_TEXTS)]
+
+
+class EmbeddingRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    input: str | Texts | Tokens | SeveralTokens
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None
+
+    def texts(self) -> list[str] | list[list[int]]:
+        """Return the input as several texts, or token ids of several."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+
+def answer(body: bytes, model: Callable[[str], Embedder], limits: Limits, turn: Turn) -> bytes:
+    """Return the answer to a request; raises Refusal 400 for what the model cannot embed, 404, 413, and 503 past the deadline."""
+    if len(body) > limits.json_bytes:
+        raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
+    try:
+        asked = EmbeddingRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(400, _wrong(error)) from None
+    embedder = model(asked.model)
+    if asked.dimensions not in (None, embedder.dimensions):
+        raise Refusal(
+            400,
+            f"The model's embeddings have {embedder.dimensions} dimensions, not {asked.dimensions}; leave the field 'dimensions' out.",
+        )
+    try:
+        texts = [embedder.encode(text) for text in asked.texts()]
+    except (ValueError, TokenizerError) as error:
+        raise Refusal(400, one_sentence(error)) from None
+    vectors = embedded(embedder, texts, turn)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    count = sum(map(len, texts))
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return json.dumps({"object": "list", "data": data, "model": asked.model, "usage": usage}, allow_nan=False).encode()
+
+
+def embedded(embedder: Embedder, texts: list[list[int]], turn: Turn) -> list[np.ndarray[Any, Any]]:
+    """Return the vectors of texts, those of like lengths in one call; raises Refusal 503 once ``turn`` is over."""
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    found: dict[int, np.ndarray[Any, Any]] = {}
+    for begun in range(0, len(order), BATCH):
+        if turn.is_over():
+            raise busy(f"The deadline came after {len(found)} of {len(texts)} texts; send fewer at once", 1, status=503)
+        places = order[begun : begun + BATCH]
+        found |= zip(places, embedder.embed([texts[place] for place in places]), strict=True)
+    vectors = [found[place] for place in range(len(texts))]
+    if not all(np.isfinite(vector).all() for vector in vectors):
+        raise Refusal(500, "The model gave an embedding that is NaN or infinite.")
+    return vectors
+
+
+def _written(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]:
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.astype(np.float64).tolist()
+    return numbers
+
+
+def _wrong(error: ValidationError) -> str:
+    places = {
+        str(one["loc"][0])
+        for one in error.errors(include_url=False, include_context=False, include_input=False)
+        if one["loc"]
+    }
+    if places == {"input"}:  # each form that it might have had complains
+        return (
+            f"The field 'input' must be a text, a list of texts, a list of token ids or a list of such lists, of at most {MOST_TEXTS} "
+            "texts, none of them empty."
+        )
+    return wrong_field(error)

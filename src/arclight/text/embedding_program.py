@@ -1,0 +1,144 @@
+"""Export and run embedding programs: texts in, a vector of unit length for each out, the mean of its last hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.deploy.capture import frozen_copy
+from arclight.deploy.errors import ProgramError
+from arclight.text.data.tokenizer import Tokenizer
+from arclight.text.language_program import described, tokenizer_of
+from arclight.text.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from arclight.deploy.deployment import Deployment
+    from arclight.deploy.programs.program import Program
+    from arclight.deploy.settings import Quantization
+
+TASK = "embedding"
+DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "lengths": {0: "batch"}}
+"""Dimensions of a program that have any size, by input."""
+BATCH = 8
+"""Texts of one call."""
+Array = np.ndarray[Any, Any]
+
+
+class PooledDecoder(nn.Module):
+    """A decoder as its embedding program computes it.
+
+    tokens: (B, T) int64, filled up at the right. lengths: (B,) int64, how many of them each text has, at least one. Gives the means (B, D)
+    of the texts' last hidden states, those from which the decoder would compute logits, divided by their Euclidean lengths. A
+    decoder is causal: what fills up a text changes nothing before it, and the mean leaves it out.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        h_BTD = self.decoder.hidden(tokens).float()
+        is_text_BT = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        sum_BD = (h_BTD * is_text_BT[..., None]).sum(1)
+        return F.normalize(sum_BD / lengths[:, None], dim=-1)
+
+
+def of_texts(
+    decoder: Decoder, batches: Sequence[Tensor], tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None
+) -> Deployment:
+    """Return what ``decoder`` ships as an embedding program, compared and calibrated on ``batches``: token ids (B, T) int64 of real text.
+
+    The program takes any number of texts, of any length up to the model's positions; see `PooledDecoder`. ``tokenizer`` is stored in it.
+    """
+    from arclight.deploy.deployment import EXAMPLES, Deployment
+    from arclight.text.model.moe import BaseRouter
+
+    pooled = frozen_copy(PooledDecoder(decoder))
+    tokens_BT = batches[0][:EXAMPLES].cpu()
+    batch, length = tokens_BT.shape
+    if batch < 2 or length < 4:
+        raise ValueError(
+            f"{batch} texts of {length} tokens are too few to compare a program on: give 2 of 4 tokens at least"
+        )
+    whole = torch.full((batch,), length)
+    return Deployment(
+        model=pooled,
+        example_inputs=(tokens_BT, whole),
+        calibration=((tokens.cpu(), torch.full((len(tokens),), tokens.shape[1])) for tokens in batches),
+        comparisons={
+            "texts of different lengths": (tokens_BT, torch.arange(batch) % (length - 1) + 1),
+            "one token": (tokens_BT[:1, :1], torch.ones(1, dtype=torch.int64)),
+        },
+        dynamic=DYNAMIC,
+        input_names=["tokens", "lengths"],
+        output_names=["embeddings"],
+        float_modules=tuple(  # another choice of experts is no rounding error
+            name for name, module in pooled.named_modules() if isinstance(module, BaseRouter)
+        ),
+        prefix="decoder.",
+        metadata={**(metadata or {}), **described(decoder, tokenizer), "task": TASK},
+    )
+
+
+def export_embedding_model(
+    model: Any,
+    path: Path | str,
+    batches: Sequence[Tensor],
+    recipe: Quantization | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> Program:
+    """Write ``model``, a `LanguageModel` or its decoder, as one embedding program; see `of_texts`, and `ship` for options and errors."""
+    from arclight.deploy.deployment import ship
+
+    if isinstance(model, Decoder):
+        return ship(of_texts(model, batches, tokenizer), path, recipe, **options)
+    about = {"model": model.settings.model}
+    return ship(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+
+
+class Embedder:
+    """Embeds texts by one program; any number of threads may call it."""
+
+    def __init__(self, program: Program) -> None:
+        """Raises ProgramError for a program that embeds no texts, or has no tokenizer."""
+        self.program = program
+        self.tokenizer = tokenizer_of(program, TASK)
+        self.vocab_size: int = program.metadata["vocab_size"]
+        self.max_positions: int = program.metadata["max_positions"]
+        dimensions = program.outputs[0].shape[-1]
+        if not isinstance(dimensions, int) or len(program.inputs) != 2:
+            raise ProgramError(
+                f"{program.path} says that it embeds texts, and has other inputs or outputs: export it again"
+            )
+        self.dimensions = dimensions
+        """Elements of a vector."""
+
+    def encode(self, text: str | Sequence[int]) -> list[int]:
+        """Return the ids of a text, or check ids; ValueError for an empty text, too long a one, or ids of no token."""
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if not ids:
+            raise ValueError("a text is empty, and nothing has no embedding: leave it out")
+        if len(ids) > self.max_positions:
+            raise ValueError(
+                f"a text has {len(ids)} tokens, and the model has {self.max_positions} positions: shorten it"
+            )
+        if wrong := [one for one in ids if not 0 <= one < self.vocab_size]:
+            raise ValueError(f"{wrong[0]} is no token id: the vocabulary has {self.vocab_size} tokens")
+        return ids
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Array:
+        """Return the vectors (B, D) float32 of at most `BATCH` texts, token ids as `encode` gives them."""
+        lengths = np.array([len(text) for text in texts], np.int64)
+        tokens = np.zeros((len(texts), int(lengths.max())), np.int64)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = text
+        found: Array = self.program(tokens, lengths)
+        return found

@@ -1,0 +1,161 @@
+"""Embeddings of texts: programs that give them, and OpenAI's protocol."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+from tests.serve.test_text import PROMPTS, built
+from torch.nn import functional as F
+
+from arclight.deploy import Program, ProgramError
+from arclight.serve import Limits, models
+from arclight.serve.admission import Refusal, Turn
+from arclight.serve.app import build_app
+from arclight.serve.middleware import Access
+from arclight.serve.tasks.embeddings import embedded
+from arclight.text.data.tokenizer import ByteTokenizer
+from arclight.text.embedding_program import Embedder, export_embedding_model
+from arclight.text.language_program import export_language_model
+
+TEXTS = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return built()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("embeddings")
+    return export_embedding_model(model, folder / "embed.onnx", [TEXTS], tokenizer=ByteTokenizer()).path
+
+
+@pytest.fixture(scope="module")
+def client(path, model):
+    lm = export_language_model(model, path.with_name("lm.onnx"), [TEXTS], tokenizer=ByteTokenizer()).path
+    served = [models.load(name, one, Limits()) for name, one in (("embed", path), ("lm", lm))]
+    with TestClient(build_app(served, Limits(), Access())) as client:
+        yield client
+
+
+def reference(model, text: str) -> torch.Tensor:
+    with torch.no_grad():
+        return F.normalize(model.hidden(torch.tensor([list(text.encode())]))[0].mean(0), dim=0)
+
+
+def ask(client, status: int = 200, **fields):
+    answer = client.post("/v1/embeddings", json={"model": "embed"} | fields)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_embeddings_are_means_of_the_models_hidden_states(client, model):
+    answer = ask(client, input=PROMPTS)
+    vectors = torch.tensor([one["embedding"] for one in answer["data"]])
+    torch.testing.assert_close(vectors, torch.stack([reference(model, text) for text in PROMPTS]), atol=2e-5, rtol=0)
+    assert [one["index"] for one in answer["data"]] == list(range(5))
+    count = sum(len(text.encode()) for text in PROMPTS)
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    assert (answer["object"], answer["model"], answer["data"][0]["object"]) == ("list", "embed", "embedding")
+
+
+def test_what_is_beside_a_text_changes_nothing(client):
+    alone = ask(client, input="a")["data"][0]["embedding"]
+    beside = ask(client, input=["a", "x" * 200])["data"][0]["embedding"]
+    np.testing.assert_allclose(alone, beside, atol=1e-6)
+
+
+def test_texts_and_token_ids_alone_or_several_give_the_same(client):
+    forms = ["hello", ["hello"], list(b"hello"), [list(b"hello")]]
+    found = [ask(client, input=form)["data"] for form in forms]
+    assert all(one == found[0] for one in found)
+
+
+def test_many_texts_keep_their_order(client):
+    texts = [chr(97 + n % 26) * (1 + n * 7 % 23) for n in range(30)]
+    together = [one["embedding"] for one in ask(client, input=texts)["data"]]
+    for place in (0, 7, 29):
+        np.testing.assert_allclose(together[place], ask(client, input=texts[place])["data"][0]["embedding"], atol=1e-6)
+
+
+def test_base64_has_the_same_numbers_as_little_endian_floats(client):
+    numbers = ask(client, input="hello", encoding_format="float")["data"][0]["embedding"]
+    packed = ask(client, input="hello", encoding_format="base64", dimensions=64)["data"][0]["embedding"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(packed), "<f4"), np.float32(numbers))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"input": "a", "dimensions": 8}, "have 64 dimensions, not 8"),
+        ({"input": ""}, "a text is empty"),
+        ({"input": ["a", ""]}, "a text is empty"),
+        ({"input": []}, "The field 'input' must be a text"),
+        ({"input": [[]]}, "The field 'input' must be a text"),
+        ({"input": ["a", 1]}, "The field 'input' must be a text"),
+        ({"input": [1.5]}, "The field 'input' must be a text"),
+        ({"input": ["a"] * 2049}, "of at most 2048"),
+        ({}, "input"),
+        ({"input": "x" * 257}, "257 tokens, and the model has 256 positions"),
+        ({"input": [259]}, "259 is no token id"),
+        ({"input": [-1]}, "-1 is no token id"),
+        ({"input": "a", "encoding_format": "hex"}, "'encoding_format'"),
+        ({"input": "a", "truncate": True}, "The field 'truncate' is not supported"),
+        ({"input": "a", "model": "lm"}, "lm gives no embeddings; write a program of a language model's run that does by arclight export"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_embedded_is_refused_in_one_sentence(client, fields, sentence):
+    error = ask(client, 400, **fields)["error"]
+    assert sentence.lower() in error["message"].lower()
+    assert error["type"] == "invalid_request_error"
+
+
+def test_models_are_told_apart(client):
+    assert "There is no model 'none'" in ask(client, 404, input="a", model="none")["error"]["message"]
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["embed", "lm"]
+    assert client.get("/v1/models/embed").status_code == 200
+    refused = client.post("/v1/completions", json={"model": "embed", "prompt": "a"})
+    assert refused.status_code == 404
+    assert "generates no text" in refused.json()["error"]["message"]
+    assert [one["task"] for one in client.get("/models").json()] == ["embedding", "language"]
+    assert "/v1/embeddings" in client.get("/v2/models/embed").json()["error"]
+    assert client.post("/v1/embeddings", content=b"{" + b" " * 6_000_000).status_code == 413
+
+
+def test_the_deadline_ends_a_request_between_two_calls(path):
+    embedder = Embedder(Program.load(path))
+    turn = Turn(30)
+    assert len(embedded(embedder, [[1]] * 9, turn)) == 9
+    turn.leave()
+    with pytest.raises(Refusal, match="after 0 of 9 texts"):
+        embedded(embedder, [[1]] * 9, turn)
+
+
+def test_programs_that_embed_and_that_generate_are_not_confused(client, path):
+    with pytest.raises(ProgramError, match="is no embedding program"):
+        Embedder(Program.load(path.with_name("lm.onnx")))
+    program = Program.load(path)
+    program.metadata["max_positions"] = "256"
+    with pytest.raises(ProgramError, match="max_positions as '256', and it is a number"):
+        Embedder(program)
+
+
+def test_a_new_version_keeps_its_dimensions(path, model):
+    old = models.load("embed", path, Limits())
+    models.check_replacement(old, old)
+    new = models.load("embed", path, Limits())
+    new.embedder.dimensions = 32
+    with pytest.raises(ProgramError, match="have 32 dimensions"):
+        models.check_replacement(old, new)
+
+
+def test_a_vector_that_is_no_number_is_a_fault(path):
+    embedder = Embedder(Program.load(path))
+    embedder.embed = lambda texts: np.full((len(texts), 64), np.nan, np.float32)
+    with pytest.raises(Refusal, match="NaN"):
+        embedded(embedder, [[1]], Turn(30))
