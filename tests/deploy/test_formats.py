@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, 
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.formats.formats import destination, write_graph
 from arclight.deploy.programs.fresh import run_fresh
-from arclight.deploy.programs.torch_runtime import TorchSession
+from arclight.deploy.programs.torch_runtime import _THREADS, TorchSession
 from arclight.deploy.settings import Target
 from arclight.fabric.signing import SigningKey
 
@@ -309,3 +310,31 @@ def test_reading_a_pt2_is_running_it(two_heads: nn.Module, tmp_path: Path) -> No
             evil.writestr(name.replace("m/", "evil/", 1), content)
     TorchSession(tmp_path / "evil.pt2", threads=None, compiled=False, inputs=(), outputs=())
     assert told.exists()
+
+
+def test_numbers_of_threads_are_put_back_by_calls_that_overlap() -> None:
+    before = torch.get_num_threads()
+    inside, leave, found = threading.Barrier(2), threading.Event(), []
+
+    def first() -> None:
+        with _THREADS.of(before + 2):
+            inside.wait(20)
+            leave.wait(20)
+
+    def second() -> None:  # torch runs for the first time in this thread while the other has set its number
+        with _THREADS.of(before + 1):
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+
+    one, other = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    inside.wait(20)
+    other.start()
+    other.join()
+    leave.set()
+    one.join()
+    last = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    last.start()
+    last.join()
+    assert found == [before + 1, before, before]
+    assert torch.get_num_threads() == before

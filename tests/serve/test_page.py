@@ -12,6 +12,7 @@ from tests.serve.conftest import LOOPBACK
 from tests.serve.test_program import exported as detector
 from tests.serve.test_reload import bare
 from tests.serve.test_tensors import SERVE
+from tests.serve.test_text import exported as language
 
 from arclight.serve.models import ServedModel, proof
 
@@ -168,8 +169,8 @@ def test_a_photo_without_codes_says_what_to_do(page, tmp_path):
 
 def test_the_text_of_a_code_opens_and_is_copied_by_keyboard_alone(page):
     page.run("document.getElementById('choose').focus()")
-    camera = 1 if page.run("return !document.getElementById('camera').hidden") else 0
-    page.press(TAB * (camera + 1) + ENTER)
+    buttons = page.run("return ['camera', 'live'].filter((id) => !document.getElementById(id).hidden).length")
+    page.press(TAB * (buttons + 1) + ENTER)
     page.wait(DONE)
     assert page.text(".merchant") == "Kopi Lereng Senja"
     assert page.run("return document.activeElement.id") == "summary"  # a screen reader reads the result next
@@ -189,6 +190,124 @@ def test_the_camera_takes_a_photo(page):
     page.wait(DONE)
     assert page.text("#summary") == "No code found"  # the browser's test picture has none
     assert page.run("return document.getElementById('viewfinder').srcObject") is None
+
+
+CAMERA = """
+    const canvas = document.createElement("canvas"), photo = await createImageBitmap(await (await fetch(arguments[0])).blob());
+    [canvas.width, canvas.height] = [photo.width, photo.height];
+    const pen = canvas.getContext("2d");
+    setInterval(() => pen.drawImage(photo, 0, 0), 50);
+    navigator.mediaDevices.getUserMedia = async () => (window.stream = canvas.captureStream(20));
+"""
+PICTURES = "Number(document.getElementById('timing').textContent.split(' ')[0])"
+DRAWN = """
+    const canvas = document.getElementById("overlay");
+    return canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.filter((v, i) => i % 4 === 3 && v > 128).length;
+"""
+
+
+def test_a_camera_is_watched_at_the_pace_of_answers(page):
+    page.run("return (async () => {" + CAMERA + "})()", "samples/receipt.jpg")
+    page.run(
+        "window.asked = 0; const f = fetch; window.fetch = (u, o) => { window.asked += u === '/detect'; return f(u, o); }"
+    )
+    page.click("#live")
+    page.wait(f"{PICTURES} >= 3")
+    assert page.run("return document.body.dataset.state") == "live"
+    assert page.text("#summary") == "1 code in sight"
+    assert page.text(".card .merchant") == "Toko Buku Pelita"
+    assert (
+        page.run("return document.getElementById('overlay').getAttribute('aria-label')") == "1 code marked on the photo"
+    )
+    asked, answered = page.run(f"return [window.asked, {PICTURES}]")
+    assert asked - answered in (0, 1)  # one picture is on its way at most
+    page.run("window.card = document.querySelector('.card')")
+    page.wait(f"{PICTURES} >= {answered + 2}")
+    assert page.run("return window.card.isConnected"), "a card stays as long as the same codes are seen"
+    page.click("#stop")
+    page.wait(DONE)
+    assert page.text("#summary") == "No longer watching"
+    assert page.run("return window.stream.getTracks().every((track) => track.readyState === 'ended')")
+    page.wait("!document.getElementById('photo').hidden && document.getElementById('photo').naturalWidth === 720")
+    assert page.run(DRAWN) > 500
+    assert page.text(".card .merchant") == "Toko Buku Pelita"
+
+
+def test_the_browsers_own_camera_is_watched_and_a_photo_ends_that(page):
+    page.click("#live")
+    page.wait(f"{PICTURES} >= 2")
+    assert page.text("#summary") == "Watching"
+    page.click("[data-sample='samples/counter.jpg']")
+    page.wait(DONE)
+    assert page.text(".merchant") == "Kopi Lereng Senja"
+    assert page.run("return document.getElementById('moving').srcObject") is None
+    assert page.run("return document.getElementById('stop').hidden")
+
+
+def test_a_camera_that_may_not_be_used_is_said(page):
+    page.run("navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', 'NotAllowedError'); }")
+    page.click("#live")
+    page.wait("document.body.dataset.state === 'error'")
+    assert page.text("#advice").startswith("The browser was not allowed to use the camera")
+
+
+def test_a_video_is_played_and_watched_to_its_end(page, tmp_path, sample):
+    import cv2
+    import numpy as np
+
+    photo = cv2.imdecode(np.frombuffer(sample("counter"), np.uint8), cv2.IMREAD_COLOR)
+    video = cv2.VideoWriter(str(tmp_path / "a.webm"), cv2.VideoWriter_fourcc(*"VP80"), 10, (360, 480))
+    for _ in range(20):
+        video.write(cv2.resize(photo, (360, 480), interpolation=cv2.INTER_AREA))
+    video.release()
+    page.type("#file", str(tmp_path / "a.webm"))
+    page.wait(f"{PICTURES} >= 1")
+    page.wait(DONE)
+    assert page.text("#summary") == "The video has ended"
+    assert page.text(".merchant") == "Kopi Lereng Senja"
+    assert "360 × 480 px" in page.text("#timing")
+
+
+def test_a_video_that_is_none_is_said(page, tmp_path):
+    (tmp_path / "a.webm").write_text("I am a text")
+    page.type("#file", str(tmp_path / "a.webm"))
+    page.wait("document.body.dataset.state === 'error'")
+    assert page.text("#advice") == "This browser cannot play this video."
+
+
+def test_a_full_server_is_asked_again_while_watching(page):
+    page.run("""
+        const f = fetch;
+        let busy = 2;
+        window.fetch = (u, o) => (u === "/detect" && busy-- > 0
+          ? Promise.resolve(new Response('{"error": "x"}', { status: 429, headers: { "Retry-After": "0.05" } })) : f(u, o));
+    """)
+    page.click("#live")
+    page.wait(f"{PICTURES} >= 1")
+    page.click("#stop")
+    page.wait(DONE)
+
+
+def test_a_language_model_writes_on_the_page(chrome, serve_with, tmp_path):
+    language(tmp_path / "lm.onnx")
+    (tmp_path / "serve.py").write_text(SERVE)
+    server = serve_with(f"lm={tmp_path / 'lm.onnx'}", program=str(tmp_path / "serve.py"))
+    chrome.open(server.url)
+    chrome.wait("!document.getElementById('writer').hidden")
+    assert chrome.run("return document.querySelector('.start').hidden"), "nothing here looks at photos"
+    chrome.run(
+        "window.grown = 0; new MutationObserver(() => { window.grown += 1; }).observe(document.getElementById('written'), { childList: true })"
+    )
+    chrome.type("#prompt", "hello")
+    chrome.click("#write")
+    chrome.wait("document.getElementById('writer-note').textContent.startsWith('Stopped after 200 tokens')")
+    assert chrome.run("return window.grown") > 5, "the text is shown as it is written"
+    assert len(chrome.text("#written")) > 20
+    chrome.run("document.getElementById('prompt').value = 'x'.repeat(300)")
+    chrome.click("#write")
+    chrome.wait("document.getElementById('writer-note').textContent.includes('positions')")
+    assert chrome.run("return document.getElementById('writer-stop').hidden")
+    assert [line for line in chrome.console() if "status of 400" not in line] == []
 
 
 def test_a_photo_can_be_dropped_and_pasted(page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from torch import nn
 
 from arclight.deploy import Program, export
 from arclight.fabric.signing import SigningKey
+from arclight.serve.models import Models, ServedModel
 from arclight.serve.tasks.scheduler import Generation, Scheduler
 from arclight.text.generation import GenerationSettings
 
@@ -256,3 +258,44 @@ def test_texts_that_wait_when_their_program_leaves_are_begun_and_finished(lm):
     scheduler.start()
     scheduler.close(waiting=True)
     assert [(piece.tokens, piece.finish) for piece in ended] == [(8, "length")] * 4
+
+
+class Text:
+    """A scheduler that is asked to end."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def close(self, *, waiting: bool = False) -> None:
+        self.ended = True
+
+
+def test_a_program_that_is_replaced_waits_for_requests_that_have_not_queued_their_texts():
+    old = ServedModel(name="lm", text=Text())
+
+    async def scenario() -> None:
+        models = Models({"lm": old})
+        with models.text_request():
+            retiring = asyncio.create_task(models._retire(old))
+            await asyncio.sleep(0.05)
+            with models.text_request():  # of the new program, which the old one need not wait for
+                await asyncio.sleep(0)
+            assert not old.text.ended
+        await retiring
+        assert old.text.ended
+
+    asyncio.run(scenario())
+
+
+def test_a_program_that_is_loaded_as_the_server_ends_is_ended_too(lm, monkeypatch):
+    old = ServedModel(name="lm", text=Text(), loaded=lm)
+    new = ServedModel(name="lm", text=Text(), loaded=lm)
+    monkeypatch.setattr("arclight.serve.models.start", lambda _: None)
+
+    async def scenario() -> None:
+        models = Models({"lm": old}, lambda name, path: new)
+        await models.close()
+        models._prepared(old)
+
+    asyncio.run(scenario())
+    assert new.text.ended

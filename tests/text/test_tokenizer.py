@@ -177,6 +177,19 @@ def test_other_kinds_of_vocabularies_stream_too(tmp_path: Path) -> None:
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in shown)
 
 
+def test_bytes_of_no_character_hold_back_a_text_for_four_tokens_at_most(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_like(tmp_path)
+    stray = tokenizer.names.index("<0xE6>")
+    stream = tokenizer.stream()
+    shown = [stream.push(stray) for _ in range(9)]
+    assert [len(part) for part in shown] == [0, 0, 0, 4, 0, 0, 0, 4, 0]
+    assert "".join(shown) + stream.end() == tokenizer.decode([stray] * 9)
+    whole = tokenizer.encode("hello 東")
+    stream = tokenizer.stream()
+    assert stream.push(*whole[:-1]) == ""  # of several tokens at once, the last of which is part of a character
+    assert stream.push(whole[-1]) == "hello 東"
+
+
 def test_bytes_of_other_kinds_of_vocabularies_are_those_of_the_text(tmp_path: Path) -> None:
     tokenizer = sentencepiece_like(tmp_path)
     for text in ("hello hello hel", "hel 東京 lo"):

@@ -231,6 +231,7 @@ class Models:
         self._texts: set[asyncio.Future[None]] = set()
         """Requests for text under way, any of which may be about to queue a text at a model that is replaced."""
         self._leaving: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
@@ -265,6 +266,7 @@ class Models:
 
     async def close(self) -> None:
         """End all models; texts in progress are finished."""
+        self._is_closed = True
         for model in self.all():
             if model.text is not None:
                 await asyncio.get_running_loop().run_in_executor(None, model.text.close)
@@ -312,6 +314,10 @@ class Models:
         new = self._load(old.name, old.loaded.path)
         check_replacement(old, new)
         start(new)
+        if (
+            self._is_closed and new.text is not None
+        ):  # the server has ended meanwhile, and nobody else would end its thread
+            new.text.close()
         new.batcher.tell(partial(self._batch, new.name))
         return new
 

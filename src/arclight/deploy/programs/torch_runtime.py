@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ class TorchSession:
     """A graph of torch.export, or with ``compiled`` a library of AOTInductor.
 
     Reading either runs what the file says (torch evaluates expressions in it): give none whose signature was not checked.
-    ``threads`` is the number of all of torch in this process while it runs. Raises ProgramError for a file that is damaged or for
+    ``threads`` is the number of torch in the thread that calls, while it runs; OpenMP counts by thread. Raises ProgramError for a file that is damaged or for
     another torch.
     """
 
@@ -55,7 +56,7 @@ class TorchSession:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        with torch.inference_mode(), _threads(self._threads):
+        with torch.inference_mode(), _THREADS.of(self._threads):
             outputs = tree_leaves(self._call(*(torch.from_numpy(value) for value in values)))
         return [output.numpy() for output in outputs]
 
@@ -77,15 +78,37 @@ class TorchSession:
             return "\n".join(archive.read(name).decode(errors="replace") for name in names)
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    import torch
+class _Threads:
+    """Numbers of threads of torch, set for a call and put back, while other threads may do the same.
 
-    before = torch.get_num_threads()
-    if count is not None and count != before:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
+    A thread in which torch runs for the first time takes the number that was set last in the process, also one that is set for a call
+    elsewhere. So what is put back is the number from before the first of all calls in progress.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._before = 0
+
+    @contextmanager
+    def of(self, count: int | None) -> Iterator[None]:
+        """Let torch use ``count`` threads in this one until the block ends; None changes nothing."""
+        import torch
+
+        if count is None:
+            yield
+            return
+        with self._lock:
+            if not self._running:
+                self._before = torch.get_num_threads()
+            self._running += 1
+            torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                torch.set_num_threads(self._before)
+
+
+_THREADS = _Threads()

@@ -1,6 +1,6 @@
 // A photo from the camera: the browser's own viewfinder where it may be used, else the phone's camera app.
 
-const TROUBLE = {
+export const TROUBLE = {
   NotAllowedError: "The browser was not allowed to use the camera. Allow it in the address bar, or choose a photo.",
   NotFoundError: "No camera was found. Choose a photo instead.",
 };

@@ -5,12 +5,14 @@ import { element, milliseconds } from "./words.js";
 
 const TASKS = { detect: "finds objects in photos", language: "generates text", embedding: "gives vectors of texts", tensors: "computes tensors" };
 
-// Show the models; where the server demands a key that nobody has given yet, they stay hidden.
+// Show the models, and return them; where the server demands a key that nobody has given yet, they stay hidden, and null is returned.
 export async function showModels(section, list) {
   const answer = await peek("/models");
-  if (!answer.ok) return;
-  list.replaceChildren(...(await answer.json()).map(card));
+  if (!answer.ok) return null;
+  const models = await answer.json();
+  list.replaceChildren(...models.map(card));
   section.hidden = false;
+  return models;
 }
 
 function card({ name, version, task, precision, proof, batch }) {

@@ -5,20 +5,41 @@ import { count } from "./words.js";
 const BADGE = 14; // radius, CSS pixels
 
 export class Stage {
-  constructor({ frame, photo, overlay, unseen, onSeen }) {
-    Object.assign(this, { frame, photo, overlay, unseen, onSeen, marks: [], size: null, lit: null, address: null });
-    new ResizeObserver(() => this.draw()).observe(photo);
+  constructor({ frame, photo, moving, overlay, unseen, onSeen }) {
+    Object.assign(this, { frame, photo, moving, overlay, unseen, onSeen, shown: photo, marks: [], size: null, lit: null, address: null });
+    const observer = new ResizeObserver(() => this.draw());
+    for (const picture of [photo, moving]) observer.observe(picture);
   }
 
   // Show a picture file at once, before the server has seen it; a format this browser cannot show says so.
   show(blob) {
     this.mark([], null);
+    this.put(this.photo);
     if (this.address) URL.revokeObjectURL(this.address);
     this.address = URL.createObjectURL(blob);
     this.seen(true);
     this.photo.onload = () => this.seen(true);
     this.photo.onerror = () => this.seen(false);
     this.photo.src = this.address;
+  }
+
+  // Show the video, on which marks are drawn from now on.
+  watch() {
+    this.mark([], null);
+    this.put(this.moving);
+    this.seen(true);
+  }
+
+  // Show a picture of the video, with the marks that were drawn on it.
+  freeze(picture) {
+    const { marks, size } = this;
+    this.show(picture);
+    this.mark(marks, size);
+  }
+
+  put(shown) {
+    this.shown = shown;
+    for (const picture of [this.photo, this.moving]) picture.hidden = picture !== shown;
   }
 
   seen(visible) {
@@ -57,7 +78,7 @@ export class Stage {
   // Where the photo lies inside the overlay, CSS pixels, and CSS pixels per image pixel.
   place() {
     if (!this.size) return null;
-    const photo = this.photo.getBoundingClientRect(), overlay = this.overlay.getBoundingClientRect();
+    const photo = this.shown.getBoundingClientRect(), overlay = this.overlay.getBoundingClientRect();
     return { left: photo.left - overlay.left, top: photo.top - overlay.top, scale: photo.width / this.size.width };
   }
 

@@ -252,6 +252,10 @@ class HFTokenizer(Tokenizer):
         return pieces
 
 
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}" * 4
+"""What bytes decode to that begin no character: one has four bytes at most."""
+
+
 class StreamDecoder:
     """Text from tokens one by one: what `push` gives is never taken back, and never half a character."""
 
@@ -267,7 +271,8 @@ class StreamDecoder:
             return self._bytes.decode(b"".join(pieces[token] for token in ids))
         self._waiting += ids
         new = self._new()
-        if new.endswith("\N{REPLACEMENT CHARACTER}"):
+        wrong = len(self._waiting) >= len(_NO_CHARACTER) and new.endswith(_NO_CHARACTER)
+        if new.endswith("\N{REPLACEMENT CHARACTER}") and not wrong:
             return ""  # the start of a character, most likely
         self._shown, self._waiting = self._waiting or self._shown, []
         return new
