@@ -104,6 +104,11 @@ class Federation(Checked):
             raise ValueError(
                 f"a buffer of {self.buffered.size} updates is never full with {self.sampling.per_round or self.clients} clients at work"
             )
+        if self.masks.personal_from == "client" and self.evaluate_on == "server":
+            raise ValueError(
+                'masks.personal_from = "client": the server\'s own values of these tensors are trained by nobody, so that it has no whole model '
+                'to evaluate; set evaluate_on = "clients", each with its own'
+            )
         self._check_robust()
         if self.streaming is not None and self.local_steps % self.streaming.fragments:
             raise ValueError(

@@ -24,7 +24,7 @@ from arclight.fabric.modules import SkipInit
 from arclight.parallel import initialize
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
-from arclight.text.loss import IGNORED, cross_entropy
+from arclight.text.loss import IGNORED, UnigramLoss, cross_entropy
 from arclight.text.model.balance import (
     balance_group,
     loss_routers,
@@ -81,6 +81,8 @@ class LanguageModel(Module):
         self.model: Any = None
         self.runner: Any = None
         self.tokenizer: Any = None
+        self.unigrams: UnigramLoss | None = None
+        """Computes the unigram cross-entropy of labels, if the settings ask for it."""
         self.mixture = False
         """Whether the model that is trained has experts."""
         self.expert_paths: dict[str, Any] = {}
@@ -92,6 +94,12 @@ class LanguageModel(Module):
         data = self.trainer.datamodule
         if getattr(data, "tokenizer", None) is not None:
             self.use_tokenizer(data.tokenizer)
+        if (unigram := self.settings.unigram) is not None:
+            if not hasattr(data, "unigram_counts"):
+                raise MisconfigurationError(
+                    f"[task.unigram] needs counts of tokens: {type(data).__name__} has no method unigram_counts()"
+                )
+            self.unigrams = UnigramLoss(data.unigram_counts(), unigram.smoothing)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Take ``tokenizer`` for text in and out. Raises ValueError for one the model was not made for."""
@@ -231,6 +239,8 @@ class LanguageModel(Module):
             self.lr_schedulers().advance(batch["tokens"].numel() * readers)
         total, count = batch_loss(self, batch)
         loss = total / count.clamp(min=1)
+        if self.unigrams is not None:
+            self.log("train/unigram_normalized_loss", self._normalized(total.detach(), count, batch), sync_dist=True)
         loss = weigh_balance_loss(loss, self.model) if self.mixture else loss
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         return loss
@@ -252,9 +262,16 @@ class LanguageModel(Module):
         total, count = batch_loss(self, batch)
         size = int(count)
         self.log(f"{stage}/loss", total / max(1, size), batch_size=size, prog_bar=True)
+        if self.unigrams is not None:
+            self.log(f"{stage}/unigram_normalized_loss", self._normalized(total, count, batch), batch_size=size)
         if "bytes" in batch:
             covered = int(batch["bytes"].sum())
             self.log(f"{stage}/bits_per_byte", total / math.log(2) / max(1, covered), batch_size=covered, prog_bar=True)
+
+    def _normalized(self, total: Tensor, count: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Return the mean loss minus the unigram cross-entropy of the same labels."""
+        assert self.unigrams is not None
+        return ((total - self.unigrams(batch["labels"])) / count.clamp(min=1)).float()
 
     @cached_property
     def flops_per_token(self) -> float:

@@ -1,4 +1,4 @@
-"""Cross-entropy without full logits in memory: float32, in chunks, over sharded vocabularies.
+"""Cross-entropy without full logits in memory: float32, in chunks, over sharded vocabularies; and that of unigrams.
 
 `torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off in bfloat16, hence this one.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,3 +157,26 @@ def _losses(
     d_NV = weights_NV.mul_((counted_N / sums_N)[:, None])
     d_NV.scatter_add_(1, index_N1, -own_N.to(d_NV.dtype)[:, None])
     return losses_N, d_NV if slope is None else d_NV * slope
+
+
+class UnigramLoss:
+    """Sum -log p(label) of labels, p being the smoothed share of each token in a text.
+
+    It is what a model pays that knows how often each token occurs, and nothing else. A loss minus it compares between vocabularies, of
+    which a larger one has fewer, less likely tokens (DEPT, Iacob et al. 2025).
+
+    p(v) = (count(v) + smoothing) / (all counts + smoothing * V), with V the tokens of the tokenizer: no token costs infinitely much.
+    counts: (V,), by token id. smoothing: above 0; 1 is Laplace's. Raises ValueError for no counts.
+    """
+
+    def __init__(self, counts: npt.NDArray[np.uint64], smoothing: float) -> None:
+        if not counts.size:
+            raise ValueError("there are no counts of tokens: the vocabulary is empty")
+        smoothed = counts.astype(np.float64) + smoothing
+        self._cost = torch.from_numpy(-np.log(smoothed / smoothed.sum()).astype(np.float32))
+
+    def __call__(self, labels: Tensor) -> Tensor:
+        """Return the sum (nats) over the labels (...) that are not -100, a scalar in float64."""
+        if self._cost.device != labels.device:
+            self._cost = self._cost.to(labels.device)
+        return self._cost[labels[labels != IGNORED]].sum(dtype=torch.float64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, PositiveInt
+from arclight._intervals import Checked, NonNegativeFloat, PositiveFloat, PositiveFraction, PositiveInt
 from arclight.data.sites import IID, Dirichlet, Size
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import ADOPT, QHADOPT, SGD, AdamW, Mixed, Muon, NorMuon
@@ -48,6 +49,14 @@ class Experts(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unigram(Checked):
+    """Log losses minus the unigram cross-entropy of the same labels, by counts of the training text: comparable between tokenizers."""
+
+    smoothing: PositiveFloat = 1.0
+    """Added to the count of each token, so that one that the text lacks costs a finite amount (Laplace)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LanguageTask(Checked):
     """Pre-train a language model on text."""
 
@@ -69,6 +78,8 @@ class LanguageTask(Checked):
     """Learning-rate schedule."""
     loss_chunk: PositiveInt | None = None
     """Rows of logits computed at a time; none: about four million numbers, or an eighth of all rows."""
+    unigram: Unigram | None = None
+    """Log unigram_normalized_loss beside loss; none for no such values."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Sample text after each validation; none for no samples."""
     evaluation: Evaluation | None = None
@@ -90,15 +101,37 @@ class LanguageTask(Checked):
 
         TextDataModule(self.site(0, count, partition).data).selection.check()
 
+    def check_vocabularies(
+        self,
+        sites: Mapping[str, LanguageTask],
+        personal: Callable[[str], bool],
+        *,
+        personal_from_client: bool,
+        complete: bool,
+    ) -> None:
+        """Raise MisconfigurationError for vocabularies of sites that do not fit; see `arclight.text.site_vocabularies`."""
+        from arclight.text.site_vocabularies import check_site_vocabularies
+
+        check_site_vocabularies(self, sites, personal, personal_from_client=personal_from_client, complete=complete)
+
+    def with_vocabulary(self) -> LanguageTask:
+        """Return the task with the digest of its tokenizer, which other data must then have too; itself while it has to be learned."""
+        from arclight.text.site_vocabularies import vocabulary_of_task
+
+        digest = vocabulary_of_task(self).digest or None
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, vocabulary=self.data.vocabulary or digest))
+
     def with_data(self, data: str) -> LanguageTask:
         """Return the task on a site's own text, all of it.
 
-        Raises ValueError where that would teach it a tokenizer of its own.
+        Raises ValueError where that would teach it a tokenizer of its own, unless sites are to have such (``by_site``).
         """
-        if isinstance(self.data.tokenizer, BPE):
+        from arclight.text.data.corpus import is_corpus
+
+        if isinstance(self.data.tokenizer, BPE) and not self.data.tokenizer.by_site and not is_corpus(data):
             raise ValueError(
                 'sites that have text of their own need one tokenizer that all of them have: set task.data.tokenizer to "bytes", or to '
-                'kind = "pretrained" with its path'
+                'kind = "pretrained" with its path; or let each have its own (task.data.tokenizer.by_site)'
             )
         return dataclasses.replace(
             self, weights=None, data=dataclasses.replace(self.data, data=data, mixture={}, share=None)
@@ -109,4 +142,4 @@ class LanguageTask(Checked):
         from arclight.text.language_model import LanguageModel
 
         data = TextDataModule(self.data)
-        return LanguageModel(self, data.vocab_size), data
+        return LanguageModel(self, data.vocab_size, self.data.vocabulary), data

@@ -52,6 +52,18 @@ def test_left_out_frozen_and_own_weights() -> None:
     assert set(MODEL) - set(some.down(MODEL, 2, 1)) == {"model/head.weight", "model/blocks.2.attn.weight"}
 
 
+def test_what_begins_at_the_client_never_comes_from_the_server() -> None:
+    own = travel(MOMENTS, personal=("embed.", "head."), personal_from="client")
+    begins = [key for key in ALL if not key.endswith(("embed.weight", "head.weight"))]
+    assert own.down(ALL, 1, None) == begins
+    assert own.up(ALL, 1) == begins
+    assert travel(personal=("embed.",)).down(MODEL, 1, None) == MODEL
+    with pytest.raises(ValueError, match="name them in personal"):
+        Masks(personal_from="client")
+    with pytest.raises(ValueError, match="no whole model to evaluate"):
+        Federation(masks=Masks(personal=("embed.",), personal_from="client"))
+
+
 def test_periods_of_states_and_layers() -> None:
     des_loc = travel(MOMENTS, periods={"exp_avg/embed.*": 1, "exp_avg": 3, "exp_avg_sq": 6, "head.": 2})
     for number in range(1, 13):

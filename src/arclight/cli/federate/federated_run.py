@@ -90,10 +90,22 @@ def run_parser(verb: str, about: str) -> Parser:
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     """Run server and clients in this process."""
     from arclight.cli.federate.progress import ObservedServer
-    from arclight.cli.federate.sites import check_devices, check_division, in_process_node
+    from arclight.cli.federate.sites import (
+        check_devices,
+        check_division,
+        check_vocabularies,
+        client_names,
+        in_process_node,
+        recipe_at_site,
+    )
 
     check_devices(recipe)
     check_division(recipe)  # data that cannot be divided are refused before anything is written
+    check_vocabularies(recipe, {name: recipe_at_site(recipe, int(name)) for name in client_names(recipe)})
+    if options.centralised and recipe.federation.masks.personal_from == "client":
+        raise UsageError(
+            '--centralised: masks.personal_from = "client" makes a model of each site, and one run cannot be all of them'
+        )
     folder = folder_of(recipe, options)
     with open_run(recipe, folder, options) as (run, progress):
         node = in_process_node(recipe, ObservedServer(run.service, progress), folder.path)
@@ -137,7 +149,7 @@ class Worker(threading.Thread):
 def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
     """Serve a run until the block ends; write its results afterwards, however it ended."""
     from arclight.cli.federate.progress import Progress
-    from arclight.cli.federate.sites import ServerEvaluation, client_names
+    from arclight.cli.federate.sites import ServerEvaluation, client_names, with_vocabulary
     from arclight.cli.run_setup import build_loggers
     from arclight.federated.coordination.run_database import has_begun
     from arclight.federated.server.server import Server
@@ -160,7 +172,7 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
             evaluate=evaluation,
             run=run_name(recipe, folder),
             seed=recipe.seed,
-            recipe=as_tables(recipe),
+            recipe=as_tables(with_vocabulary(recipe)),
             observer=observe,
         )
         try:

@@ -57,11 +57,11 @@ def flower(arguments: list[str]) -> None:
 
 
 def write(recipe: FederatedRecipe, options: Namespace) -> None:
-    from arclight.cli.federate.sites import check_devices, recipe_at_site
+    from arclight.cli.federate.sites import check_devices, recipe_at_site, with_vocabulary
 
     check_devices(recipe)
     recipe_at_site(recipe, 0)
-    building = _BUILDING.format(tables=pprint.pformat(as_tables(recipe), width=110, sort_dicts=False))
+    building = _BUILDING.format(tables=pprint.pformat(as_tables(with_vocabulary(recipe)), width=110, sort_dicts=False))
     folder = write_app(options.out, recipe.name.replace("_", "-"), building)
     print(
         f"wrote {folder}; its README.md explains how to start SuperLink and SuperNodes. Then:\nflwr run {folder} <connection> --stream"
@@ -90,12 +90,14 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
 
 def client_of(tables: Mapping[str, Any], name: str) -> Client:
     """Build the client ``name`` of a recipe, with this site's own settings."""
-    from arclight.cli.federate.sites import check_devices, learner_at, recipe_at_site
+    from arclight.cli.federate.sites import check_devices, check_vocabularies, learner_at, recipe_at_site
     from arclight.federated.clients.client import Client
 
     recipe = _recipe(tables, shlex.split(os.environ.get(FLAGS, "")))
     check_devices(recipe)
-    return Client(name, learner=partial(learner_at, recipe_at_site(recipe, int(name))))
+    site = recipe_at_site(recipe, int(name))
+    check_vocabularies(recipe, {name: site})
+    return Client(name, learner=partial(learner_at, site))
 
 
 def _recipe(tables: Mapping[str, Any], flags: list[str] | None = None) -> FederatedRecipe:

@@ -321,13 +321,14 @@ class Site:
 
         Raises UsageError where it cannot be used here.
         """
-        from arclight.cli.federate.sites import check_division
+        from arclight.cli.federate.sites import check_division, check_vocabularies
 
         if recipe == self._recipe:
             return  # it has joined again
         self._recipe = recipe
-        for client in self._clients or ("0",) if recipe else ():
-            self._at(client)
+        sites = {client: self._at(client) for client in (self._clients or ("0",) if recipe else ())}
+        if sites:
+            check_vocabularies(self._read(), sites)
         if recipe and self._data is None:
             check_division(self._read())
 

@@ -25,6 +25,8 @@ MOST_CLIENTS = 8
 PHASES = {"waiting": "client training", "fold": "aggregation", "evaluate": "evaluation"}
 """In order of time: until the updates have arrived, until the weights are committed, until they are evaluated."""
 _BEST = "val/loss"
+_NORMALIZED = "unigram_normalized_loss"
+"""What sites with vocabularies of their own are compared by; see `arclight.text.loss.UnigramLoss`."""
 
 
 def report(arguments: list[str]) -> None:
@@ -134,7 +136,10 @@ def headline(
     rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]]
 ) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
-    for name in sorted((name for name in curves if name.startswith("val/")), key=lambda name: name != _BEST)[:2]:
+    first = (f"val/{_NORMALIZED}", _BEST)
+    for name in sorted(
+        (name for name in curves if name.startswith("val/")), key=lambda name: first.index(name) if name in first else 2
+    )[:2]:
         found[name] = last_finite(curves[name])
         if (pair := last_of_both(curves[name], central.get(name, ()))) is not None:
             step, federated, alone = pair
@@ -219,6 +224,8 @@ def clients(rounds: Sequence[Round]) -> str:
         ("norms", None, "update norm (L2)"),
         ("train", "train/loss", "train/loss by client"),
         ("metrics_by_client", _BEST, f"{_BEST} by client"),
+        ("train", f"train/{_NORMALIZED}", f"train/{_NORMALIZED} by client"),
+        ("metrics_by_client", f"val/{_NORMALIZED}", f"val/{_NORMALIZED} by client"),
     ):
         series = per_client(rounds, field, inner)
         if series:

@@ -102,6 +102,37 @@ def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
         raise UsageError(f"the data cannot be divided among federation.clients = {count}: {error}{or_else}") from error
 
 
+def check_vocabularies(recipe: FederatedRecipe, sites: Mapping[str, FederatedRecipe]) -> None:
+    """Raise UsageError where texts of sites are not in the vocabulary that they must have. sites: recipes by client."""
+    from arclight.federated.masks.settings import matches
+
+    check = getattr(recipe.task, "check_vocabularies", None)
+    if isinstance(recipe.task, Imported) or not callable(check):
+        return
+    masks = recipe.federation.masks
+    try:
+        check(
+            {name: site.task for name, site in sites.items()},
+            lambda name: matches(name, masks.personal),
+            personal_from_client=masks.personal_from == "client",
+            complete=len(sites) == recipe.federation.clients,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(f"task: {error}") from error
+
+
+def with_vocabulary(recipe: FederatedRecipe) -> FederatedRecipe:
+    """Return the recipe with the vocabulary that all sites must have, unless they may have their own."""
+    pinned = getattr(recipe.task, "with_vocabulary", None)
+    own = recipe.federation.masks.personal_from == "client"
+    if own or isinstance(recipe.task, Imported) or not callable(pinned):
+        return recipe
+    try:
+        return replace(recipe, task=pinned())
+    except FileNotFoundError:  # a resumed server needs no text, nor its tokenizer
+        return recipe
+
+
 def recipe_with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
     """Return the recipe on a site's own data, all of them.
 

@@ -161,13 +161,9 @@ class TrainerLearner:
         """
         parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
-            load_mixed(
-                self.module,
-                weights,
-                [key for key in weights if key.startswith(MODEL)],
-                LocalPolicy.of(order).travel,
-                0.0,
-            )
+            travel = LocalPolicy.of(order).travel
+            first = [key for key in travel.down(weights, order.round, None) if key.startswith(MODEL)]
+            load_mixed(self.module, weights, first, travel, 0.0)
 
     def _outcome(self, order: Fit) -> Outcome:
         trainer, done = self.trainer, self._callback.position().steps

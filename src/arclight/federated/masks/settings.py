@@ -62,8 +62,11 @@ class Masks(Checked):
     frozen: tuple[str, ...] = ()
     """Tensors that keep the server's values, neither trained nor sent."""
     personal: tuple[str, ...] = ()
-    """Personal tensors: initialised from the server, then kept by the client, in its checkpoints, and never
+    """Personal tensors: initialised as ``personal_from`` says, then kept by the client, in its checkpoints, and never
     sent (FedPer, Arivazhagan et al. 2019)."""
+    personal_from: Literal["server", "client"] = "server"
+    """Where personal tensors begin: "server": as the server's; "client": as each client initialises them. These may have other shapes
+    than the server's, as embeddings of a site's own vocabulary have (DEPT, Iacob et al. 2025)."""
     randomised: tuple[str, ...] = ()
     """Tensors that each client initialises again every ``randomise_every`` rounds and never sends (DEPT, Iacob et al. 2025)."""
     randomise_every: PositiveInt = 1
@@ -88,6 +91,8 @@ class Masks(Checked):
             for other, others in groups.items():
                 if name < other and (both := sorted(set(patterns) & set(others))):
                     raise ValueError(f"{both[0]} cannot be both {name} and {other}")
+        if self.personal_from == "client" and not self.personal:
+            raise ValueError('personal_from = "client" is of personal tensors: name them in personal')
 
     @property
     def splits_experts(self) -> bool:

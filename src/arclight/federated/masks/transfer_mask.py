@@ -152,12 +152,12 @@ class TransferMask:
     def down(self, keys: Iterable[str], round: int, since: int | None) -> list[str]:
         """Select the keys (whole tensors) that a client loads when ``round`` begins, in their order.
 
-        ``since``: the last round that this client has trained; None: it never has, and takes everything. Personal and
-        randomised weights stay with the client, and so does what has not been exchanged since.
+        ``since``: the last round that this client has trained; None: it never has, and takes everything that does not begin at
+        the client. Personal and randomised weights stay with the client, and so does what has not been exchanged since.
         """
         keys = list(keys)
         if since is None:
-            return keys
+            return [key for key in keys if not self.begins_here(key)]
         own = (*self.masks.personal, *self.masks.randomised)
         lag = self.streaming.overlap if self.streaming is not None else 0
         folded = range(max(since - lag, 1), round - lag)
@@ -167,6 +167,11 @@ class TransferMask:
         }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
         return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
+
+    def begins_here(self, key: str) -> bool:
+        """Return True for a tensor that each client initialises itself; the server's value means nothing to it."""
+        masks = self.masks
+        return masks.personal_from == "client" and matches(key.partition("/")[2], masks.personal)
 
     @cached_property
     def cycle(self) -> int:

@@ -14,6 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from arclight.data.computed_order import EpochOrder
@@ -24,6 +26,7 @@ from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import is_address
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards
+from arclight.data.unigrams import read_unigrams, whole
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.data.corpus import held_out, is_corpus, open_split, open_tokenizer, with_tails, write_corpus
@@ -67,13 +70,19 @@ class TextDataModule(DataModule):
     @property
     def vocab_size(self) -> int:
         """Return the size of the vocabulary, which is known before it has been learned."""
-        return self._learns.vocab_size if self._learns else self.tokenizer.vocab_size
+        return self.learns.vocab_size if self.learns else self.tokenizer.vocab_size
 
     @property
-    def _learns(self) -> BPE | None:
+    def learns(self) -> BPE | None:
         """Return the settings of a tokenizer that has to be learned; None if there is one."""
         settings = self.settings.tokenizer
         return settings if isinstance(settings, BPE) and not self._ready else None
+
+    @property
+    def corpora(self) -> list[Path | str]:
+        """List the folders and addresses of tokens that are this site's; all where no site is given."""
+        names = self.selection.names if self._ready else ()
+        return [_place(source) for name in names for source in self.parts[name] if is_corpus(source)]
 
     @property
     def root(self) -> Path:
@@ -95,7 +104,7 @@ class TextDataModule(DataModule):
     def tokenizer(self) -> Tokenizer:
         """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
         if self._ready:
-            return open_tokenizer(self._ready[0], self._reader)
+            return open_tokenizer((self.corpora or self._ready)[0], self._reader)
         match self.settings.tokenizer:
             case Bytes():
                 return ByteTokenizer()
@@ -110,8 +119,8 @@ class TextDataModule(DataModule):
 
     def prepare_data(self) -> None:
         """Learn the tokenizer and write the shards, unless they are there; check the shards that changed."""
-        if self._learns and not self._learned.is_dir():
-            self._learn(self._learns)
+        if self.learns and not self._learned.is_dir():
+            self._learn(self.learns)
         share = self.settings.held_out if self.settings.val is None else 0.0
         for name in self.selection.names:
             self._prepare(self._corpus(name), self.parts[name], self.selection.documents(name), share)
@@ -120,19 +129,21 @@ class TextDataModule(DataModule):
 
     def _learn(self, settings: BPE) -> None:
         _LOG.info("learning %d tokens into %s", settings.vocab_size, self._learned)
-        share = settings.sample // len(self.parts)
+        names = self.selection.names if settings.by_site else list(self.parts)
+        share = settings.sample // len(names)
         split = held_out(self.settings.held_out if self.settings.val is None else 0.0)
 
-        def texts(sources: tuple[str, ...]) -> Iterator[str]:
+        def texts(name: str) -> Iterator[str]:
             left = share
-            for document in self._divided(self._documents(sources)):
+            found = self.selection.documents(name) if settings.by_site else self._documents(self.parts[name])
+            for document in self._divided(found):
                 if left <= 0:
                     return
                 if split(document) == "train":
                     left -= document.bytes
                     yield document.text
 
-        tokenizer = Tokenizer.train(chain.from_iterable(map(texts, self.parts.values())), settings.vocab_size)
+        tokenizer = Tokenizer.train(chain.from_iterable(map(texts, names)), settings.vocab_size)
         staging = self._learned.with_name(f".{self._learned.name}.{os.getpid()}.saving")
         tokenizer.save(staging)
         try:
@@ -292,6 +303,14 @@ class TextDataModule(DataModule):
             raise RuntimeError('the data are not open: prepare_data() and setup("fit") come first')
         return samples
 
+    def unigram_counts(self) -> npt.NDArray[np.uint64]:
+        """Count each token (V,) of the training text, by the counts beside its shards.
+
+        Raises FileNotFoundError for shards without counts.
+        """
+        sources = [one for layout in self._opened(self.train).layouts for one in read_unigrams(layout.shards)]
+        return whole(sources).counts
+
     def state_dict(self) -> dict[str, Any]:
         """Save the digests of vocabulary and tokens, and the state that the order of samples follows."""
         return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
@@ -328,9 +347,9 @@ class TextDataModule(DataModule):
         settings, found = self.settings.tokenizer, self._fingerprints
         held = self.settings.held_out if self.settings.val is None else 0.0
         assert isinstance(settings, BPE)
-        return (
-            self.root / f"tokenizer-{_digest(found, self.settings.field, settings.vocab_size, settings.sample, held)}"
-        )
+        divided = [repr(self.settings.share)] if settings.by_site and self.settings.share is not None else []
+        digest = _digest(found, self.settings.field, settings.vocab_size, settings.sample, held, *divided)
+        return self.root / f"tokenizer-{digest}"
 
     @cached_property
     def _fingerprints(self) -> dict[str, list[list[Any]]]:

@@ -27,6 +27,8 @@ class BPE(Checked):
     """Vocabulary size: 3 special tokens, 256 bytes, the rest merges."""
     sample: PositiveInt = 2**28
     """Bytes of text to train on, taken from the beginning of each source in equal parts."""
+    by_site: bool = False
+    """Let each site of a federation train one on its own text; see `arclight.text.site_vocabularies`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Text(Checked):
     """Field of a row with the text."""
     tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)
     """Tokenizer, unless the data are tokens already."""
+    vocabulary: str | None = None
+    """SHA-256 of the vocabulary that the tokenizer must have (`Tokenizer.digest`); none: any. A federation's server sets it for its sites."""
     sequence_length: PositiveInt = 256
     """Tokens of a sample."""
     batch_size: PositiveInt = 16

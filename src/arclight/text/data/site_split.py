@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteShare(Numbered):
-    """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
+    """One site's share of the documents. A tokenizer is trained on all text, so that every site has the same, unless it is ``by_site``."""
 
     partition: Source | IID | Dirichlet | Size = dataclasses.field(default_factory=IID)
     """Partition of the documents."""
