@@ -91,7 +91,7 @@ def test_folders_of_classes_are_divided_class_by_class(typed: Typed, scenes: Pat
 
 def test_public_sets_are_described_and_never_fetched(typed: Typed) -> None:
     status, out, _ = typed("data sets")
-    assert (status, len(out.splitlines())) == (0, 14)
+    assert (status, len(out.splitlines())) == (0, 20)
     status, out, _ = typed("data sets coco --data-yaml coco")
     assert status == 0
     assert "Nothing is fetched" in out

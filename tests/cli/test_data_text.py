@@ -169,3 +169,14 @@ def test_what_cannot_be_done_is_one_line(
     assert said.count("\n") == 1
     assert message in said
     assert not (tmp_path / "x").exists()
+
+
+def test_a_public_corpus_is_described_and_never_fetched(typed) -> None:
+    status, out, _ = typed("data sets c4")
+    assert status == 0
+    assert "ODC-BY" in out
+    assert "Nothing is fetched" in out
+    assert "arclight data tokenize C4/en --field text --out corpora/C4" in out
+    status, out, err = typed("data sets c4 --data-yaml here")
+    assert status != 0
+    assert "data.yaml is of image sets" in err

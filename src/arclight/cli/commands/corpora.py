@@ -52,6 +52,32 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=inspect)
 
 
+def show_corpus(options: Namespace) -> int:
+    """Print the description of a public corpus, and the commands that fetch and tokenize it."""
+    from arclight.cli.arguments import UsageError
+    from arclight.text.data.public_corpora import find_public_corpus
+
+    corpus = find_public_corpus(options.name)
+    if options.data_yaml is not None:
+        raise UsageError(f"--data-yaml: {corpus.name} is text; data.yaml is of image sets")
+    print(f"{corpus.name}: {corpus.about}; {corpus.page}")
+    print(f"licence: {corpus.licence}")
+    print(
+        ", ".join(
+            [corpus.size or "size not published", *(f"{part}: {n:,} documents" for part, n in corpus.documents.items())]
+        )
+    )
+    print(f"columns: {', '.join(corpus.columns)}; files: {', '.join(corpus.files)}")
+    print("checksums: SHA-256 of each file, in the Git LFS pointers of the repository")
+    print("\nNothing is fetched. Check the licence of the corpus, then run (needs git-lfs):\n")
+    print("\n".join(f"    {command}" for command in corpus.fetch_step()))
+    if corpus.sources:
+        print("\nand tokenize it:\n")
+        print("\n".join(f"    {command}" for command in corpus.tokenize_step()))
+    print(f"\n{corpus.then}")
+    return 0
+
+
 def _add_tokenizer(verb: Any) -> None:
     verb.add_argument(
         "--tokenizer",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError, write_json
-from arclight.cli.commands.corpora import add_verbs
+from arclight.cli.commands.corpora import add_verbs, show_corpus
 
 
 def data(arguments: list[str]) -> int:
@@ -58,9 +58,11 @@ def data(arguments: list[str]) -> int:
     _add_export(verbs.add_parser("export", help="write the labels of a YOLO data set as COCO json"))
     _add_split(verbs.add_parser("split", help="divide a data set into splits, look-alikes and groups kept together"))
 
-    verb = verbs.add_parser("sets", help="describe public data sets, and print how they are fetched")
+    verb = verbs.add_parser("sets", help="describe public image sets and text corpora, and print how they are fetched")
     verb.add_argument("name", nargs="?", metavar="NAME", help="one of them; default: list all")
-    verb.add_argument("--data-yaml", type=Path, metavar="DIR", help="also write its data.yaml into this folder")
+    verb.add_argument(
+        "--data-yaml", type=Path, metavar="DIR", help="also write the data.yaml of an image set into this folder"
+    )
     verb.set_defaults(run=sets)
 
     options = parser.parse_args(arguments)
@@ -332,9 +334,14 @@ def split(options: Namespace) -> int:
 
 
 def sets(options: Namespace) -> int:
+    from arclight.text.data.public_corpora import public_corpora
     from arclight.vision.data.public_sets import find_public_set, public_sets
 
+    if options.name is not None and options.name.lower() in (name.lower() for name in public_corpora()):
+        return show_corpus(options)
     if options.name is None:
+        for corpus in public_corpora().values():
+            print(f"{corpus.name:<16}{'text':<16}{corpus.about}{f' ({corpus.size})' if corpus.size else ''}")
         for described in public_sets().values():
             images = ", ".join(f"{part} {number:,}" for part, number in described.images.items())
             print(f"{described.name:<16}{described.task:<16}{described.about}{f' ({images})' if images else ''}")
