@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,63 @@ def test_rounds_go_to_every_logger_and_a_broken_one_stops_nothing(
     assert [row["round"] for _, row in broken.rows] == [0]
     assert "round 1 could not be logged with Rows: the service is away" in caplog.text
     assert (good.status, good.resumed) == ("success", 4)
+
+
+class Hosted(Rows):
+    """A service that fails wherever a run begins and ends, or answers slowly."""
+
+    def __init__(self, away: bool = False, slow: threading.Event | None = None) -> None:
+        super().__init__()
+        self.away, self.slow, self.calls = away, slow, list[str]()
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.away:
+            raise ConnectionError(f"no answer to {name}")
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._called("params")
+
+    def resume(self, step: int) -> None:
+        self._called("resume")
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.calls.append("begin")
+        if self.slow is not None:
+            self.slow.wait(30)
+        super().log_metrics(metrics, step)
+        self.calls.append("end")
+
+    def finalize(self, status: str) -> None:
+        self._called("finalize")
+        super().finalize(status)
+
+
+def test_a_service_that_is_away_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    away, good = Hosted(away=True), Rows()
+    logging = RoundLogging([away, good], tmp_path)
+    with logging.opened(Rounds(), {"seed": 1}):  # type: ignore[arg-type]
+        logging.told(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
+    assert away.calls == ["params", "resume", "begin", "end", "finalize"]
+    assert (good.status, good.resumed, len(good.rows)) == ("success", 4, 1)
+    for name in ("params", "resume", "finalize"):
+        assert f"with Hosted: no answer to {name}" in caplog.text
+
+
+def test_a_slow_service_is_left_and_never_ended_while_it_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers = threading.Event()
+    slow = Hosted(slow=answers)
+    logging = RoundLogging([slow], tmp_path, patience_s=0.05)
+    with pytest.raises(ValueError, match="the run's own"), logging.opened(Rounds(), {}):  # type: ignore[arg-type]
+        logging.told(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
+        raise ValueError("the run's own")
+    assert "finalize" not in slow.calls
+    assert "loggers are not done after 0.05 s" in caplog.text
+    answers.set()
+    (thread,) = (one for one in threading.enumerate() if one.name == "arclight-loggers")
+    thread.join(30)
+    assert slow.calls == ["params", "resume", "begin", "end", "finalize"]
+    assert slow.status == "failed"
 
 
 def test_a_federated_run_writes_a_row_for_each_round(tiny: Path, notes: Path, typed: Typed, folder: Path) -> None:

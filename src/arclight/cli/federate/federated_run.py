@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,11 +197,13 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
 class RoundLogging:
     """Send a row to loggers for each round that is committed, and one for what its weights are measured at.
 
-    A thread of its own logs: a service that answers slowly holds no round up.
+    One thread of its own makes all calls of the loggers, from the first to the last: a service that answers slowly holds no round up, and
+    one that fails ends no run.
     """
 
-    def __init__(self, loggers: list[Logger], folder: Path) -> None:
-        self._loggers, self._rows = loggers, queue.SimpleQueue[tuple[int, dict[str, Any]] | None]()
+    def __init__(self, loggers: list[Logger], folder: Path, patience_s: float = ENDING) -> None:
+        self._loggers, self._patience_s = loggers, patience_s
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[Logger], None]] | None] = queue.SimpleQueue()
         self._history: History | None = None
         for logger in loggers:
             if logger.needs_folder:
@@ -217,40 +219,45 @@ class RoundLogging:
         match what:
             case records.RoundCommitted():
                 here = self._history.at(what.round)
-                self._rows.put(
-                    (here.clock, {name: value for name, value in metrics_row(here).items() if name != "step"})
-                )
+                row = {name: value for name, value in metrics_row(here).items() if name != "step"}
+                self._row(what.round, row, here.clock)
             case records.RoundEvaluated(client=None):
-                self._rows.put((self._history.at(what.round).clock, {"round": what.round, **what.metrics}))
+                self._row(what.round, {"round": what.round, **what.metrics}, self._history.at(what.round).clock)
+
+    def _row(self, number: int, row: dict[str, Any], step: int) -> None:
+        self._calls.put((f"round {number} could not be logged", lambda logger: logger.log_metrics(row, step)))
 
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
         """Log what is observed until the block ends, beginning behind the rounds that ``history`` has already."""
         self._history = history
         steps = max((here.clock for here in history.rounds), default=0)
-        for logger in self._loggers:
-            logger.log_hyperparams(recipe)
-            logger.resume(steps)
-        thread = threading.Thread(target=self._log, name="arclight-loggers", daemon=True)
+        self._calls.put(("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe)))
+        self._calls.put((f"logging could not go on from step {steps}", lambda logger: logger.resume(steps)))
+        thread = threading.Thread(target=self._work, name="arclight-loggers", daemon=True)
         thread.start()
         status = "failed"
         try:
             yield
             status = "success"
         finally:
-            self._rows.put(None)
-            thread.join(ENDING)
-            for logger in self._loggers:
-                logger.finalize(status)
+            self._calls.put(("logging could not be ended", lambda logger: logger.finalize(status)))
+            self._calls.put(None)
+            thread.join(self._patience_s)
+            if thread.is_alive():
+                log.warning(
+                    "loggers are not done after %g s, and are left: some rounds may be missing there; metrics.csv has all of them",
+                    self._patience_s,
+                )
 
-    def _log(self) -> None:
-        while (one := self._rows.get()) is not None:
-            step, row = one
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            what, make = call
             for logger in self._loggers:
                 try:
-                    logger.log_metrics(row, step)
-                except Exception as error:  # of whatever package logs: the round itself is safe
-                    log.warning("round %d could not be logged with %s: %s", row["round"], type(logger).__name__, error)
+                    make(logger)
+                except Exception as error:  # of whatever package logs: the run itself is safe
+                    log.warning("%s with %s: %s", what, type(logger).__name__, error)
 
 
 @contextmanager
