@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from arclight.data.permutation import keys_of, permute
+from arclight.data.permutation import keys_of, permute, permute_in_windows
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**62))
@@ -65,3 +65,20 @@ def test_neighbours_are_not_related() -> None:
 def test_the_order_is_a_promise() -> None:
     """Checkpoints hold positions only: another order after an upgrade would repeat and leave out samples."""
     assert permute(np.arange(10), 10, keys_of(7, 1)).tolist() == [9, 6, 8, 1, 3, 7, 0, 2, 4, 5]
+
+
+@pytest.mark.parametrize(("size", "window"), [(1000, 64), (1000, 1000), (640, 64), (7, 3), (5, 100), (100, 1)])
+def test_windows_are_permuted_and_stay_together(size: int, window: int) -> None:
+    found = permute_in_windows(np.arange(size), size, keys_of(3, 1), window)
+    assert sorted(found.tolist()) == list(range(size))
+    for first in range(0, size - size % window, window):
+        assert len(set((found[first : first + window] // window).tolist())) == 1
+    for part in (np.arange(size)[::3], np.array([size - 1, 0])):
+        assert (permute_in_windows(part, size, keys_of(3, 1), window) == found[part]).all()
+    if 2 < window < size // 2:
+        assert (found // window != np.arange(size) // window).any()
+        within = [tuple(found[first : first + window] % window) for first in range(0, size - size % window, window)]
+        assert len(set(within)) == len(within)
+    assert (
+        permute_in_windows(np.arange(size), size, keys_of(3, 1), None) == permute(np.arange(size), size, keys_of(3, 1))
+    ).all()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from arclight.data.packing import Packed, Windows
 from arclight.data.remote.block_folder import BlockFolder
 from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import RemoteReadError, is_transient
-from arclight.data.remote.remote_shards import RemoteTokenShards
+from arclight.data.remote.remote_shards import RemoteTokenShards, ShardBlocks
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import BLOCK_BYTES, HEADER_BYTES, TokenShardError, write_index, write_shard
 
@@ -453,3 +454,104 @@ def test_a_data_module_reads_an_address_as_a_folder(tmp_path: Path) -> None:
             data.teardown("fit")
     assert not read_ahead_threads()
     assert all(same(here, there) for here, there in zip(*found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of 3 MB, in 2 bytes a token: more than the smallest folder."""
+    from arclight.text.data.corpus import held_out, write_corpus
+    from arclight.text.data.sources import Document
+    from arclight.text.data.tokenizer import ByteTokenizer
+
+    texts = [(f"document {number} " * 1000)[:7000] for number in range(210)]
+    documents = [Document(str(number), text, len(text)) for number, text in enumerate(texts)]
+    folder = tmp_path_factory.mktemp("large") / "corpus"
+    write_corpus(folder, documents, ByteTokenizer(), split=held_out(0.02), shard_bytes=300_000)
+    return folder
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_window_of_the_shuffle_fetches_the_corpus_once(
+    large: Path, tmp_path: Path, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arclight.text import Text, TextDataModule
+
+    def counted(self: ShardBlocks, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+        fetched.append(self.size(block))
+        return fetch(self, block, digest, cancel)
+
+    fetch, fetched, found = ShardBlocks.fetch, list[int](), []
+    monkeypatch.setattr("arclight.data.remote.block_reader._IN_MEMORY", 2)
+    monkeypatch.setattr(ShardBlocks, "fetch", counted)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for place in (str(large), f"file://{large}"):
+            settings = Text(
+                data=place,
+                sequence_length=2048,
+                batch_size=4,
+                cache=tmp_path,
+                remote_bytes=2**20,
+                shuffle_window=window,
+            )
+            data = TextDataModule(settings)
+            data.prepare_data()
+            data.setup("fit")
+            found.append(list(ResumableLoader(data.train_dataloader(), seed=3).batches(0)))
+            data.teardown("fit")
+    assert same(*found)
+    size = sum(path.stat().st_size for path in (large / "train").glob("*.tokens"))
+    warned = [str(one.message) for one in told if "shuffle_window" in str(one.message)]
+    if window is None:
+        assert sum(fetched) > 5 * size
+        assert len(warned) == 1
+        assert "an epoch fetches up to" in warned[0]
+    else:
+        assert sum(fetched) < 2 * size
+        assert not warned
+
+
+def test_what_is_packed_counts_within_the_bound(large: Path, tmp_path: Path) -> None:
+    from arclight.data.remote.block_folder import MADE
+    from arclight.text import Text, TextDataModule
+
+    settings = Text(
+        data=f"file://{large}", sequence_length=64, batch_size=64, cache=tmp_path, remote_bytes=2**20, packing="pack"
+    )
+    data = TextDataModule(settings)
+    data.prepare_data()
+    assert stored(tmp_path / "remote" / MADE) > 2**18
+    assert stored(tmp_path / "remote") <= 2**20
+    data.setup("fit")
+    loader = ResumableLoader(data.train_dataloader(), seed=3)
+    for _, _batch in zip(range(10), loader.batches(0), strict=False):
+        assert stored(tmp_path / "remote") <= 2**20
+    data.teardown("fit")
+    (tmp_path / "remote" / MADE / "padding").write_bytes(bytes(2**20))
+    with pytest.raises(ValueError, match="leaves no room for blocks"):
+        data.prepare_data()
+
+
+def test_an_address_is_inspected_like_a_folder(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from arclight.cli.command import main
+
+    said = []
+    for place in (str(large), f"file://{large}"):
+        assert main(["data", "inspect", place, "--json", "--verify"]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert main(["data", "inspect", f"file://{large}/train"]) == 0
+    assert main(["data", "inspect", f"file://{large}", "--sums"]) == 2
+    assert "is an address" in capsys.readouterr().err
+    assert main(["data", "inspect", f"file://{large}/nothing"]) == 2
+    assert said[0] == said[1]
+    assert said[0]["splits"]["train"]["unigrams"]["sources"]
+
+
+def test_a_missing_file_system_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def gone(protocol: str, **_: Any) -> Any:
+        raise ImportError(protocol)
+
+    monkeypatch.setattr("fsspec.filesystem", gone)
+    for address, extra in (("https://host/corpus", "http"), ("s3://bucket/corpus", "s3")):
+        with pytest.raises(RemoteReadError, match=rf"\[{extra}\]"):
+            RemoteTokenShards(address, reader(tmp_path))

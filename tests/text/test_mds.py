@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from arclight.cli import main
+from arclight.data.token_shards import TokenShards
 from arclight.text.data.mds import MDSError, is_mds, read_column, shards_of
-from arclight.text.data.sources import SourceError, documents, files
+from arclight.text.data.sources import SourceError, documents, files, token_documents
+from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = ["one\n", "zwei é", "", "東京\nline", "five"]
 COLUMNS = {"text": ("str", None), "id": ("int", 8), "raw": ("bytes", None), "row": ("json", None)}
@@ -106,6 +108,46 @@ def test_a_folder_is_tokenized_as_its_texts_are(
     assert "shard.00001.mds is cut short" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "c").exists()
+
+
+def write_ids(folder: Path, tokenizer: Tokenizer, encoding: str, length: int = 37) -> None:
+    """Write the stream of all texts' tokens, an end of text behind each, in rows of one length, as such folders are made."""
+    stream = np.array(
+        [i for text in TEXTS for i in tokenizer.encode(text, eos=True)], "<i8" if encoding == "bytes" else "<u2"
+    )
+    rows = [stream[first : first + length] for first in range(0, len(stream), length)]
+    head = b"" if encoding == "bytes" else None
+    cells = [[(bytes([1 << 2, len(row)]) if head is None else head) + row.tobytes()] for row in rows]
+    write(folder, cells, {"tokens": (encoding, None)})
+
+
+@pytest.mark.parametrize("encoding", ["bytes", "ndarray:uint16"])
+def test_ids_are_taken_as_they_are(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = ByteTokenizer()
+    write_ids(tmp_path / "mds", tokenizer, encoding)
+    tokenizer.save(tmp_path / "tokenizer")
+    found = list(token_documents(tmp_path / "mds", "tokens", tokenizer))
+    assert [document.text for document in found] == TEXTS
+    line = ["data", "tokenize", str(tmp_path / "mds"), "--out", str(tmp_path / "a"), "--field", "tokens", "--ids"]
+    assert main([*line, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    shards = TokenShards(tmp_path / "a" / "train")
+    assert [shards.document(number).tolist() for number in range(shards.documents)] == [
+        tokenizer.encode(text, eos=True) for text in TEXTS
+    ]
+    assert shards.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    capsys.readouterr()
+    assert main(line[:-3] + ["--ids", "--field", "tokens"]) == 2
+    assert "give the tokenizer that the ids are of" in capsys.readouterr().err
+
+
+def test_ids_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path / "other", [[np.array([3, 999]).astype("<i8").tobytes()]], {"tokens": ("bytes", None)})
+    with pytest.raises(SourceError, match="it is another one's"):
+        list(token_documents(tmp_path / "other", "tokens", ByteTokenizer()))
+    with pytest.raises(SourceError, match="holds no token ids"):
+        list(token_documents(folder, "text", ByteTokenizer()))
+    with pytest.raises(SourceError, match="no folder of MDS shards"):
+        list(token_documents(tmp_path, "tokens", ByteTokenizer()))
 
 
 ARRAY = np.arange(6, dtype="<u2").reshape(2, 3)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import Sampler
 
-from arclight.data.permutation import Ints, keys_of, permute
+from arclight.data.permutation import Ints, keys_of, permute_in_windows
 
 PADDING = -1
 """The sample that fills the last batches up: the data set must answer it with one that counts for nothing."""
@@ -27,10 +27,13 @@ class ComputedOrder(Protocol):
 
 
 class EpochOrder(Sampler[int]):
-    """All of ``size`` samples in every epoch, each exactly once; ``shuffle``: in an order of its own."""
+    """All of ``size`` samples in every epoch, each exactly once; ``shuffle``: in an order of its own.
 
-    def __init__(self, size: int, shuffle: bool = True) -> None:
-        self.size, self.shuffle, self.epoch = size, shuffle, 0
+    window: samples that stay near each other (`permute_in_windows`); None: none.
+    """
+
+    def __init__(self, size: int, shuffle: bool = True, window: int | None = None) -> None:
+        self.size, self.shuffle, self.window, self.epoch = size, shuffle, window, 0
 
     def __len__(self) -> int:
         return self.size
@@ -39,7 +42,9 @@ class EpochOrder(Sampler[int]):
         self.epoch = epoch
 
     def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
-        return permute(positions, self.size, keys_of(seed, epoch)) if self.shuffle else positions
+        return (
+            permute_in_windows(positions, self.size, keys_of(seed, epoch), self.window) if self.shuffle else positions
+        )
 
     def __iter__(self) -> Iterator[int]:
         """Yield the epoch's order under seed 0, for a loader that knows samplers only as lists."""

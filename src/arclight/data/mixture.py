@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from arclight.data.permutation import Ints, keys_of, permute
+from arclight.data.permutation import Ints, keys_of, permute, permute_in_windows
 from arclight.fabric.errors import MisconfigurationError
 
 _BLOCK = 1024
@@ -22,7 +22,8 @@ class MixtureOrder(Sampler[int]):
     """An order of the samples of several parts, in which part ``p`` has the share ``weights[p]``.
 
     sizes: samples of each part, which are numbered one part after another. samples: of an epoch (default: all sizes
-    together). weights: for each part a number, or one for each point ``at``, in epochs from the beginning of training;
+    together). window: samples of a part that stay near each other (`permute_in_windows`).
+    weights: for each part a number, or one for each point ``at``, in epochs from the beginning of training;
     they change linearly between points and stay beyond them.
 
     Each part is read in orders of its own and begins a new one only when it has been read through (give or take a block
@@ -39,6 +40,7 @@ class MixtureOrder(Sampler[int]):
         *,
         at: Sequence[float] = (0.0,),
         samples: int | None = None,
+        window: int | None = None,
     ) -> None:
         points = [[w] * len(at) if isinstance(w, int | float) else list(w) for w in weights]
         if len(points) != len(sizes) or any(len(row) != len(at) for row in points):
@@ -54,6 +56,7 @@ class MixtureOrder(Sampler[int]):
             raise MisconfigurationError(f"parts {empty} have a weight but no samples")
         self.sizes, self.weights, self.at = list(sizes), table, list(at)
         self.samples = sum(sizes) if samples is None else samples
+        self.window = window
         self._firsts = list(accumulate(sizes, initial=0))
         self._block = max(1, min(_BLOCK, self.samples))
         self._seed: int | None = None
@@ -85,7 +88,7 @@ class MixtureOrder(Sampler[int]):
             mine = part == number
             again, place = np.divmod(turn[mine], self.sizes[number])
             key = keys_of(seed, _PART + number, again)
-            found[mine] = self._firsts[number] + permute(place, self.sizes[number], key)
+            found[mine] = self._firsts[number] + permute_in_windows(place, self.sizes[number], key, self.window)
         return found
 
     def shares(self, epochs: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -51,6 +51,27 @@ def permute(positions: npt.ArrayLike, size: int, key: Keys) -> Ints:
     return values.astype(np.int64)
 
 
+def permute_in_windows(positions: npt.ArrayLike, size: int, key: Keys, window: int | None) -> Ints:
+    """Permute as `permute`, but so that elements which lie within ``window`` of each other stay near: windows change places, and
+    elements do within theirs. The last window, if it is short, stays the last. None: one window of all.
+    """
+    if window is None or window >= size:
+        return permute(positions, size, key)
+    asked = np.atleast_1d(np.asarray(positions, dtype=np.int64))
+    keys = np.broadcast_to(key, asked.shape)
+    number, place = np.divmod(asked, window)
+    whole = size // window
+    full = number < whole
+    found = np.empty_like(asked)
+    chosen = permute(number[full], whole, keys[full])
+    found[full] = chosen * window + permute(
+        place[full], window, _mix(keys[full] + _mix(chosen.astype(np.uint64) + _GOLDEN))
+    )
+    if not full.all():
+        found[~full] = whole * window + permute(place[~full], size - whole * window, _mix(keys[~full] + _GOLDEN))
+    return found
+
+
 def _network(values: Keys, high: np.uint64, low: np.uint64, key: Keys) -> Keys:
     left, right = values // low, values % low
     for number in range(_ROUNDS):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -307,6 +307,10 @@ class TokenShards:
         self._first_token = list(accumulate((facts.tokens for facts in self.facts), initial=0))
         self._first_document = list(accumulate((facts.documents for facts in self.facts), initial=0))
         self._maps: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+
+    def open_beside(self, name: str) -> BinaryIO:
+        """Open a file that lies beside the shards, such as counts of their tokens. Raises FileNotFoundError where it is not there."""
+        return (self.folder / name).open("rb")
 
     @property
     def digest(self) -> str:

@@ -92,7 +92,11 @@ def write_unigrams(shards: TokenShards, sources: Mapping[str, int] | None = None
 
 def has_unigrams(shards: TokenShards) -> bool:
     """Return True if counts lie beside the shards: an older version wrote none."""
-    return (shards.folder / UNIGRAMS).is_file()
+    try:
+        shards.open_beside(UNIGRAMS).close()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def read_unigrams(shards: TokenShards) -> list[Unigrams]:
@@ -101,9 +105,9 @@ def read_unigrams(shards: TokenShards) -> list[Unigrams]:
     Raises FileNotFoundError where there are none, TokenShardError for a damaged file and for counts of other shards. Every
     length is checked before anything is made of it.
     """
-    path = shards.folder / UNIGRAMS
+    path = f"{shards.place}/{UNIGRAMS}"
     try:
-        with path.open("rb") as file:
+        with shards.open_beside(UNIGRAMS) as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise ValueError("the magic word is missing")
             line = file.readline(_HEADER_BYTES)
@@ -111,9 +115,11 @@ def read_unigrams(shards: TokenShards) -> list[Unigrams]:
                 raise ValueError("its header has no end")
             tokenizer, vocab_size, corpus, sha256, sources = _parse(line)
             file.seek(-len(_MAGIC + line) % 8, os.SEEK_CUR)
-            size, needed = os.fstat(file.fileno()).st_size, file.tell() + 8 * vocab_size * len(sources)
+            begin = file.tell()
+            size, needed = file.seek(0, os.SEEK_END), begin + 8 * vocab_size * len(sources)
             if size != needed:
                 raise ValueError(f"it has {size:,} bytes, by its header {needed:,}")
+            file.seek(begin)
             body = file.read()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{shards.place} has no {UNIGRAMS}: arclight data pack writes it") from error

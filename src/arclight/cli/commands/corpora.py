@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from arclight.data.remote.block_reader import BlockReader
     from arclight.text.data.tokenizer import Tokenizer
 
 
@@ -19,6 +23,9 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_tokenizer(verb)
     verb.add_argument("--field", default="text", help="column of a row with the text (default: %(default)s)")
+    verb.add_argument(
+        "--ids", action="store_true", help="the column holds ids of --tokenizer (MDS folders): take them as they are"
+    )
     verb.add_argument(
         "--held-out",
         type=float,
@@ -43,7 +50,7 @@ def add_verbs(verbs: Any) -> None:
     verb.set_defaults(run=pack)
 
     verb = verbs.add_parser("inspect", help="summarise shards; status 1 if --verify finds damage")
-    verb.add_argument("corpus", type=Path)
+    verb.add_argument("corpus", metavar="CORPUS", help="a folder, or an address such as s3://bucket/corpus")
     verb.add_argument("--verify", action="store_true", help="read and verify every byte")
     verb.add_argument(
         "--sums", action="store_true", help="write the digests of blocks that a corpus of an older version lacks"
@@ -94,19 +101,25 @@ def _add_tokenizer(verb: Any) -> None:
 
 
 def tokenize(options: Namespace) -> int:
+    from functools import partial
     from itertools import chain
 
+    from arclight.cli.arguments import UsageError
     from arclight.text.data.corpus import held_out, write_corpus
-    from arclight.text.data.sources import documents
+    from arclight.text.data.sources import documents, token_documents
 
     given = options.sources
     names = [
         name if name not in given[:at] else f"{name} ({given[: at + 1].count(name)})" for at, name in enumerate(given)
     ]
 
+    if options.ids and options.tokenizer == "bpe":
+        raise UsageError("--ids: give the tokenizer that the ids are of, as --tokenizer FOLDER")
+    one_source = partial(token_documents, tokenizer=_tokenizer(options, ())) if options.ids else documents
+
     def read() -> Any:
         return chain.from_iterable(
-            (document._replace(source=name) for document in documents(source, options.field))
+            (document._replace(source=name) for document in one_source(source, options.field))
             for name, source in zip(names, given, strict=True)
         )
 
@@ -150,21 +163,29 @@ def pack(options: Namespace) -> int:
 
 
 def inspect(options: Namespace) -> int:
+    from arclight.cli.arguments import UsageError
+    from arclight.data.remote.ranges import is_address
     from arclight.data.token_shards import TokenShardError, write_sums
     from arclight.text.data.corpus import shards_in
 
-    found = shards_in(options.corpus)
-    if options.sums:
-        for shards in found.values():
-            write_sums(shards.folder)
-    facts = {split: _facts(shards) for split, shards in found.items()}
-    counted = {split: _counted(shards, _token_names(options.corpus)) for split, shards in found.items()}
+    if options.sums and is_address(options.corpus):
+        raise UsageError(
+            f"--sums: {options.corpus} is an address, where nothing is written; write them where the corpus lies"
+        )
     problems = []
-    for shards in found.values() if options.verify else ():
-        try:
-            shards.verify(again=True)
-        except TokenShardError as error:
-            problems.append(str(error))
+    with _reader(options.corpus) as reader:
+        found = shards_in(options.corpus, reader)
+        if options.sums:
+            for shards in found.values():
+                write_sums(shards.folder)
+        facts = {split: _facts(shards) for split, shards in found.items()}
+        names = _token_names(options.corpus, reader)
+        counted = {split: _counted(shards, names) for split, shards in found.items()}
+        for shards in found.values() if options.verify else ():
+            try:
+                shards.verify(again=True)
+            except TokenShardError as error:
+                problems.append(str(error))
     if options.json:
         splits = {split: {**known, "unigrams": counted[split]} for split, known in facts.items()}
         print(json.dumps({"splits": splits} | ({"problems": problems} if options.verify else {}), indent=2))
@@ -199,11 +220,30 @@ def _facts(shards: Any) -> dict[str, Any]:
 _MOST_FREQUENT = 8  # tokens that are shown of a source
 
 
-def _token_names(folder: Path) -> list[str]:
+@contextmanager
+def _reader(corpus: str) -> Iterator[BlockReader | None]:
+    """Make what reads a corpus at an address, through a folder that is deleted afterwards; None for one on disk."""
+    from arclight.data.remote.block_reader import BlockReader
+    from arclight.data.remote.ranges import is_address
+
+    if not is_address(corpus):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder, closing(BlockReader(Path(folder), 2**28)) as reader:
+        yield reader
+
+
+def _token_names(corpus: str, reader: BlockReader | None) -> list[str]:
     """Return the tokens of a corpus, or of the one that a split is of; none where its tokenizer is gone."""
+    from arclight.text.data.corpus import open_tokenizer
     from arclight.text.data.tokenizer import Tokenizer
 
-    for place in (folder, folder.parent):
+    if reader is not None:
+        for address in (corpus.rstrip("/"), corpus.rstrip("/").rpartition("/")[0]):
+            with suppress(FileNotFoundError):
+                return open_tokenizer(address, reader).names
+        return []
+    for place in (Path(corpus), Path(corpus).parent):
         if (place / "tokenizer").is_dir():
             return Tokenizer.load(place / "tokenizer").names
     return []
@@ -239,7 +279,7 @@ _ROWS = {
 }  # fmt: skip
 
 
-def _show(folder: Path, facts: dict[str, dict[str, Any]]) -> None:
+def _show(folder: Path | str, facts: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
     from arclight.cli.style import console_of

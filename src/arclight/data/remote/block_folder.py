@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _HOLDERS, _LOCKS, _USAGE = ".holders", ".locks", ".usage"
+MADE = ".made"
+"""Folder of what is made of blocks here, such as samples that were packed: counted, and deleted by nobody."""
 _STRIPES = 256
 _LOCK_TIMEOUT_S = 60.0
 """Seconds that counting and clearing by another process may take."""
@@ -24,7 +26,7 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLIN
 
 
 class BlockFolder:
-    """Files of bytes by key (``shard/block``), together at most ``bound_bytes`` long.
+    """Files of bytes by key (``shard/block``), together with what is made of them at most ``bound_bytes`` long.
 
     A file is complete when it is seen. Room for a new one is made by deleting the ones that were used longest ago and that no
     process holds. A process holds a file by a hard link in a folder of its own, which counts until it ends, also by a kill. (Where
@@ -83,6 +85,13 @@ class BlockFolder:
         if hold:
             _link(reserved, self._held(key))
         os.replace(reserved, path)
+
+    def recount(self) -> int:
+        """Count all files at once, as after something was made beside the blocks, make room for it, and return the bytes."""
+        with self._usage() as usage:
+            total = self._clear(self.bound_bytes)
+            _set_total(usage, total)
+        return total
 
     def give_back(self, reserved: Path) -> None:
         with self._usage() as usage, suppress(FileNotFoundError):
@@ -147,6 +156,10 @@ class BlockFolder:
     def _clear(self, wanted: int) -> int:
         """Delete until a tenth more than needed is free, and return the bytes that are left; what dead processes left goes too."""
         total = sum(self._sweep(holder) for holder in (self.root / _HOLDERS).iterdir())
+        for path in (self.root / MADE).rglob("*"):
+            with suppress(FileNotFoundError):
+                found = path.stat(follow_symlinks=False)
+                total += found.st_size if path.is_file() else 0
         free: list[tuple[int, int, str]] = []
         for folder in os.scandir(self.root):
             if folder.name.startswith(".") or not folder.is_dir(follow_symlinks=False):

@@ -80,6 +80,10 @@ class BlockReader:
         if (running := self._running) is not None and running.pid == os.getpid():
             running.release(expected)
 
+    def recount(self) -> int:
+        """Return the bytes of the folder, counted anew after something was made beside the blocks."""
+        return self._state().recount()
+
     def close(self) -> None:
         """End the threads and let go of all that is held."""
         with self._made:
@@ -200,6 +204,9 @@ class _Running:
                         self._jobs.pop(wanted.key)
                         job.result.cancel()
                     self._folder.release(wanted.key)
+
+    def recount(self) -> int:
+        return self._folder.recount()
 
     def close(self) -> None:
         if self.pid != os.getpid():

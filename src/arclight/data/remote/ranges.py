@@ -193,7 +193,8 @@ class RemoteFiles:
         try:
             return fsspec.filesystem(self._protocol, **options)
         except ImportError as error:
-            extra = pip_install("s3") if self._protocol in ("s3", "s3a") else str(error)
+            known = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}.get(self._protocol)
+            extra = str(error) if known is None else pip_install(known)
             raise RemoteReadError(
                 f"{self.address}: the file system {self._protocol}:// is not installed: {extra}"
             ) from error

@@ -184,14 +184,30 @@ def retokenize(
     )
 
 
-def shards_in(folder: str | Path) -> dict[str, TokenShards]:
-    """Open the splits of a corpus, or the one that ``folder`` is. Raises FileNotFoundError for none."""
+def shards_in(folder: str | Path, reader: BlockReader | None = None) -> dict[str, TokenShards]:
+    """Open the splits of a corpus, or the one that ``folder`` is; at an address through ``reader``. Raises FileNotFoundError for none."""
+    if is_address(folder):
+        return _shards_at(str(folder).rstrip("/"), reader)
     folder = Path(folder)
     if (folder / INDEX).is_file():
         return {folder.name: TokenShards(folder)}
     found = {name: TokenShards(folder / name) for name in SPLITS if (folder / name).is_dir()}
     if not found:
         raise FileNotFoundError(f"{folder} is no corpus: it has neither {' nor '.join(SPLITS)}")
+    return found
+
+
+def _shards_at(address: str, reader: BlockReader | None) -> dict[str, TokenShards]:
+    assert reader is not None
+    found: dict[str, TokenShards] = {}
+    for name in SPLITS:
+        with suppress(FileNotFoundError):
+            found[name] = RemoteTokenShards(f"{address}/{name}", reader)
+    if not found:
+        try:
+            found[address.rpartition("/")[2]] = RemoteTokenShards(address, reader)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{address} is no corpus: it has neither {' nor '.join(SPLITS)}") from error
     return found
 
 
@@ -235,7 +251,8 @@ def open_tokenizer(folder: str | Path, reader: BlockReader) -> Tokenizer:
         return Tokenizer.load(temporary)
 
 
-_Job = tuple[Path, list[str], int]
+_Texts = list[str | npt.NDArray[Any]]
+_Job = tuple[Path, _Texts, int]
 
 
 def _counted(
@@ -259,7 +276,7 @@ def _jobs(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[_Job]:  # fmt: skip
     """Yield the file, the texts and the bytes of each shard, noting the shards of each split in ``names``."""
-    waiting: dict[str, list[str]] = {}
+    waiting: dict[str, _Texts] = {}
     sizes: dict[str, int] = {}
     count = total = 0
 
@@ -270,7 +287,7 @@ def _jobs(
         return folder / name / shards[-1], waiting.pop(name), sizes.pop(name)
 
     for name, document in documents:
-        waiting.setdefault(name, []).append(document.text)
+        waiting.setdefault(name, []).append(document.text if document.ids is None else document.ids)
         sizes[name] = sizes.get(name, 0) + document.bytes
         count, total = count + 1, total + document.bytes
         if sizes[name] >= shard_bytes:
@@ -283,13 +300,15 @@ def _jobs(
         progress(count, total)
 
 
-def _write(tokenizer: Tokenizer, path: Path, texts: list[str], text_bytes: int) -> None:
+def _write(tokenizer: Tokenizer, path: Path, texts: _Texts, text_bytes: int) -> None:
     before = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
     after = [] if tokenizer.eos is None else [tokenizer.eos]
 
     def documents() -> Iterator[npt.NDArray[Any]]:
         for first in range(0, len(texts), _TOGETHER):
-            for ids in tokenizer.encode_batch(texts[first : first + _TOGETHER]):
+            part = texts[first : first + _TOGETHER]
+            yield from (ids for ids in part if not isinstance(ids, str))  # tokenized already: all of them or none
+            for ids in tokenizer.encode_batch([text for text in part if isinstance(text, str)]):
                 yield np.concatenate([np.array(before, np.int32), ids, np.array(after, np.int32)])
 
     write_shard(path, documents(), tokenizer=tokenizer.digest, vocab_size=tokenizer.vocab_size, text_bytes=text_bytes)
@@ -304,7 +323,7 @@ def _begin_worker(folder: Path) -> None:
     _tokenizer = Tokenizer.load(folder)
 
 
-def _write_in_worker(path: Path, texts: list[str], text_bytes: int) -> None:
+def _write_in_worker(path: Path, texts: _Texts, text_bytes: int) -> None:
     assert _tokenizer is not None
     _write(_tokenizer, path, texts, text_bytes)
 

@@ -24,8 +24,9 @@ from arclight.data.mixture import MixtureOrder
 from arclight.data.packing import Layout, Packed, Windows
 from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import is_address
+from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_samples import TokenSamples
-from arclight.data.token_shards import TokenShards
+from arclight.data.token_shards import BLOCK_BYTES, TokenShards
 from arclight.data.unigrams import read_unigrams, whole
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
@@ -35,6 +36,7 @@ from arclight.text.data.site_split import SiteSplit
 from arclight.text.data.sources import STDLIB, Document, documents, fingerprint
 from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 from arclight.trainer import DataModule
+from arclight.trainer.run.report import size_text
 
 _LOG = logging.getLogger("arclight")
 _FORMAT = 1  # of what is cached: another number rebuilds everything
@@ -159,6 +161,11 @@ class TextDataModule(DataModule):
                 for split in ("train", "val"):
                     with suppress(FileNotFoundError):
                         self._packed(open_split(folder, split, self.tokenizer, self._reader))
+                if (used := self._reader.recount()) > (bound := self.settings.remote_bytes):
+                    raise MisconfigurationError(
+                        f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
+                        'packing = "concat", which needs none'
+                    )
             return
         if not folder.is_dir():
             _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
@@ -206,6 +213,7 @@ class TextDataModule(DataModule):
             )
         trained = [self._split(self._corpus(name), "train") for name in names]
         self.train = self._samples([shards for shards in trained if shards is not None])
+        self._warn_of_traffic(self.train)
         if self.settings.val is not None:
             self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer, self._reader)])
         elif self.settings.held_out > 0:
@@ -219,6 +227,25 @@ class TextDataModule(DataModule):
                     self._without_val(sum(part.shards.documents for part in self.train.layouts))
                 )
             self.val = self._samples(folders)
+
+    def _warn_of_traffic(self, samples: TokenSamples) -> None:
+        """Warn where shuffling makes blocks of a corpus at an address be fetched again and again."""
+        settings = self.settings
+        for layout in samples.layouts:
+            if not isinstance(layout.shards, RemoteTokenShards):
+                continue
+            size, bound = sum(facts.body_bytes for facts in layout.shards.facts), settings.remote_bytes
+            concat = settings.packing == "concat"
+            fetched = int(len(layout) * BLOCK_BYTES * max(0.0, 1 - bound / max(1, size)))
+            if (settings.shuffle_window is not None and concat) or fetched <= 2 * size:
+                continue
+            also = "" if concat else 'packing = "concat" and '
+            window = max(1, bound // 8 // max(1, size // max(1, len(layout))))
+            rank_zero_warn(
+                f"{layout.shards.place} has {size_text(size)}, remote_bytes = {size_text(bound)}: shuffled as a whole, an epoch fetches up to "
+                f"{size_text(fetched)}, as each sample lies in another block of {BLOCK_BYTES // 1024} KiB; "
+                f"set {also}shuffle_window = {window}, or raise remote_bytes"
+            )
 
     def teardown(self, stage: str) -> None:
         """End the threads that fetch tokens at addresses; the next reading begins others."""
@@ -259,12 +286,18 @@ class TextDataModule(DataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         samples = self._opened(self.train)
         if not isinstance(self.settings.data, dict):
-            return self._loader(samples, EpochOrder(len(samples)))
+            return self._loader(samples, EpochOrder(len(samples), window=self.settings.shuffle_window))
         sizes = [len(layout) for layout in samples.layouts]
         weights = [
             self.settings.mixture.get(name, size) for name, size in zip(self.selection.names, sizes, strict=True)
         ]
-        order = MixtureOrder(sizes, weights, at=self.settings.mixture_at, samples=self.settings.epoch_samples)
+        order = MixtureOrder(
+            sizes,
+            weights,
+            at=self.settings.mixture_at,
+            samples=self.settings.epoch_samples,
+            window=self.settings.shuffle_window,
+        )
         return self._loader(samples, order)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -334,7 +367,7 @@ class TextDataModule(DataModule):
             )
 
     def _order(self) -> dict[str, str]:
-        names = ("sequence_length", "packing", "mixture", "mixture_at", "epoch_samples")
+        names = ("sequence_length", "packing", "mixture", "mixture_at", "epoch_samples", "shuffle_window")
         return {name: repr(getattr(self.settings, name)) for name in names}
 
     def _digests(self) -> list[str]:

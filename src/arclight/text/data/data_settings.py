@@ -74,6 +74,9 @@ class Text(Checked):
     """Epochs at which the lists of weights apply; linear interpolation in between."""
     epoch_samples: PositiveInt | None = None
     """Samples per epoch of a mixture; none for all."""
+    shuffle_window: PositiveInt | None = None
+    """Consecutive samples that are shuffled among themselves, windows of them among each other; none: all samples. A corpus at an
+    address that is larger than remote_bytes is fetched about once an epoch with it, and many times without."""
     shard_bytes: PositiveInt = 2**26
     """Bytes of text per shard of tokens."""
     prepare_workers: PositiveInt = 1

@@ -12,10 +12,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.text.data.mds import MDSError, is_mds, read_column, shards_of
+
+if TYPE_CHECKING:
+    from arclight.text.data.tokenizer import Tokenizer
 
 STDLIB = "stdlib"
 """The source that every machine has: the Python standard library's own modules, without its tests."""
@@ -39,6 +45,8 @@ class Document(NamedTuple):
     """Its length in UTF-8."""
     source: str = ""
     """The source that it is counted for (`arclight.data.unigrams`)."""
+    ids: npt.NDArray[Any] | None = None
+    """Its tokens, where it was tokenized already."""
 
 
 def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
@@ -62,6 +70,54 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
                     ) from error
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
             raise SourceError(f"{path} is cut short or damaged: {error}; fetch it again") from error
+
+
+def token_documents(where: str | Path, field: str, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield the documents of a folder of MDS shards whose rows hold ids of ``tokenizer``, which are taken as they are.
+
+    The rows (arrays of integers, or their bytes as int64) are one stream, cut behind each end of text: so were they written. Without such
+    a token, each row is a document. Raises SourceError for other columns and for ids that are no tokens.
+    """
+    if where == STDLIB or not is_mds(Path(where)):
+        raise SourceError(f"{where} is no folder of MDS shards, of which alone token ids are read")
+    place, begun = "", list[npt.NDArray[Any]]()
+    try:
+        for shard in shards_of(Path(where)):
+            for place, value in read_column(shard, field):
+                row = _ids_of(value, tokenizer, f"{place}: {field!r}")
+                ends = np.flatnonzero(row == tokenizer.eos) + 1 if tokenizer.eos is not None else np.array([len(row)])
+                *whole, rest = np.split(row, ends)
+                for part in whole:
+                    yield _of_ids(place, np.concatenate([*begun, part]), tokenizer)
+                    begun = []
+                begun += [rest] if rest.size else []
+    except MDSError as error:
+        raise SourceError(str(error)) from error
+    if begun:
+        yield _of_ids(place, np.concatenate(begun), tokenizer)
+
+
+def _ids_of(value: Any, tokenizer: Tokenizer, place: str) -> npt.NDArray[Any]:
+    """Return a cell as an array of token ids (N,), int64."""
+    if isinstance(value, bytes):
+        if len(value) % 8:
+            raise SourceError(f"{place} has {len(value)} bytes, no number of int64")
+        value = np.frombuffer(value, "<i8")
+    found = np.asarray(value)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise SourceError(
+            f"{place} holds no token ids: need an array of integers in one dimension, got {found.dtype} {found.shape}"
+        )
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) < tokenizer.vocab_size:
+        raise SourceError(
+            f"{place} has ids {int(found.min())} to {int(found.max())}, the tokenizer has {tokenizer.vocab_size} tokens: it is another one's"
+        )
+    return found.astype(np.int64)
+
+
+def _of_ids(place: str, ids: npt.NDArray[Any], tokenizer: Tokenizer) -> Document:
+    text = tokenizer.decode(ids.tolist())
+    return Document(place, text, len(text.encode()), ids=ids)
 
 
 def files(where: str | Path) -> list[Path]:
