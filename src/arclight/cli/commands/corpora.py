@@ -34,14 +34,14 @@ def add_verbs(verbs: Any) -> None:
         help="fraction of the documents for the validation split",
     )
     verb.add_argument("--shard-bytes", type=int, default=2**26, metavar="N", help="bytes of text per shard")
-    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
+    _add_engine(verb)
     verb.set_defaults(run=tokenize)
 
     verb = verbs.add_parser("retokenize", help="convert shards from one tokenizer to another")
     verb.add_argument("source", type=Path, metavar="CORPUS")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_tokenizer(verb)
-    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
+    _add_engine(verb)
     verb.set_defaults(run=retokenize)
 
     verb = verbs.add_parser("pack", help="pack whole documents into samples of one length")
@@ -57,6 +57,14 @@ def add_verbs(verbs: Any) -> None:
     )
     verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=inspect)
+
+
+def _add_engine(verb: Any) -> None:
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
+    verb.add_argument(
+        "--engine", choices=("local", "ray"), default="local",
+        help="ray: on the Ray cluster of RAY_ADDRESS, else one started here; the shards are the same (default: %(default)s)",
+    )  # fmt: skip
 
 
 def show_corpus(options: Namespace) -> int:
@@ -128,7 +136,7 @@ def tokenize(options: Namespace) -> int:
     tokenizer = _tokenizer(options, (document.text for document in read() if split(document) == "train"))
     _write(
         write_corpus, options.out, read(), tokenizer, split=split, shard_bytes=options.shard_bytes,
-        workers=options.workers, about={"sources": given},
+        workers=options.workers, engine=options.engine, about={"sources": given},
     )  # fmt: skip
     return _report(options.out, started)
 
@@ -142,7 +150,7 @@ def retokenize(options: Namespace) -> int:
     before = Tokenizer.load(options.source / "tokenizer")
     first = next(iter(shards_in(options.source).values()))
     tokenizer = _tokenizer(options, (document.text for document in documents_of(first, before)))
-    _write(retokenize, options.source, options.out, tokenizer, workers=options.workers)
+    _write(retokenize, options.source, options.out, tokenizer, workers=options.workers, engine=options.engine)
     return _report(options.out, started)
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,12 @@ from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
 from arclight.data.unigrams import has_unigrams, read_unigrams, write_unigrams
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.extras import require
 from arclight.text.data.sources import Document
 from arclight.text.data.tokenizer import FILES, Tokenizer
 
+Engine = Literal["local", "ray"]
+"""Where documents are tokenized: the shards are the same, bit for bit."""
 SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard is full."""
@@ -47,6 +50,7 @@ def write_corpus(
     split: Callable[[Document], str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     workers: int = 1,
+    engine: Engine = "local",
     about: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -54,7 +58,9 @@ def write_corpus(
 
     split: the split of a document, see `held_out`; all are ``train`` by default. workers: processes that tokenize; 1
     does it here, on the tokenizer's own threads. (More of them import the main script: it needs its ``if __name__ ==
-    "__main__"``.) about: noted in the index of each split. progress: told documents and bytes so far.
+    "__main__"``.) engine: "ray" tokenizes on the Ray cluster that RAY_ADDRESS names, or on one that is started here, with as
+    many shards at a time as it has CPUs, or ``workers`` if that is more; what a lost node was at work on is done again elsewhere.
+    about: noted in the index of each split. progress: told documents and bytes so far.
     Raises FileExistsError where the folder is there already, SourceError for documents that cannot be read, and
     MisconfigurationError where there are none, or those of one source do not follow one another.
     """
@@ -68,7 +74,9 @@ def write_corpus(
         names: dict[str, list[str]] = {}
         sources: dict[str, dict[str, int]] = {}
         jobs = _jobs(_counted(documents, split, sources), shard_bytes, staging, names, progress)
-        if workers > 1:
+        if engine == "ray":
+            _on_ray(jobs, staging, workers)
+        elif workers > 1:
             _in_processes(jobs, staging, workers)
         else:
             for job in jobs:
@@ -154,7 +162,7 @@ def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document
 
 
 def retokenize(
-    source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1,
+    source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1, engine: Engine = "local",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
     """Write the same documents, in the same splits, in another tokenizer's tokens.
@@ -179,6 +187,7 @@ def retokenize(
         tokenizer,
         split=lambda d: home.pop(d.id),
         workers=workers,
+        engine=engine,
         about={"made_of": str(source)},
         progress=progress,
     )
@@ -343,3 +352,58 @@ def _in_processes(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+_RETRIES = 16
+"""Times that Ray does a shard again whose node was lost."""
+
+
+def _on_ray(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
+    """Tokenize on a Ray cluster: text goes there, files of shards come back, in order. Nodes need no file of this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody, unless the user says so
+    ray = require("ray", extra="ray")
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
+    try:
+        files = ray.put({path.name: path.read_bytes() for path in (staging / "tokenizer").iterdir()})
+        make = ray.remote(max_retries=_RETRIES)(_files_of_shard)
+        together = max(workers, int(ray.cluster_resources().get("CPU", 1)))
+        running: deque[tuple[Path, Any]] = deque()
+        for path, texts, text_bytes in jobs:
+            running.append((path, make.remote(files, path.name, texts, text_bytes)))
+            if len(running) > together:
+                _take(ray, *running.popleft())
+        while running:
+            _take(ray, *running.popleft())
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _files_of_shard(tokenizer: dict[str, bytes], name: str, texts: _Texts, text_bytes: int) -> dict[str, bytes]:
+    """Return the files that `_write` makes of a shard, by name; on whatever node this is."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "tokenizer"
+        own.mkdir()
+        for file, content in tokenizer.items():
+            (own / file).write_bytes(content)
+        made = Path(folder) / "shard"
+        made.mkdir()
+        _write(Tokenizer.load(own), made / name, texts, text_bytes)
+        return {path.name: path.read_bytes() for path in made.iterdir()}
+
+
+def _take(ray: Any, path: Path, task: Any) -> None:
+    """Write the files of a shard beside each other; an error of the task is raised as it was there."""
+    try:
+        made = ray.get(task)
+    except ray.exceptions.RayTaskError:
+        raise
+    except ray.exceptions.RayError as error:
+        raise OSError(
+            f"Ray could not make {path.name} ({_RETRIES} times): {error}; look at the nodes with ray status"
+        ) from error
+    for name, content in made.items():
+        (path.parent / name).write_bytes(content)
