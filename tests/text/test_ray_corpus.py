@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from arclight.data.packing import Packed
+from arclight.data.token_shards import TokenShards
 from arclight.text.data.corpus import held_out, write_corpus
 from arclight.text.data.sources import Document
 from arclight.text.data.tokenizer import Tokenizer
@@ -50,7 +52,9 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_the_shards_are_those_of_one_process_when_a_node_is_killed(cluster: Any, tmp_path: Path) -> None:
+def test_the_shards_are_those_of_one_process_when_a_node_is_killed(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = Tokenizer.train((one.text for one in texts()), 300)
     told: list[int] = []
 
@@ -63,6 +67,9 @@ def test_the_shards_are_those_of_one_process_when_a_node_is_killed(cluster: Any,
     write_corpus(tmp_path / "here", texts(), tokenizer, **options)
     write_corpus(tmp_path / "ray", texts(), tokenizer, engine="ray", progress=progress, **options)
     assert len(told) > 10
+    monkeypatch.setattr("arclight.data.packing._GROUP", 50)
+    Packed.build(TokenShards(tmp_path / "here" / "train"), 64)
+    Packed.build(TokenShards(tmp_path / "ray" / "train"), 64, "ray")
     assert sum(node["Alive"] for node in _nodes(cluster)) == 1
     here, there = files(tmp_path / "here"), files(tmp_path / "ray")
     assert here.keys() == there.keys()

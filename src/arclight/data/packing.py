@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.data.permutation import Ints
+from arclight.data.ray_tasks import Engine, on_ray
 from arclight.data.token_shards import TokenShardError, TokenShards
 
 _GROUP = 2**20  # documents that are packed together: bounds memory, costs a handful of bins
@@ -76,12 +77,14 @@ class Packed:
         )
 
     @classmethod
-    def build(cls, shards: TokenShards, length: int) -> Packed:
+    def build(cls, shards: TokenShards, length: int, engine: Engine = "local") -> Packed:
         """Pack the documents (best fit, the longest first), write that beside the shards in one step, and open it.
 
+        engine: "ray" packs groups of a million documents on a Ray cluster (`arclight.data.ray_tasks.on_ray`).
         Raises TokenShardError where no document has two tokens.
         """
-        found = [_pack(shards, first, length) for first in range(0, shards.documents, _GROUP)]
+        groups = ((_meets(shards, first), length) for first in range(0, shards.documents, _GROUP))
+        found = list(on_ray(_pack, groups)) if engine == "ray" else [_pack(*group) for group in groups]
         empty = np.empty(0, np.int64)
         arrays = {
             "starts": np.concatenate([empty, *(starts for starts, _, _ in found)]),
@@ -140,10 +143,14 @@ def _folder(shards: TokenShards, length: int) -> Path:
     return shards.folder / f"packed-{length}"
 
 
-def _pack(shards: TokenShards, first: int, length: int) -> tuple[Ints, Ints, Ints]:
-    """Start and size of each piece, sample after sample, and how many pieces each sample has."""
+def _meets(shards: TokenShards, first: int) -> Ints:
+    """Return where the documents of a group begin and the last of them ends."""
     ends = shards.ends(max(0, first - 1), min(first + _GROUP, shards.documents))
-    meets = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+    return ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+
+
+def _pack(meets: Ints, length: int) -> tuple[Ints, Ints, Ints]:
+    """Start and size of each piece, sample after sample, and how many pieces each sample has."""
     begins, predictions = meets[:-1], np.maximum(np.diff(meets) - 1, 0)
     whole, rest = np.divmod(predictions, length)
     # Full samples of long documents first: piece number k of a document starts k * length tokens into it.

@@ -34,6 +34,7 @@ def add_verbs(verbs: Any) -> None:
         help="fraction of the documents for the validation split",
     )
     verb.add_argument("--shard-bytes", type=int, default=2**26, metavar="N", help="bytes of text per shard")
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
     _add_engine(verb)
     verb.set_defaults(run=tokenize)
 
@@ -41,12 +42,14 @@ def add_verbs(verbs: Any) -> None:
     verb.add_argument("source", type=Path, metavar="CORPUS")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_tokenizer(verb)
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
     _add_engine(verb)
     verb.set_defaults(run=retokenize)
 
     verb = verbs.add_parser("pack", help="pack whole documents into samples of one length")
     verb.add_argument("corpus", type=Path)
     verb.add_argument("--length", type=int, required=True, metavar="N", help="tokens per sample")
+    _add_engine(verb)
     verb.set_defaults(run=pack)
 
     verb = verbs.add_parser("inspect", help="summarise shards; status 1 if --verify finds damage")
@@ -60,10 +63,9 @@ def add_verbs(verbs: Any) -> None:
 
 
 def _add_engine(verb: Any) -> None:
-    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
     verb.add_argument(
         "--engine", choices=("local", "ray"), default="local",
-        help="ray: on the Ray cluster of RAY_ADDRESS, else one started here; the shards are the same (default: %(default)s)",
+        help="ray: on the Ray cluster of RAY_ADDRESS, else one started here; what is written is the same (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def pack(options: Namespace) -> int:
     for split, shards in shards_in(options.corpus).items():
         if not has_unigrams(shards):  # a corpus of an older version
             write_unigrams(shards)
-        packed = Packed.build(shards, options.length)
+        packed = Packed.build(shards, options.length, options.engine)
         print(f"{split}: {shards.documents:,} documents in {len(packed):,} samples, {packed.padding:.2%} padding")
     return 0
 

@@ -156,10 +156,9 @@ class BlockFolder:
     def _clear(self, wanted: int) -> int:
         """Delete until a tenth more than needed is free, and return the bytes that are left; what dead processes left goes too."""
         total = sum(self._sweep(holder) for holder in (self.root / _HOLDERS).iterdir())
-        for path in (self.root / MADE).rglob("*"):
+        for made in (self.root / MADE).rglob("*"):
             with suppress(FileNotFoundError):
-                found = path.stat(follow_symlinks=False)
-                total += found.st_size if path.is_file() else 0
+                total += made.stat(follow_symlinks=False).st_size if made.is_file() else 0
         free: list[tuple[int, int, str]] = []
         for folder in os.scandir(self.root):
             if folder.name.startswith(".") or not folder.is_dir(follow_symlinks=False):

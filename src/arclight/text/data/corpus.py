@@ -16,24 +16,22 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from arclight.checkpoint.files import discard, make_staging, sweep
+from arclight.data.ray_tasks import Engine, on_ray
 from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import RemoteFiles, is_address
 from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
 from arclight.data.unigrams import has_unigrams, read_unigrams, write_unigrams
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.extras import require
 from arclight.text.data.sources import Document
 from arclight.text.data.tokenizer import FILES, Tokenizer
 
-Engine = Literal["local", "ray"]
-"""Where documents are tokenized: the shards are the same, bit for bit."""
 SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard is full."""
@@ -354,56 +352,30 @@ def _in_processes(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
             raise
 
 
-_RETRIES = 16
-"""Times that Ray does a shard again whose node was lost."""
-
-
 def _on_ray(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
-    """Tokenize on a Ray cluster: text goes there, files of shards come back, in order. Nodes need no file of this machine."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody, unless the user says so
-    ray = require("ray", extra="ray")
-    mine = not ray.is_initialized()
-    if mine:
-        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
-    try:
-        files = ray.put({path.name: path.read_bytes() for path in (staging / "tokenizer").iterdir()})
-        make = ray.remote(max_retries=_RETRIES)(_files_of_shard)
-        together = max(workers, int(ray.cluster_resources().get("CPU", 1)))
-        running: deque[tuple[Path, Any]] = deque()
+    """Tokenize on a Ray cluster: text goes there, files of shards come back. Nodes need no file of this machine."""
+    files = {path.name: path.read_bytes() for path in (staging / "tokenizer").iterdir()}
+    paths: deque[Path] = deque()
+
+    def calls() -> Iterator[tuple[str, _Texts, int]]:
         for path, texts, text_bytes in jobs:
-            running.append((path, make.remote(files, path.name, texts, text_bytes)))
-            if len(running) > together:
-                _take(ray, *running.popleft())
-        while running:
-            _take(ray, *running.popleft())
-    finally:
-        if mine:
-            ray.shutdown()
+            paths.append(path)
+            yield path.name, texts, text_bytes
+
+    for made in on_ray(_files_of_shard, calls(), shared=(files,), together=workers):
+        folder = paths.popleft().parent
+        for name, content in made.items():
+            (folder / name).write_bytes(content)
 
 
 def _files_of_shard(tokenizer: dict[str, bytes], name: str, texts: _Texts, text_bytes: int) -> dict[str, bytes]:
     """Return the files that `_write` makes of a shard, by name; on whatever node this is."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
     with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "tokenizer"
+        own, made = Path(folder) / "tokenizer", Path(folder) / "shard"
         own.mkdir()
+        made.mkdir()
         for file, content in tokenizer.items():
             (own / file).write_bytes(content)
-        made = Path(folder) / "shard"
-        made.mkdir()
         _write(Tokenizer.load(own), made / name, texts, text_bytes)
         return {path.name: path.read_bytes() for path in made.iterdir()}
-
-
-def _take(ray: Any, path: Path, task: Any) -> None:
-    """Write the files of a shard beside each other; an error of the task is raised as it was there."""
-    try:
-        made = ray.get(task)
-    except ray.exceptions.RayTaskError:
-        raise
-    except ray.exceptions.RayError as error:
-        raise OSError(
-            f"Ray could not make {path.name} ({_RETRIES} times): {error}; look at the nodes with ray status"
-        ) from error
-    for name, content in made.items():
-        (path.parent / name).write_bytes(content)

@@ -12,6 +12,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from arclight.text.data.sources import SourceError
 
@@ -65,12 +66,15 @@ class PublicCorpus:
 @functools.cache
 def public_corpora() -> dict[str, PublicCorpus]:
     """Return all descriptions, by name."""
-    facts = json.loads(resources.files(__package__).joinpath("public_corpora.json").read_text("utf-8"))
+    facts: dict[str, dict[str, Any]] = json.loads(
+        resources.files(__package__).joinpath("public_corpora.json").read_text("utf-8")
+    )
     lists = ("files", "columns", "prepare", "sources")
-    return {
-        name: PublicCorpus(name=name, **{key: tuple(value) if key in lists else value for key, value in entry.items()})
-        for name, entry in facts.items()
-    }
+    found = {}
+    for name, entry in facts.items():
+        values: dict[str, Any] = {key: tuple(value) if key in lists else value for key, value in entry.items()}
+        found[name] = PublicCorpus(name=name, **values)
+    return found
 
 
 def find_public_corpus(name: str) -> PublicCorpus:

@@ -1,0 +1,56 @@
+"""Run functions on a Ray cluster, with results in order. Ray is imported when it is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+from arclight.fabric.extras import require
+
+Engine = Literal["local", "ray"]
+"""Where corpora are made: they are the same, bit for bit."""
+_RETRIES = 16
+"""Times that Ray calls a function again whose node was lost."""
+
+
+def on_ray(
+    function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, shared: tuple[Any, ...] = (), together: int = 1
+) -> Iterator[Any]:
+    """Call ``function(*shared, *call)`` for each call on the cluster that RAY_ADDRESS names, or on one that is started here.
+
+    Results come in the order of the calls. No more calls are taken ahead than the cluster has CPUs, or ``together`` if that is more. What
+    a lost node was at work on is done again elsewhere. An error of a function is raised here as it was there; OSError is raised
+    for a call that Ray gives up.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody, unless the user says so
+    ray = require("ray", extra="ray")
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
+
+    def result(task: Any) -> Any:
+        try:
+            return ray.get(task)
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError as error:
+            raise OSError(
+                f"Ray gave up {function.__name__} after {_RETRIES} attempts: {error}; look at the nodes with ray status"
+            ) from error
+
+    try:
+        given = [ray.put(one) for one in shared]
+        remote = ray.remote(max_retries=_RETRIES)(function)
+        ahead = max(together, int(ray.cluster_resources().get("CPU", 1)))
+        running: deque[Any] = deque()
+        for call in calls:
+            running.append(remote.remote(*given, *call))
+            if len(running) > ahead:
+                yield result(running.popleft())
+        while running:
+            yield result(running.popleft())
+    finally:
+        if mine:
+            ray.shutdown()
