@@ -156,7 +156,9 @@ def test_outputs_that_are_none_are_left_out(net: nn.Module, batches: list[Tensor
 
 
 def test_models_in_double_precision_are_judged_in_float32(net: nn.Module, batches: list[Tensor]) -> None:
-    report = verify_quantizer(copy.deepcopy(Absent(net)).double(), [batch.double() for batch in batches[:1]], PlacementQuantizer())
+    report = verify_quantizer(
+        copy.deepcopy(Absent(net)).double(), [batch.double() for batch in batches[:1]], PlacementQuantizer()
+    )
     assert report.outputs["0"].sqnr_db > 20
 
 
