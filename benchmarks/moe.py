@@ -8,8 +8,8 @@ within a turn. On a CPU a turn is a single step; on a GPU it is ten, since its q
 With a GPU and Triton also layers on the Triton path beside grouped ones, as the gate has it: 8 and 64 experts, top-2, widths of 1 and 2 k;
 the figure is the least of their ratios, each compared with float32 before.
 
-Then what `benchmarks.rate_transfer` measures of muP, CompleteP and ADOPT, and `benchmarks.expert_models` of models with experts, on the CPU
-with one thread.
+Then what `benchmarks.rate_transfer` measures of muP, CompleteP and ADOPT, `benchmarks.expert_models` of models with experts, and
+`benchmarks.remote_stall` of a corpus at an address, on the CPU with one thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from arclight.text.model.decoder import active_parameters
 from arclight.text.model.layers import FeedForward
 from arclight.text.model.moe import MoE, MoEConfig, Path
 from arclight.trainer.throughput import get_available_flops
-from benchmarks import expert_models, rate_transfer
+from benchmarks import expert_models, rate_transfer, remote_stall
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 
 
@@ -213,12 +213,14 @@ def report(
     torch.set_num_threads(1)
     transfer, losses = rate_transfer.measure(options.quick)
     models, of_models = expert_models.measure(options.quick)
+    remote, of_remote = remote_stall.measure(options.quick)
     publish(
         "moe", "What a layer of experts reaches, and which rates transfer",
         ("", "ms forward and backward", "GFLOP/s", "of a large product", "of the data sheet", f"time over grouped: {SPREAD}", "difference"),
-        rows, figures | transfer | models, options=options, packages=versions("torch", "arclight-torch"),
+        rows, figures | transfer | models | remote, options=options, packages=versions("torch", "arclight-torch"),
         notes=f"{tokens} tokens, {str(dtype).removeprefix('torch.')}, {device.type}. Operations are 6 per parameter that a token meets. "
-        f"The large product is the fastest of several in each turn.\n\n" + "".join(f"{line}\n" for line in on_triton) + f"\n{losses}\n\n{of_models}",
+        f"The large product is the fastest of several in each turn.\n\n" + "".join(f"{line}\n" for line in on_triton)
+        + f"\n{losses}\n\n{of_models}\n\n{of_remote}",
     )  # fmt: skip
 
 
