@@ -176,6 +176,24 @@ def build_app(
     app.add_exception_handler(Refusal, refuse)
     app.add_exception_handler(HTTPException, refuse_address)
 
+    add_server_routes(app, service, metrics)
+    add_photo_routes(app, service)
+    add_tensor_routes(app, service)
+    if any(model.task in TEXT_TASKS for model in models):
+        add_text_routes(app, service)
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
+    app.add_middleware(Lingering, linger_s=limits.linger_s)
+    app.add_middleware(
+        Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines
+    )  # fmt: skip
+    app.state.drain = service.drain
+    return app
+
+
+def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    """Add what tells of the server itself: health, models, metrics."""
+
     @app.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> JSONResponse:
         """Report if the server is up (live) and takes photos (ready, else 503)."""
@@ -193,19 +211,6 @@ def build_app(
         """Metrics in a text format of Prometheus."""
         content, content_type = metrics.exposition(request.headers.get("accept", ""))
         return Response(content, media_type=content_type)
-
-    add_photo_routes(app, service)
-    add_tensor_routes(app, service)
-    if any(model.task in TEXT_TASKS for model in models):
-        add_text_routes(app, service)
-    app.mount("/", StaticFiles(directory=PAGE, html=True))
-    app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
-    app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(
-        Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines
-    )  # fmt: skip
-    app.state.drain = service.drain
-    return app
 
 
 def addresses(service: Service) -> dict[str, Address]:
