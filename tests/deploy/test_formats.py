@@ -131,7 +131,7 @@ def test_formats_are_chosen_by_argument_and_suffix(two_heads: nn.Module, tmp_pat
     images = torch.randn(2, 3, 8, 8)
     assert export(two_heads, tmp_path / "folder", example_inputs=images).format == "openvino"
     for path, options, message in [
-        ("p.pte", {}, "ExecuTorch brings packages that do not fit this environment"),
+        ("p.pte", {}, "executorch 1.5.1 lowers no int8 model that was placed"),
         ("p.engine", {}, "tensorrt package and a GPU are missing"),
         ("p", {"format": "coreml"}, "coremltools is missing"),
         ("p.tflite", {}, "litert-torch is missing"),

@@ -29,8 +29,8 @@ LONE = ".onnx"
 """Suffix of a program that is one file."""
 
 _REFUSED: Mapping[str, str] = {
-    "executorch": "ExecuTorch brings packages that do not fit this environment: install executorch into one of its own and lower the "
-    "model there, from format 'pt2'",
+    "executorch": "executorch 1.5.1 lowers no int8 model that was placed for it (target='executorch'): install it beside torch, and lower format "
+    "'pt2' of the float model with its XnnpackPartitioner, or the graph of quantize(quantizer=) with its XNNPACKQuantizer",
     "tensorrt": "NVIDIA's tensorrt package and a GPU are missing here: run trtexec on the .onnx file where both are",
     "coreml": "coremltools is missing, and macOS to compare the program on: convert format 'pt2' there",
     "litert": "litert-torch is missing, which converts format 'pt2'",
