@@ -1,6 +1,6 @@
 """Codes in photos: found, rectified, decoded and classified.
 
 A photo and a detector's boxes come in. `scanner` decides what is tried where; `decode` holds the readers, from a plain one for
-whole pictures to the module grids of `grid`, which starts from a box and from what `finder_patterns` proposes. Out go the
+whole pictures to the module grids of `grid`, which starts from corners or a box and from what `finder_patterns` proposes. Out go the
 codes with their texts, corners and payloads. Open `scanner` first.
 """

@@ -43,7 +43,7 @@ MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
 CROWD = 16
 """Unread boxes above which grids are followed from view to view: of so many, few are tried, and hostile photos have them."""
-MAX_CORNERED = 6
+MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 30_000_000
 """Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
@@ -109,9 +109,9 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
     """Read every code in ``image`` (H, W, 3) RGB or (H, W) grey, uint8: read ones first, left to right.
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
-    boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
-    picture is read. The work on one photo is bounded, whatever it shows, and ends early once ``stop()`` is true, which is
-    asked between readers: boxes on which a reader was left untried say so.
+    boxes that nothing was read in is enlarged, straightened (by its corners, where the detector gives them) and read
+    again. Without a detector only the whole picture is read. The work on one photo is bounded, whatever it shows, and ends early
+    once ``stop()`` is true, which is asked between readers: boxes on which a reader was left untried say so.
     Raises ValueError for an array that is no such image.
     """
     grey = as_grey(image)
