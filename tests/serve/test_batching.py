@@ -20,11 +20,11 @@ from arclight.serve.admission import Refusal, Turn, Workers
 from arclight.serve.app import build_app
 from arclight.serve.middleware import Access
 from arclight.serve.tasks import batching
-from arclight.serve.tasks.batching import Batcher, Job, Measured, measure
+from arclight.serve.tasks.batching import BatchCost, Batcher, Job, measure
 from arclight.serve.tasks.tensors import compute
 
 LIMITS = Limits()
-FOUR = Measured(rows=4, one_ms=1.0, together_ms=1.0, largest_difference=0.0)
+FOUR = BatchCost(rows=4, one_ms=1.0, together_ms=1.0, largest_difference=0.0)
 
 
 class Centred(nn.Module):
@@ -81,7 +81,7 @@ def job(program: Program, content: bytes) -> Job:
     return Job(content, None, program, "net", "1", LIMITS)
 
 
-def batcher(measured: Measured = FOUR) -> Batcher:
+def batcher(measured: BatchCost = FOUR) -> Batcher:
     made = Batcher(16)
     made.measured = measured
     return made

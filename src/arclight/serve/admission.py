@@ -240,8 +240,8 @@ class Pace:
         return bool(found) and found[len(found) // 2] < self.QUICK_S
 
 
-class Together(Protocol):
-    """What computes several requests by one call, such as a batch of one program."""
+class BatchExecutor(Protocol):
+    """Compute several requests by one call, such as a batch of one program."""
 
     @property
     def rows(self) -> int:
@@ -254,7 +254,7 @@ class Together(Protocol):
 class _Entry:
     """A request that waits for a worker, or is worked on."""
 
-    def __init__(self, model: str, work: Callable[[], Any], turn: Turn, together: Together | None) -> None:
+    def __init__(self, model: str, work: Callable[[], Any], turn: Turn, together: BatchExecutor | None) -> None:
         loop = asyncio.get_running_loop()
         self.model, self.work, self.turn, self.together = model, work, turn, together
         self.begun: asyncio.Future[None] = loop.create_future()
@@ -264,7 +264,7 @@ class _Entry:
 class Workers:
     """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served.
 
-    Requests that wait for the same `Together` begin with the first of them that gets a worker, as far as it takes them.
+    Requests that wait for the same `BatchExecutor` begin with the first of them that gets a worker, as far as it takes them.
     """
 
     def __init__(self, count: int, queue: int) -> None:
@@ -305,7 +305,7 @@ class Workers:
         *,
         turn: Turn,
         left: Callable[[], Awaitable[None]],
-        together: Together | None = None,
+        together: BatchExecutor | None = None,
     ) -> T:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
 

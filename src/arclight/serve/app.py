@@ -22,7 +22,7 @@ from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Linger
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
-from arclight.serve.tasks.batching import Encoded, Job, Measured
+from arclight.serve.tasks.batching import BatchCost, Encoded, Job
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
 from arclight.serve.tasks.tensors import JSON_SIZE, described
 
@@ -59,7 +59,7 @@ class Described:
     """CPU threads that compute a request; null for as many as its runtime takes."""
     proof: list[str]
     """What was measured of its program when it was exported; empty for one from elsewhere."""
-    batch: Measured | None
+    batch: BatchCost | None
     """What was measured of computing requests for tensors together, at its load; null where they are computed one by one."""
 
     @classmethod

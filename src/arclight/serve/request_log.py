@@ -31,7 +31,7 @@ MOST_CHARACTERS = 300
 
 @dataclass
 class Record:
-    """What is known of one request: its identifier, and what whoever answers it adds."""
+    """Facts of one request: its identifier, and what those who answer it add."""
 
     id: str
     model: str = ""

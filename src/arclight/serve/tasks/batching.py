@@ -59,8 +59,8 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a batch of a program costs on this machine, medians."""
+class BatchCost:
+    """Cost of a batch of a program on this machine, medians."""
 
     rows: int
     """Rows of the batch that cost least each; none has more."""
@@ -78,7 +78,7 @@ class Batcher:
     def __init__(self, most: int = 1, pace: Pace | None = None) -> None:
         """``most`` rows are in a batch, with 1 none is made; ``pace`` notes the times of small requests."""
         self.most = most
-        self.measured: Measured | None = None
+        self.measured: BatchCost | None = None
         self._pace = pace or Pace()
         self._told: Callable[[int], None] = lambda _: None
         self._gathered: list[tuple[Job, asyncio.Future[Encoded]]] = []
@@ -188,7 +188,7 @@ def _outcome(work: Callable[[], Encoded]) -> Encoded | Exception:
 # -- measuring -----------------------------------------------------------------------------------------------------
 
 
-def measure(program: Program, most: int) -> Measured | None:
+def measure(program: Program, most: int) -> BatchCost | None:
     """Measure batches of 2, 4, 8, ... up to ``most`` rows beside single rows; None where none pays, or where rows change each other.
 
     The program must be of our export (what it computes is bounded by the sizes of its inputs), and the first dimension of each input and
@@ -215,7 +215,7 @@ def measure(program: Program, most: int) -> Measured | None:
     smaller_cost_no_more = all(median_s[size] <= size * median_s[1] for size in sizes if size <= best)
     if median_s[best] > PAYS * best * median_s[1] or not smaller_cost_no_more:
         return None
-    return Measured(
+    return BatchCost(
         rows=best,
         one_ms=round(median_s[1] * 1000, 3),
         together_ms=round(median_s[best] * 1000, 3),
