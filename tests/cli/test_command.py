@@ -42,7 +42,7 @@ def test_every_verb_exists_and_has_help(typed: Typed, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", takes_a_recipe)
 def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> None:
-    from arclight.cli.help import shown
+    from arclight.cli.help import default_text
     from arclight.cli.schema import Recipe
     from arclight.recipe import explain
 
@@ -55,7 +55,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
         assert setting.doc, f"{setting.path} has no docstring"
         assert "".join(setting.doc.split()) in joined  # lines may end within "left-right"
         if setting.path not in tables and not setting.path.endswith(".kind"):
-            default = shown(setting.default)
+            default = default_text(setting.default)
             line = f"{setting.path.rpartition('.')[2]} {setting.type} "
             assert line + ("(required)" if default is None else f"[{default}]") in words
     assert '[task.schedule] kind = "cosine", the default' in out

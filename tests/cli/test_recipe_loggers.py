@@ -181,12 +181,12 @@ def test_rounds_go_to_every_logger_and_a_broken_one_stops_nothing(
     good, broken, history = Rows(), Rows(fails=(1,)), Rounds()
     logging = RoundLogging([broken, good], tmp_path)
     committed = SimpleNamespace(round=0)
-    logging.told(committed)  # type: ignore[arg-type]  # before the run is open: nothing to log yet
+    logging.observe(committed)  # type: ignore[arg-type]  # before the run is open: nothing to log yet
     with logging.opened(history, {"seed": 1}):  # type: ignore[arg-type]
         for number in (0, 1):
-            logging.told(records.RoundCommitted(round=number, base="", checkpoint="", norm=0.5))
-        logging.told(records.RoundEvaluated(round=1, client="a", samples=1, metrics={"val/loss": 9.0}))
-        logging.told(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 2.0}))
+            logging.observe(records.RoundCommitted(round=number, base="", checkpoint="", norm=0.5))
+        logging.observe(records.RoundEvaluated(round=1, client="a", samples=1, metrics={"val/loss": 9.0}))
+        logging.observe(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 2.0}))
     assert [(step, row["round"], row.get("val/loss")) for step, row in good.rows] == [
         (0, 0, None),
         (4, 1, None),
@@ -231,7 +231,7 @@ def test_a_service_that_is_away_ends_no_run(tmp_path: Path, caplog: pytest.LogCa
     away, good = Hosted(away=True), Rows()
     logging = RoundLogging([away, good], tmp_path)
     with logging.opened(Rounds(), {"seed": 1}):  # type: ignore[arg-type]
-        logging.told(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
+        logging.observe(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
     assert away.calls == ["params", "resume", "begin", "end", "finalize"]
     assert (good.status, good.resumed, len(good.rows)) == ("success", 4, 1)
     for name in ("params", "resume", "finalize"):
@@ -243,7 +243,7 @@ def test_a_slow_service_is_left_and_never_ended_while_it_logs(tmp_path: Path, ca
     slow = Hosted(slow=answers)
     logging = RoundLogging([slow], tmp_path, patience_s=0.05)
     with pytest.raises(ValueError, match="the run's own"), logging.opened(Rounds(), {}):  # type: ignore[arg-type]
-        logging.told(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
+        logging.observe(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
         raise ValueError("the run's own")
     assert "finalize" not in slow.calls
     assert "loggers are not done after 0.05 s" in caplog.text

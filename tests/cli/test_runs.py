@@ -21,7 +21,7 @@ import torch
 from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
 from arclight.cli.interruption import Interruption
-from arclight.cli.runs import best_checkpoint, described, newest_checkpoint
+from arclight.cli.runs import best_checkpoint, checkpoint_note, newest_checkpoint
 from arclight.trainer.loop.run_state import RunState
 from arclight.trainer.run.folder import RunFolder
 
@@ -46,7 +46,7 @@ def test_the_best_checkpoint_is_the_one_that_the_run_recorded(ranked: Path) -> N
     assert checkpoints() == ["epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt", "last.ckpt"]
     os.utime(ranked / "checkpoints" / "epoch=1-step=8.ckpt")  # the newest file
     assert best_checkpoint(ranked).name == "epoch=0-step=4.ckpt"
-    assert described(best_checkpoint(ranked)).endswith("epoch=0-step=4.ckpt, the best by val/loss")
+    assert checkpoint_note(best_checkpoint(ranked)).endswith("epoch=0-step=4.ckpt, the best by val/loss")
 
 
 def test_a_copied_run_has_its_own_best_checkpoint(ranked: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_run_that_ranks_nothing_has_a_newest_checkpoint(typed: Typed, tiny: Pa
     assert "The newest checkpoint is runs/tiny/1/checkpoints/epoch=2-step=12.ckpt" in out
     run = Path("runs/tiny/1")
     assert load_checkpoint(best_checkpoint(run))["progress"] == load_checkpoint(newest_checkpoint(run))["progress"]
-    assert described(newest_checkpoint(run)).endswith("the newest")
+    assert checkpoint_note(newest_checkpoint(run)).endswith("the newest")
 
 
 def test_saves_between_validations_come_beside_those_after_them(typed: Typed, tiny: Path) -> None:

@@ -132,12 +132,12 @@ def test_every_default_may_be_typed(table: str) -> None:
 
 def typed_default(task: str, setting: Setting) -> object:
     """The field of a recipe whose default was typed as a flag."""
-    from arclight.cli.help import shown
+    from arclight.cli.help import default_text
 
     table = setting.path.rpartition(".")[0]
     kind = [f"--{table}.kind", setting.kind] if setting.kind else []
     kind += [word for holder, chosen in holders(setting) for word in (f"--{holder}.kind", chosen)]
-    typed: object = read(Recipe, {"task": BASE[task]}, [*kind, f"--{setting.path}={shown(setting.default)}"])
+    typed: object = read(Recipe, {"task": BASE[task]}, [*kind, f"--{setting.path}={default_text(setting.default)}"])
     for name in setting.path.split("."):
         typed = getattr(typed, name)
     return typed

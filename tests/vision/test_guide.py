@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import cv2
@@ -92,13 +93,14 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
 def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the section run one after the other, on drawn shapes and for a step."""
     shown = commands("Tasks")
-    assert len(shown) == 15
+    assert len(shown) == 17
     monkeypatch.chdir(tmp_path)
     draw_objects(Path("shapes"), polygon_row)
     draw_objects(Path("dots"), keypoint_row, head="kpt_shape: [3, 3]\n")
     draw_objects(Path("codes"), cornered_row, head="kpt_shape: [4, 3]\n")
     draw_objects(Path("turned"), corner_row, same=False)
     draw_folders(Path("folders"))
+    shutil.copytree("codes/images/val", "photos")
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
     quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
     for verb, *words in shown:
