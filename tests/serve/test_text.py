@@ -203,7 +203,7 @@ def test_what_is_no_request_is_refused(lm, content):
 
 def test_models_and_routes_that_are_not_there_are_refused_by_name(lm):
     assert post(lm, {"model": "none", "prompt": "a"}).status_code == 404
-    assert "No program that is served here gives embeddings" in post(lm, {"input": "a"}, "/v1/embeddings").text
+    assert "lm gives no embeddings" in post(lm, {"input": "a"}, "/v1/embeddings").text
     chat = post(lm, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
     assert (chat.status_code, "has no chat template" in chat.text) == (400, True)
 
