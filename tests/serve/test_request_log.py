@@ -161,6 +161,52 @@ def test_a_log_that_cannot_be_written_is_said_once_and_requests_go_on(caplog, mo
     assert len([one for one in caplog.records if "cannot be written to /dev/full" in one.getMessage()]) == 1
 
 
+ABOUT = {"method": "GET", "route": "/", "status": 200, "seconds": 0.0, "received": 0, "sent": 0}
+
+
+class Disk:
+    """A file that takes so many bytes and is full then, or that is not ready where ``room`` is None."""
+
+    def __init__(self) -> None:
+        self.room: int | None = 10**6
+        self.content = b""
+
+    def write(self, left: memoryview) -> int | None:
+        if self.room is None:
+            self.room = 10**6
+            return None
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = bytes(left[: self.room])
+        self.content, self.room = self.content + taken, self.room - len(taken)
+        return len(taken)
+
+    def close(self) -> None:
+        pass
+
+
+def test_lines_that_a_full_disk_loses_are_counted_and_no_line_is_empty(tmp_path, monkeypatch, caplog):
+    log, disk = RequestLog(tmp_path / "log"), Disk()
+    log.close()
+    monkeypatch.setattr(log, "_file", disk)
+    log._append([{"id": "0"}])
+    for room, names in ((0, "12"), (0, "3"), (12, "4")):
+        disk.room = room
+        log._append([{"id": name} for name in names])
+    disk.room = 10**6
+    log._append([{"id": "5"}, {"id": "6"}])
+    disk.room = 0
+    log._append([{"id": "7"}])
+    disk.room = None
+    log._append([{"id": "8", "dropped": 2}])
+    first, cut, *rest = disk.content.decode().splitlines()
+    assert (json.loads(first), cut) == ({"id": "0"}, '{"id": "4", ')
+    assert [json.loads(line) for line in rest] == [
+        {"id": "5", "dropped": 4}, {"id": "6"}, {"id": "8", "dropped": 3},
+    ]  # fmt: skip
+    assert len([one for one in caplog.records if "cannot be written" in one.getMessage()]) == 2
+
+
 def test_a_log_that_cannot_be_opened_is_said_before_the_server_starts(tmp_path, capsys):
     from tests.serve.test_reload import bare
 

@@ -62,7 +62,8 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
 class RequestLog:
     """A file to which a thread of its own appends lines: a reader that stalls holds up no request.
 
-    Lines that come while ``MOST_WAITING`` others wait are dropped; the next one that is written says how many, as ``dropped``.
+    Lines that come while ``MOST_WAITING`` others wait are dropped, and so are those that a full disk does not take; the next one that is
+    written says how many, as ``dropped``.
     """
 
     MOST_WAITING = 10_000
@@ -75,6 +76,9 @@ class RequestLog:
         self._file = FileIO(os.dup(sys.stdout.fileno()) if self.name == "-" else file, "a")
         self._lines: Queue[dict[str, Any] | None] = Queue(self.MOST_WAITING)
         self._dropped = 0
+        """Lines that found no place among those that wait; of the threads of requests."""
+        self._lost = 0
+        """Lines that could not be written; of the thread that writes."""
         self._has_failed = self._is_cut = False
         self._thread = threading.Thread(target=self._work, name="arclight-request-log", daemon=True)
         self._thread.start()
@@ -82,7 +86,7 @@ class RequestLog:
     def write(
         self, record: Record, *, method: str, route: str, status: int | None, seconds: float, received: int, sent: int
     ) -> None:
-        """Write the line of a request that has ended; ``status`` is None where its client left before the answer."""
+        """Write the line of a request that has ended; ``status`` is None where the server ended before an answer."""
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": record.id,
@@ -127,15 +131,27 @@ class RequestLog:
                 time.sleep(self.PAUSE_S)
 
     def _append(self, lines: Sequence[dict[str, Any]]) -> None:
+        if not lines:
+            return
+        if self._lost:
+            lines[0]["dropped"] = lines[0].get("dropped", 0) + self._lost
         # json writes control characters and all that is not ASCII as escapes: no value can end its line
         text = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
-        left = memoryview(b"\n" + text if self._is_cut else text)
+        if self._is_cut:
+            text = b"\n" + text
+        left = memoryview(text)
         try:
             while left:
-                left = left[self._file.write(left) :]
-            self._is_cut = False
+                written = self._file.write(left)
+                if written is None:  # a pipe that whoever shares it has made non-blocking, and that is full
+                    time.sleep(self.PAUSE_S)
+                left = left[written or 0 :]
+            self._has_failed = False
         except OSError as error:  # a full disk, or a reader that has gone: requests go on
-            self._is_cut = True
             if not self._has_failed:
                 log.error("the log of requests cannot be written to %s, lines are lost: %s", self.name, error)
             self._has_failed = True
+        lost = lines[len(lines) - min(len(lines), bytes(left).count(b"\n")) :]
+        self._lost = sum(1 + line.get("dropped", 0) for line in lost)
+        if len(left) < len(text):
+            self._is_cut = text[len(text) - len(left) - 1] != ord("\n")
