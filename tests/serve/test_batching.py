@@ -103,6 +103,27 @@ def test_a_program_whose_rows_change_each_other_makes_no_batch(folder, model):
     assert measure(written(folder, type(model).__name__, model), 16) is None
 
 
+def test_rows_of_pixels_that_share_a_scale_make_no_batch(folder):
+    class Pixels(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scaled()(x.float())
+
+    pixels = torch.randint(0, 256, (2, 8), dtype=torch.uint8)
+    export(Pixels(), folder / "pixels.onnx", example_inputs=pixels, input_names=["x"], output_names=["y"])
+    assert measure(Program.load(folder / "pixels.onnx", threads=1), 16) is None
+    sizes = [int(row.max()) for row in batching._rows(Program.load(folder / "pixels.onnx", threads=1), 4)[0]]
+    assert sizes[0] < 2 <= 32 < sizes[3] < 128
+
+
+def test_only_rows_that_are_measured_are_made(program, monkeypatch):
+    made: list[int] = []
+    original = batching._rows
+    monkeypatch.setattr(batching, "_rows", lambda program, count: made.append(count) or original(program, count))
+    monkeypatch.setattr(batching, "BUDGET_S", 0.0)
+    assert measure(program, 10**12) is None
+    assert made == [1, 1]
+
+
 def test_programs_of_one_size_from_elsewhere_or_that_gain_nothing_make_no_batch(folder, program, monkeypatch):
     assert measure(written(folder, "fixed", nn.Linear(8, 4), dynamic_batch=False), 16) is None
     assert measure(program, 1) is None

@@ -196,14 +196,15 @@ def measure(program: Program, most: int) -> BatchCost | None:
     """
     if "parity" not in program.metadata or not _is_batched(program):
         return None
-    rows = _rows(program, max(2, most))
     times: dict[int, list[float]] = {}
+    single = _rows(program, 1)
     started = time.perf_counter()
-    _timed(program, rows, 1, times)
+    _timed(program, single, 1, times)
     single_s = time.perf_counter() - started
     sizes = [1]
     while 2 * sizes[-1] <= most and ROUNDS * (sum(sizes) + 2 * sizes[-1]) * single_s <= BUDGET_S:
         sizes.append(2 * sizes[-1])
+    rows = _rows(program, sizes[-1])  # not ``most``, which may be more than the memory holds
     if len(sizes) == 1 or (difference := _difference(program, rows, sizes[-1])) is None:
         return None
     times.clear()
@@ -231,13 +232,18 @@ def _is_batched(program: Program) -> bool:
 
 
 def _rows(program: Program, count: int) -> list[Array]:
-    """Return inputs of ``count`` rows of different sizes, up to 64 times each other: a scale that all share would show."""
+    """Return inputs of ``count`` rows of different sizes, up to 64 times each other: a scale that all share would show.
+
+    Wider integers may be token ids, of which there are as few as two; those of one byte are sizes, such as of pixels.
+    """
     random = np.random.default_rng(0)
     found = []
     for spec in program.inputs:
-        shape, kind = (count, *map(int, spec.shape[1:])), np.dtype(spec.dtype).kind
-        scale = (4.0 ** (np.arange(count) % 4)).reshape(-1, *[1] * (len(shape) - 1))
-        values = random.standard_normal(shape) * scale if kind == "f" else random.integers(0, 2, shape)
+        shape, dtype = (count, *map(int, spec.shape[1:])), np.dtype(spec.dtype)
+        scale = (4 ** (np.arange(count) % 4)).reshape(-1, *[1] * (len(shape) - 1))
+        values: Array = random.standard_normal(shape) * scale
+        if dtype.kind != "f":
+            values = random.integers(0, 2 * scale if dtype in (np.uint8, np.int8) else 2, shape)
         found.append(values.astype(spec.dtype))
     return found
 
