@@ -7,6 +7,7 @@ import base64
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 from tests.serve.test_text import PROMPTS, built
 from torch.nn import functional as F
@@ -16,7 +17,8 @@ from arclight.serve import Limits, models
 from arclight.serve.admission import Refusal, Turn
 from arclight.serve.app import build_app
 from arclight.serve.middleware import Access
-from arclight.serve.tasks.embeddings import embedded
+from arclight.serve.tasks.embeddings import EmbeddingRequest, embedded
+from arclight.serve.tasks.text import ChatRequest, CompletionRequest
 from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.embedding_program import Embedder, export_embedding_model
 from arclight.text.language_program import export_language_model
@@ -106,6 +108,7 @@ def test_base64_has_the_same_numbers_as_little_endian_floats(client):
         ({"input": [-1]}, "-1 is no token id"),
         ({"input": "a", "encoding_format": "hex"}, "'encoding_format'"),
         ({"input": "a", "truncate": True}, "The field 'truncate' is not supported"),
+        ({"input": "a"} | {f"a{n}": 1 for n in range(500)}, "500 fields of the request are wrong"),
         ({"input": "a", "model": "lm"}, "lm gives no embeddings; write a program of a language model's run that does by arclight export"),
     ],
 )  # fmt: skip
@@ -125,6 +128,28 @@ def test_models_are_told_apart(client):
     assert [one["task"] for one in client.get("/models").json()] == ["embedding", "language"]
     assert "/v1/embeddings" in client.get("/v2/models/embed").json()["error"]
     assert client.post("/v1/embeddings", content=b"{" + b" " * 6_000_000).status_code == 413
+
+
+def test_refusals_before_and_faults_behind_the_route_have_openais_form_too(path, monkeypatch):
+    model = models.load("embed", path, Limits())
+    body = {"model": "embed", "input": "a"}
+    with TestClient(build_app([model], Limits(), Access(keys=("k" * 16,))), raise_server_exceptions=False) as client:
+        refused = client.post("/v1/embeddings", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, 401)
+        assert refused.json()["error"]["message"].startswith("The API key is missing")
+        monkeypatch.setattr(model.embedder, "embed", lambda texts: 1 / 0)
+        failed = client.post("/v1/embeddings", json=body, headers={"Authorization": "Bearer " + "k" * 16})
+        assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+        assert client.get("/v1/embeddings").json()["error"]["code"] == 401
+        assert isinstance(client.get("/v2").json()["error"], str)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingRequest, CompletionRequest, ChatRequest])
+def test_a_million_wrong_elements_are_one_error_of_each_form(kind):
+    items = "[" + ",".join(["1.5"] * 1000) + "]"
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(f'{{"model": "a", "input": {items}, "prompt": {items}, "messages": {items}}}')
+    assert error.value.error_count() < 10
 
 
 def test_the_deadline_ends_a_request_between_two_calls(path):

@@ -249,7 +249,7 @@ async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> Non
     try:
         async with asyncio.timeout(total_s):
             while True:
-                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see admission.chunks
+                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see admission.read_body
                     message = await receive()
                 if message["type"] != "http.request" or not message.get("more_body", False):
                     return

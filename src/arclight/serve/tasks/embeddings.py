@@ -12,15 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arclight.serve.admission import Refusal, Turn, busy, in_words, one_sentence
 from arclight.serve.settings import Limits
-from arclight.serve.tasks.text import wrong_field
+from arclight.serve.tasks.text import MOST_ERRORS, wrong_field
 from arclight.text.data.tokenizer import TokenizerError
 from arclight.text.embedding_program import BATCH, Embedder
 
 MOST_TEXTS = 2048
 """Texts of a request, as OpenAI's API has it."""
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS)]
-Tokens = Annotated[list[int], Field(min_length=1)]
-SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_TEXTS)]
+# the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
 
 
 class EmbeddingRequest(BaseModel):
@@ -91,6 +92,8 @@ def _written(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float
 
 
 def _wrong(error: ValidationError) -> str:
+    if error.error_count() > MOST_ERRORS:
+        return wrong_field(error)
     places = {
         str(one["loc"][0])
         for one in error.errors(include_url=False, include_context=False, include_input=False)

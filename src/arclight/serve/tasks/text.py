@@ -21,7 +21,12 @@ from arclight.serve.tasks.scheduler import Generation, Piece, Scheduler
 from arclight.text.data.tokenizer import Tokenizer, TokenizerError
 from arclight.text.generation import GenerationSettings, encode_prompt
 
+MOST_ERRORS = 100
+"""Wrong fields of a request, of which the first is named."""
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
+# the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -37,7 +42,7 @@ class TextRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, gt=0, le=1)
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -55,7 +60,7 @@ class TextRequest(BaseModel):
 
 
 class CompletionRequest(TextRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -82,12 +87,12 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     role: str = Field(max_length=64)
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
 
 class ChatRequest(TextRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] | None = None
 
@@ -164,7 +169,9 @@ def decode(
 
 
 def wrong_field(error: ValidationError) -> str:
-    """Return a sentence on the first field that is wrong."""
+    """Return a sentence on the first field that is wrong; of very many, which would take long to list, on their number."""
+    if (count := error.error_count()) > MOST_ERRORS:
+        return f"{count} fields of the request are wrong; GET /openapi.json describes it."
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:80]
     if first["type"] == "extra_forbidden":
