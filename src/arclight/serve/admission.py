@@ -20,6 +20,9 @@ from arclight.fabric.extras import require
 from arclight.serve.request_log import record_of
 from arclight.serve.settings import Limits
 
+TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+"""Addresses of OpenAI's API, whose clients read refusals in its form; so are those below /v1/models."""
+
 
 class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
     """An answer other than 200, with the sentence for the client."""
@@ -30,10 +33,12 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
         self.sentence = sentence
         self.headers = headers
 
-    def response(self, scope: Scope, content: Any = None) -> JSONResponse:
-        """Return the answer to the request of ``scope``, ``content`` in another form than ours, and note the sentence for its log."""
+    def response(self, scope: Scope) -> JSONResponse:
+        """Return the answer to the request of ``scope``, in the form of its protocol, and note the sentence for its log."""
         record_of(scope).refused = self.sentence
-        return JSONResponse(content or {"error": self.sentence}, status_code=self.status, headers=self.headers)
+        is_openai = scope["path"] in TEXT or scope["path"].startswith("/v1/models")
+        content = failure(self) if is_openai else {"error": self.sentence}
+        return JSONResponse(content, status_code=self.status, headers=self.headers)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""

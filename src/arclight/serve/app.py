@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from arclight import __version__
-from arclight.serve.admission import Buffered, Refusal, Turn, Workers, failure, image_bytes, read_body
+from arclight.serve.admission import TEXT, Buffered, Refusal, Turn, Workers, image_bytes, read_body
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
 from arclight.serve.models import Models, ServedModel, proof, start
@@ -36,7 +36,6 @@ T = TypeVar("T")
 OBJECT_DETECTION = "/v1/object-detection/{model}"
 INFER = "/v2/models/{model}/infer"
 TEXT_TASKS = ("language", "embedding")
-TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,9 +470,7 @@ TEXT_REFUSALS: dict[int | str, dict[str, Any]] = {status: {} for status in (400,
 async def refuse(request: Request, refusal: Exception) -> Response:
     """Answer a request that was turned down, in the form of its protocol."""
     assert isinstance(refusal, Refusal)
-    if request.url.path not in TEXT and not request.url.path.startswith("/v1/models"):
-        return refusal.response(request.scope)
-    return refusal.response(request.scope, failure(refusal))
+    return refusal.response(request.scope)
 
 
 async def refuse_address(request: Request, error: Exception) -> Response:
