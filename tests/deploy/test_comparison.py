@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import Program, compare, export
+from arclight.deploy import Program, compare, comparison, export
 from arclight.deploy.comparison import Comparison, Evaluation, NamedInputs
 from arclight.deploy.errors import ComparisonError
 
@@ -129,6 +129,8 @@ def test_what_cannot_be_compared_is_named(program: Program) -> None:
         quick(Net(), lambda x: (x[:, :3], x.mean(1)))
     with pytest.raises(ComparisonError, match=r"of A has shape .*, of B none"):
         quick(Net(), lambda x: x)
+    with pytest.raises(ComparisonError, match=r"output 2 of A has shape none, of B \(2,\)"):
+        quick(Net(), lambda x: (*Net()(x), x.sum(1)))
     with pytest.raises(ComparisonError, match="no sample to compare on"):
         quick(Net(), Net(), [])
     with pytest.raises(ComparisonError, match="2 samples has 1 names"):
@@ -183,3 +185,21 @@ def test_a_model_in_double_precision_beside_its_program_stays_as_it_is(model: nn
     assert model.training
     assert model[0].weight.dtype == torch.float64
     assert model[0].weight.requires_grad
+
+
+def test_a_model_on_a_gpu_is_timed_as_a_copy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Any] = []
+    original = comparison.benchmark
+
+    def noted(calls: Any, *given: Any, **options: Any) -> Any:
+        timed.extend(calls.values())
+        return original(calls, *given, **options)
+
+    monkeypatch.setattr(comparison, "benchmark", noted)
+    a, b = Net(), Net()
+    quick(a, b)
+    assert timed == [a, b]
+    monkeypatch.setattr(comparison, "_is_on_cuda", lambda model: model is a)
+    quick(a, b)
+    assert timed[2] is not a
+    assert timed[3] is b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -309,6 +310,8 @@ class _Side:
         self.output_names = None if program is None else [spec.name for spec in program.outputs]
         model = isinstance(network, nn.Module) and not isinstance(network, QuantizedModel)
         self._call: Network = frozen_copy(network) if model else network  # type: ignore[arg-type]
+        self.timed = copy.deepcopy(network).cpu() if model and _is_on_cuda(network) else network  # type: ignore[union-attr,arg-type]
+        """What is timed: `benchmark` would time a model on CUDA there."""
 
     def __call__(self, *inputs: Any) -> Any:
         try:
@@ -366,11 +369,11 @@ class _Outputs:
             raise ComparisonError(f"a batch of {count} samples has {len(names)} names: give one for each")
         given = [as_outputs(side(*inputs)) for side in self._sides]
         a, b = ({name: value.cpu() for name, value in self._named(outputs).items()} for outputs in given)
-        for name in a:
-            if name not in b or a[name].shape != b[name].shape:
-                shape = tuple(b[name].shape) if name in b else "none"
+        for name in (*a, *(b.keys() - a.keys())):
+            shapes = [tuple(side[name].shape) if name in side else "none" for side in (a, b)]
+            if shapes[0] != shapes[1]:
                 raise ComparisonError(
-                    f"output {name} of A has shape {tuple(a[name].shape)}, of B {shape}: compare networks of the same outputs"
+                    f"output {name} of A has shape {shapes[0]}, of B {shapes[1]}: compare networks of the same outputs"
                 )
         self.samples += count
         for place, sample in enumerate(names):
@@ -430,7 +433,7 @@ def _scored(scores: Scores, sides: Sequence[_Side]) -> dict[str, tuple[float, fl
 def _timed(sides: tuple[_Side, _Side], example: Inputs, rounds: int, threads: int) -> tuple[Row, Row]:
     """Time both in turn on one sample, or on as many as a program takes."""
     size = next((side.batch for side in sides if side.batch is not None), 1)
-    calls = {side.name: side.network for side in sides}
+    calls = {side.name: side.timed for side in sides}
     for side in sides:
         if isinstance(side.network, Program):
             example = as_inputs(side.taken(example))
@@ -439,6 +442,10 @@ def _timed(sides: tuple[_Side, _Side], example: Inputs, rounds: int, threads: in
     except ProgramError as error:
         raise ComparisonError(str(error)) from error
     return table["A"], table["B"]
+
+
+def _is_on_cuda(model: nn.Module) -> bool:
+    return any(value.is_cuda for value in chain(model.parameters(), model.buffers()))
 
 
 def _described(parity: Parity) -> str:
