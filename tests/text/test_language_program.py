@@ -13,7 +13,9 @@ import torch
 from tests import warm
 from tests.test_readme import block
 
+from arclight.cli.arguments import UsageError
 from arclight.cli.command import main
+from arclight.cli.comparing.candidates import Candidate, cache_of, check_comparable
 from arclight.deploy import Int8, Program, ProgramError, WeightOnly, export, quantize
 from arclight.deploy.formats import onnx_graph
 from arclight.parallel import initialize
@@ -115,6 +117,19 @@ def test_language_programs_are_judged_by_the_likelihood_of_texts(
     assert found["scores"]["log_likelihood"]["a"] == pytest.approx(float(expected), rel=1e-4)
     (tmp_path / "none.txt").write_text("too short")
     assert "no text" in compared(capsys, *both, "--data", tmp_path / "none.txt")[1]
+
+
+def test_models_of_other_caches_are_refused_by_name() -> None:
+    def candidate(decoder: Any) -> Candidate:
+        deployment = language_program.of_texts(decoder, [TEXT], None)
+        shapes = [tuple(value.shape) for value in deployment.example_inputs]
+        return Candidate(name="x", network=deployment.model, task="language", cache=cache_of("language", shapes))
+
+    one, two = candidate(model(kv_heads=2)), candidate(model(kv_heads=2, layers=2))
+    check_comparable(one, one)
+    with pytest.raises(UsageError, match=r"A keeps a cache of 2 tensors .*\(2, 16\), and B of 4 tensors"):
+        check_comparable(one, two)
+    assert cache_of("detect", [(1, 3, 64, 64)]) is None
 
 
 def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, decoder: Any) -> None:

@@ -39,6 +39,8 @@ class Candidate:
     classes: Sequence[str] | None = None
     tokenizer: str | None = None
     """Digest of a language model's tokenizer."""
+    cache: Sequence[tuple[Any, Any]] | None = None
+    """Heads and channels of each tensor of a language model's cache."""
 
 
 def open_candidate(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Candidate:
@@ -66,13 +68,15 @@ def _of_program(source: str, options: argparse.Namespace) -> Candidate:
     program = Program.load(source, trusted=trusted(options))
     described = program.metadata
     return Candidate(
-        name=source, network=program, task=described.get("task"), classes=described.get("names"), tokenizer=described.get("tokenizer")
+        name=source, network=program, task=described.get("task"), classes=described.get("names"), tokenizer=described.get("tokenizer"),
+        cache=cache_of(described.get("task"), [spec.shape for spec in program.inputs]),
     )  # fmt: skip
 
 
 def _of_deployment(
     parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str], *, own: bool
 ) -> Candidate:
+    from arclight.deploy.capture import as_inputs
     from arclight.deploy.deployment import configured, evaluation_of
 
     chosen = argparse.Namespace(source=source, data=options.data, config=options.config, ckpt_path=options.ckpt_path)
@@ -83,7 +87,15 @@ def _of_deployment(
     return Candidate(
         name=source, network=deployment.model, task=deployment.metadata.get("task"), own=own,
         tokenizer=deployment.metadata.get("tokenizer"), evaluation=lambda: evaluation_of(deployment),
+        cache=cache_of(deployment.metadata.get("task"), [tuple(value.shape) for value in as_inputs(deployment.example_inputs)]),
     )  # fmt: skip
+
+
+def cache_of(task: str | None, shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Any]] | None:
+    """Return heads and channels of each tensor of a cache; None for other tasks. shapes: those of a language model's inputs."""
+    from arclight.text.language_program import TASK
+
+    return [(shape[1], shape[3]) for shape in shapes[2:] if len(shape) == 4] if task == TASK else None
 
 
 def vision_evaluation(module: Any, options: argparse.Namespace, source: str) -> Evaluation:
@@ -101,7 +113,7 @@ def vision_evaluation(module: Any, options: argparse.Namespace, source: str) -> 
 
 
 def check_comparable(a: Candidate, b: Candidate) -> None:
-    """Raise UsageError for networks of different tasks, classes or tokenizers, ComparisonError for programs of other inputs or outputs."""
+    """Raise UsageError for networks of different tasks, classes, tokenizers or caches, ComparisonError for programs of other inputs or outputs."""
     from arclight.deploy.comparison import check_alike
 
     if a.task != b.task and None not in (a.task, b.task):
@@ -117,12 +129,21 @@ def check_comparable(a: Candidate, b: Candidate) -> None:
             "A and B have different tokenizers, so their tokens are not the same text: compare models of one"
         )
     check_alike(a.network, b.network)
+    if a.cache != b.cache and a.cache is not None and b.cache is not None:
+        said = [
+            f"{len(cache)} tensors of (heads, channels) {', '.join(map(str, dict.fromkeys(cache)))}"
+            for cache in (a.cache, b.cache)
+        ]
+        raise UsageError(
+            f"A keeps a cache of {said[0]}, and B of {said[1]}: compare language models of the same layers"
+        )
 
 
 def evaluation(
     parser: Parser, options: argparse.Namespace, rest: Sequence[str], a: Candidate, b: Candidate
 ) -> Evaluation:  # fmt: skip
     """Return what both are judged by: A's or B's module, else ``--module``, else what programs of their task are. Raises UsageError for none."""
+    from arclight.text.embedding_program import TASK as EMBEDDING
     from arclight.text.language_program import TASK, program_evaluation
     from arclight.vision.tasks.processing import PROGRAM_TASKS
 
@@ -133,6 +154,11 @@ def evaluation(
         judge = _of_deployment(parser, options, options.module, rest, own=True)
         assert judge.evaluation is not None
         return judge.evaluation()
+    if a.task == EMBEDDING:
+        raise UsageError(
+            f"{a.name} and {b.name} embed texts, for which there is no score: compare their vectors in Python, by deploy.compare on batches "
+            "of tokens and lengths"
+        )
     if a.task not in (TASK, *PROGRAM_TASKS):
         raise UsageError(
             f"{a.name} and {b.name} are programs of a task of your own, and hold neither inputs nor metric: name their module, "
