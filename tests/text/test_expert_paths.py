@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -95,8 +96,11 @@ def test_the_triton_path_says_what_to_install() -> None:
     with pytest.raises(MissingExtraError, match=r"\[triton\]"):
         conditional_product(x, w, ends)
     model = build_model("sigma-moe-debug", moe={"path": "triton"})
-    with pytest.raises(MissingExtraError, match=r"\[triton\]"):
-        prepare_paths(model, 64, CPU, torch.float32)
+    for device in (CPU, torch.device("cuda")):
+        asked: list[Any] = []  # other ranks learn of it, and do not wait for this one
+        with pytest.raises(MisconfigurationError, match=r"moe.path: triton is not installed.*\[triton\]"):
+            prepare_paths(model, 64, device, torch.float32, gather=lambda own: asked.append(own) or [own])  # noqa: B023
+        assert len(asked) == 1
 
 
 class Clock:
@@ -169,12 +173,57 @@ def test_all_ranks_take_what_rank_zero_measured(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_refuse_together(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationError, match="of another rank"):
-        prepare_paths(small(), 64, CPU, torch.float32, gather=lambda own: [own, ("moe.path: of another rank", {})])
+        prepare_paths(small(), 64, CPU, torch.float32, gather=lambda own: [own, ("moe.path: of another rank", [])])
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["rank 0 has not", "rank 1 has not"])
+def test_only_paths_that_run_on_every_rank_are_measured(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """As where one machine has no Triton, whichever it is."""
+    Clock(monkeypatch, grouped=1.0, dense=0.5)
+
+    def gather(own: Any) -> list[Any]:
+        less = (None, [(name, dataclasses.replace(shape, paths=("grouped",))) for name, shape in own[1]])
+        return [less, own, own] if first else [own, less, own]
+
+    model = small()
+    prepare_paths(model, 64, CPU, torch.float32, gather=gather)
+    assert paths(model) == {"grouped"}
+
+
+def test_a_kept_path_that_does_not_run_any_more_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without the Triton that the run began with."""
+    Clock(monkeypatch, grouped=1.0, dense=0.5)
+    model = small()
+    kept: Any = dict.fromkeys(prepare_paths(model, 64, CPU, torch.float32), "triton")
+    with pytest.warns(
+        UserWarning, match="'triton' before the run was resumed, which does not run on all ranks any more"
+    ):
+        prepare_paths(model, 64, CPU, torch.float32, kept)
+    assert paths(model) == {"dense"}
+
+
+def test_a_path_measured_for_other_paths_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of experts under ep has the sizes of a whole layer, and no dense path."""
+    Clock(monkeypatch, grouped=1.0, dense=0.5)
+    shape = expert_paths.shape_class(next(expert_layers(small())), 64, CPU, torch.float32)
+    assert shape is not None
+    assert expert_paths.measured(shape, CPU, torch.float32) == "dense"
+    share = dataclasses.replace(shape, paths=("grouped",))
+    assert expert_paths.measured(share, CPU, torch.float32) == "grouped"
+
+
+def test_triton_is_not_measured_for_types_that_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_paths.importlib.util, "find_spec", lambda name: object())
+    layer = MoE(MoEConfig(experts=4, top_k=2, hidden=8, path="auto"), 8, 0.3, 0.3)
+    for dtype, known in ((torch.float32, True), (torch.float64, False)):
+        shape = expert_paths.shape_class(layer, 16, torch.device("cuda"), dtype)
+        assert shape is not None
+        assert ("triton" in shape.paths) is known
 
 
 def test_the_measurement_leaves_random_numbers_alone() -> None:
     layer = MoE(MoEConfig(experts=4, top_k=2, hidden=8, path="auto"), 8, 0.3, 0.3)
-    shape = expert_paths.shape_class(layer, 16, CPU)
+    shape = expert_paths.shape_class(layer, 16, CPU, torch.float32)
     assert shape is not None
     before = torch.get_rng_state()
     times = expert_paths.timed(shape, CPU, torch.float32, turns=1)

@@ -2,8 +2,8 @@
 
 Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path, that of the least
 time for a forward and a backward pass of a layer made for it, with equal loads. A class is measured once in a process. Rank 0 measures
-the classes of all ranks, and its choice is theirs, so that no two ranks round otherwise; a run keeps it in its checkpoints, since
-another path gives other bits.
+the classes of all ranks, of the paths that run on all of them, and its choice is theirs, so that no two ranks round otherwise; a run keeps
+it in its checkpoints, since another path gives other bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.extras import MissingExtraError, require
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
-from arclight.text.model.conditional_product import refusal
+from arclight.text.model.conditional_product import TYPES, Precision, refusal
 from arclight.text.model.moe import MoE, MoEConfig, Path
 from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, SwitchHeadConfig
 
@@ -28,7 +30,7 @@ FASTER = 0.95
 """Another path than the grouped one is chosen where it takes at most this part of its time."""
 DENSE_OVER_CHOSEN = 4
 """The dense path is tried where there are at most so many experts for each that a token chooses."""
-_measured: dict[str, Path] = {}
+_measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,32 +82,36 @@ def prepare_paths(
     """Set the path of every layer of experts below ``model`` whose setting is ``auto``, and return what was chosen by shape class.
 
     tokens: that a process runs through a layer at once. dtype: that products are computed in. kept: choices of an earlier part of the run, which
-    are not measured again. gather and send: exchange an object between ranks, as a strategy's ``all_gather_object`` and ``broadcast``
-    do; call it on all of them.
+    are not measured again, unless a path does not run any more: then a warning says so. gather and send: exchange an object between
+    ranks, as a strategy's ``all_gather_object`` and ``broadcast`` do; call it on all of them.
 
     Raises MisconfigurationError for a path that does not run here, on every rank.
     """
     layers = list(expert_layers(model))
-    own = {
-        shape.name(device, dtype): shape
-        for layer in layers
-        if (shape := shape_class(layer, tokens, device)) is not None
-    }
-    reports = gather((_refused(layers, device), own))
+    here = [(layer, shape) for layer in layers if (shape := shape_class(layer, tokens, device, dtype)) is not None]
+    reports = gather((_refused(layers, device), [(shape.name(device, dtype), shape) for _, shape in here]))
     if (reason := next((reason for reason, _ in reports if reason is not None), None)) is not None:
         raise MisconfigurationError(reason)
     classes: dict[str, ShapeClass] = {}
     for _, found in reports:
-        classes |= found
+        for name, shape in found:
+            common = tuple(path for path in classes.get(name, shape).paths if path in shape.paths)
+            classes[name] = dataclasses.replace(shape, paths=common)
     if not classes:
         return {}
-    known = kept or {}
+    known = {name: path for name, path in (kept or {}).items() if name in classes}
+    for name, path in known.items():
+        if path not in classes[name].paths:
+            rank_zero_warn(
+                f"experts were multiplied by path {path!r} before the run was resumed, which does not run on all ranks any more: the "
+                f"fastest of {', '.join(classes[name].paths)} rounds otherwise ({name})"
+            )
+    known = {name: path for name, path in known.items() if path in classes[name].paths}
     chosen: dict[str, Path] = send(
         {name: known.get(name) or measured(shape, device, dtype) for name, shape in sorted(classes.items())}
     )
-    for layer in layers:
-        if (shape := shape_class(layer, tokens, device)) is not None:
-            set_path(layer, chosen[shape.name(device, dtype)])
+    for layer, shape in here:
+        set_path(layer, chosen[shape.name(device, dtype)])
     return chosen
 
 
@@ -131,7 +137,7 @@ def _refused(layers: Sequence[MoE | HeadMaps], device: torch.device) -> str | No
     for layer in layers:
         config, setting = _config(layer), "moe.path" if isinstance(layer, MoE) else "switch_head.path"
         if config.path == "triton" and (
-            reason := refusal(device, config.precision if isinstance(config, MoEConfig) else "full")
+            reason := _triton_refusal(device, config.precision if isinstance(config, MoEConfig) else "full")
         ):
             return f"{setting}: {reason}"
         if config.path == "dense" and isinstance(layer, MoE) and isinstance(layer.dispatcher, AllToAllDispatcher):
@@ -139,14 +145,26 @@ def _refused(layers: Sequence[MoE | HeadMaps], device: torch.device) -> str | No
     return None
 
 
-def shape_class(layer: MoE | HeadMaps, tokens: int, device: torch.device) -> ShapeClass | None:
+def _triton_refusal(device: torch.device, precision: Precision) -> str | None:
+    """Say why the Triton product does not run on this process, also where it lacks the package: no rank may raise alone."""
+    try:
+        if device.type == "cuda":
+            require("triton", extra="triton")
+        return refusal(device, precision)
+    except MissingExtraError as error:
+        return str(error)
+
+
+def shape_class(
+    layer: MoE | HeadMaps, tokens: int, device: torch.device, dtype: torch.dtype
+) -> ShapeClass | None:  # fmt: skip
     """Return the class of a layer whose setting is ``auto``; None for others."""
     config = _config(layer)
     if config.path != "auto":
         return None
     tokens = 1 << (tokens - 1).bit_length()
     paths: list[Path] = ["grouped"]
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and dtype in TYPES and importlib.util.find_spec("triton") is not None:
         paths.append("triton")
     ep = layer.dispatcher.size if isinstance(layer, MoE) and isinstance(layer.dispatcher, AllToAllDispatcher) else 1
     if ep == 1 and config.experts <= DENSE_OVER_CHOSEN * config.top_k:
@@ -168,12 +186,12 @@ def shape_class(layer: MoE | HeadMaps, tokens: int, device: torch.device) -> Sha
 
 def measured(shape: ShapeClass, device: torch.device, dtype: torch.dtype) -> Path:
     """Return the fastest path of a class, timed once in this process; the grouped one where others gain less than `FASTER` says."""
-    name = shape.name(device, dtype)
-    if name not in _measured:
+    key = (shape.name(device, dtype), shape.paths)
+    if key not in _measured:
         times = timed(shape, device, dtype) if len(shape.paths) > 1 else dict.fromkeys(shape.paths, 0.0)
         best = min(times, key=times.__getitem__)
-        _measured[name] = best if times[best] <= FASTER * times["grouped"] else "grouped"
-    return _measured[name]
+        _measured[key] = best if times[best] <= FASTER * times["grouped"] else "grouped"
+    return _measured[key]
 
 
 def timed(shape: ShapeClass, device: torch.device, dtype: torch.dtype, turns: int = 5) -> dict[Path, float]:
