@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.text.test_language_model import fit
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from arclight.parallel import initialize
 from arclight.parallel.layers import expert_parallel
+from arclight.text.model import balance
 from arclight.text.model.balance import count_tokens, scale_balance_loss, update_expert_bias, weigh_balance_loss
 from arclight.text.model.moe import Experts, MoE, MoEConfig
+from arclight.text.settings import LanguageTask
 
 WIDTH = 16
 
@@ -294,6 +300,25 @@ def test_the_mean_choice_of_ranks_weighs_each_by_its_tokens(monkeypatch: pytest.
     groups = expert_parallel.TokenGroups(others=object())  # type: ignore[arg-type]
     torch.testing.assert_close(groups.mean(ours, torch.tensor(1)), (ours + 3 * theirs) / 4)
     assert expert_parallel.TokenGroups().mean(ours, torch.tensor(5)) is ours
+
+
+def test_the_mean_choice_is_that_of_all_processes_of_a_strategy_without_a_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of strategy="ddp", which places no experts."""
+    everyone, asked = object(), list[object]()
+    monkeypatch.setattr(balance, "balance_group", lambda strategy: everyone)
+    monkeypatch.setattr(expert_parallel, "all_reduce", lambda own, kind, group: asked.append(group) or own)
+    monkeypatch.setattr(expert_parallel, "wait_tensor", lambda done: done)
+    sizes: dict[str, Any] = {"dim": 32, "layers": 1, "heads": 2, "moe": {"hidden": 16, "entropy_loss": 0.01}}
+    task = LanguageTask(model="sigma-moe-debug", sampling=None, overrides=sizes)
+    _, model = fit(tmp_path, steps=1, batch_size=2, settings=task, val_check_interval=None)
+    assert asked
+    assert set(asked) == {everyone}
+    assert all(router.groups.others is everyone for router in balance.loss_routers(copy.deepcopy(model.model)))
+    monkeypatch.undo()
+    balance.share_tokens(model.model, SimpleNamespace(world_size=1))
+    assert all(router.groups.others is None for router in balance.loss_routers(model.model))
 
 
 def test_the_loss_of_the_mean_choice_spreads_it() -> None:

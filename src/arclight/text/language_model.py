@@ -30,6 +30,7 @@ from arclight.text.model.balance import (
     loss_routers,
     routers,
     scale_balance_loss,
+    share_tokens,
     update_expert_bias,
     weigh_balance_loss,
 )
@@ -189,6 +190,7 @@ class LanguageModel(Module):
             self.start_from(self.settings.weights)
         self.mixture = any(True for _ in routers(self.model)) or bool(loss_routers(self.model))
         strategy, tokens = self.trainer.strategy, self.settings.data.batch_size * self.sequence_length
+        share_tokens(self.model, strategy)
         self.expert_paths = prepare_paths(
             self.model, tokens, strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
             strategy.all_gather_object, strategy.broadcast,

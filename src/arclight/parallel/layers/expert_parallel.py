@@ -46,6 +46,10 @@ class TokenGroups:
     same: dist.ProcessGroup | None = None
     """Those that compute the same for the same tokens (tensor parallel)."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenGroups:
+        """Return itself: a copy of a module runs beside the same processes, and groups of them cannot be copied."""
+        return self
+
     def mean(self, x: Tensor, weight: Tensor) -> Tensor:
         """Average ``x`` over the processes that read other tokens, each by its ``weight`` (a scalar); it has no gradient."""
         if self.others is None:

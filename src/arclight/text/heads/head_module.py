@@ -17,7 +17,13 @@ from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
 from arclight.text.families.zoo import build_model
 from arclight.text.heads.rows import HeadData, HeadRows
 from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
-from arclight.text.model.balance import balance_group, count_tokens, update_expert_bias, weigh_balance_loss
+from arclight.text.model.balance import (
+    balance_group,
+    count_tokens,
+    share_tokens,
+    update_expert_bias,
+    weigh_balance_loss,
+)
 from arclight.text.model.expert_paths import prepare_paths
 from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
@@ -93,6 +99,7 @@ class HeadModule(Module):
     def on_fit_start(self) -> None:
         """Choose how experts are multiplied."""
         strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
+        share_tokens(self.model, strategy)
         self.expert_paths = prepare_paths(
             self.model, tokens, strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
             strategy.all_gather_object, strategy.broadcast,

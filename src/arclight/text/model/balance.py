@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from arclight.parallel import Mesh
+from arclight.parallel.layers.expert_parallel import TokenGroups, token_readers
 from arclight.text.model.moe import BaseRouter, Router
 
 
@@ -32,6 +33,18 @@ def count_tokens(model: nn.Module, valid_BT: Tensor | None) -> None:
     for module in model.modules():
         if isinstance(module, BaseRouter):
             module.valid = valid_BT
+
+
+def share_tokens(model: nn.Module, strategy: Any) -> None:
+    """Let routers average choices over all processes of a ``strategy`` without a mesh, whose routers know theirs from the mesh.
+
+    Call it on all of them, before the first pass.
+    """
+    if isinstance(getattr(strategy, "mesh", None), Mesh):
+        return
+    groups = TokenGroups(balance_group(strategy))
+    for reader in token_readers(model):
+        reader.groups = groups
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
