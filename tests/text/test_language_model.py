@@ -18,7 +18,7 @@ from arclight.text import ByteTokenizer, LanguageModel, to_hf
 from arclight.text.data.data_settings import Text
 from arclight.text.language_model import TokenThroughput
 from arclight.text.model.decoder import active_parameters, flops_per_token
-from arclight.text.settings import LanguageTask, Sampling
+from arclight.text.settings import LanguageTask, Sampling, Unigram
 
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
 TEXT = "the cat sat on the mat and the dog sat on the log; " * 200
@@ -64,6 +64,16 @@ def fit(
     )
     trainer.fit(model, datamodule=Data(batch_size), ckpt_path=ckpt)
     return trainer, model
+
+
+def test_predictions_need_no_counts_of_tokens(tmp_path: Path) -> None:
+    """A model that was trained with [task.unigram] predicts on any loader."""
+    task = LanguageTask(overrides=SMALL, sampling=None, unigram=Unigram())
+    trainer = al.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    (logits,) = trainer.predict(LanguageModel(task, 256), [torch.zeros(1, 4, dtype=torch.int64)])
+    assert logits.shape[:2] == (1, 4)
+    with pytest.raises(MisconfigurationError, match="needs counts of tokens"):
+        trainer.validate(LanguageModel(task, 256), [{}])
 
 
 def test_it_learns_and_counts_bits_per_byte(tmp_path: Path) -> None:

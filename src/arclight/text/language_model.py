@@ -95,7 +95,7 @@ class LanguageModel(Module):
         data = self.trainer.datamodule
         if getattr(data, "tokenizer", None) is not None:
             self.use_tokenizer(data.tokenizer)
-        if (unigram := self.settings.unigram) is not None:
+        if (unigram := self.settings.unigram) is not None and stage != "predict":
             if not hasattr(data, "unigram_counts"):
                 raise MisconfigurationError(
                     f"[task.unigram] needs counts of tokens: {type(data).__name__} has no method unigram_counts()"
