@@ -204,6 +204,10 @@ def test_an_order_that_is_another_than_the_checkpoints_is_told(folder: Path) -> 
     for changed in ({"sequence_length": 32}, {"packing": "pack"}):
         with pytest.warns(UserWarning, match=f"{next(iter(changed))} is not what the checkpoint was trained with"):
             ready(folder, **changed).load_state_dict(before)
+    del before["order"]["shuffle_window"]  # as of a version that had no windows
+    ready(folder).load_state_dict(before)
+    with pytest.warns(UserWarning, match="shuffle_window is not what the checkpoint was trained with"):
+        ready(folder, shuffle_window=4).load_state_dict(before)
 
 
 def test_settings_that_would_do_nothing_are_refused() -> None:

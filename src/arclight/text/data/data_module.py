@@ -360,7 +360,7 @@ class TextDataModule(DataModule):
                 "the training text is not what the checkpoint was trained on: its order begins again with other samples"
             )
 
-        elif changed := [name for name, value in state_dict.get("order", {}).items() if value != self._order()[name]]:
+        elif changed := [name for name, value in _order_of(state_dict).items() if value != self._order()[name]]:
             rank_zero_warn(
                 f"{', '.join(changed)} is not what the checkpoint was trained with: until all text has been read once more, some of it "
                 "comes twice and some not at all"
@@ -409,6 +409,12 @@ class TextDataModule(DataModule):
 def _place(source: str) -> Path | str:
     """Return the folder that a source is, or its address."""
     return source if is_address(source) else Path(source)
+
+
+def _order_of(state_dict: dict[str, Any]) -> dict[str, str]:
+    """Return what the order of a checkpoint's samples followed: of one that was written before there were windows, that there were none."""
+    found: dict[str, str] = state_dict.get("order", {})
+    return {"shuffle_window": repr(None), **found} if found else {}
 
 
 def _digest(*parts: Any) -> str:
