@@ -240,13 +240,14 @@ def test_a_service_that_is_away_ends_no_run(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_slow_service_is_left_and_never_ended_while_it_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     answers = threading.Event()
-    slow = Hosted(slow=answers)
-    logging = RoundLogging([slow], tmp_path, patience_s=0.05)
+    slow, quick = Hosted(slow=answers), Hosted()
+    logging = RoundLogging([slow, quick], tmp_path, patience_s=0.05)
     with pytest.raises(ValueError, match="the run's own"), logging.opened(Rounds(), {}):  # type: ignore[arg-type]
         logging.observe(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
         raise ValueError("the run's own")
     assert "finalize" not in slow.calls
-    assert "loggers are not done after 0.05 s" in caplog.text
+    assert (quick.status, len(quick.rows)) == ("failed", 1)  # no service waits for another
+    assert "Hosted is not done after 0.05 s" in caplog.text
     answers.set()
     (thread,) = (one for one in threading.enumerate() if one.name == "arclight-loggers")
     thread.join(30)

@@ -9,6 +9,7 @@ import queue
 import shutil
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,13 +198,13 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
 class RoundLogging:
     """Send a row to loggers for each round that is committed, and one for what its weights are measured at.
 
-    One thread of its own makes all calls of the loggers, from the first to the last: a service that answers slowly holds no round up, and
-    one that fails ends no run.
+    A thread for each logger makes all calls of it, from the first to the last: a service that answers slowly, or never, holds up no round
+    and no other logger, and one that fails ends no run.
     """
 
     def __init__(self, loggers: list[Logger], folder: Path, patience_s: float = ENDING) -> None:
-        self._loggers, self._patience_s = loggers, patience_s
-        self._calls: queue.SimpleQueue[tuple[str, Callable[[Logger], None]] | None] = queue.SimpleQueue()
+        self._patience_s = patience_s
+        self._calls: list[tuple[Logger, _Calls]] = [(logger, queue.SimpleQueue()) for logger in loggers]
         self._history: History | None = None
         for logger in loggers:
             if logger.needs_folder:
@@ -214,7 +215,7 @@ class RoundLogging:
         from arclight.federated.coordination import records
         from arclight.federated.rounds.history import metrics_row
 
-        if self._history is None or not self._loggers:
+        if self._history is None or not self._calls:
             return
         match what:
             case records.RoundCommitted():
@@ -225,39 +226,55 @@ class RoundLogging:
                 self._row(what.round, {"round": what.round, **what.metrics}, self._history.at(what.round).clock)
 
     def _row(self, number: int, row: dict[str, Any], step: int) -> None:
-        self._calls.put((f"round {number} could not be logged", lambda logger: logger.log_metrics(row, step)))
+        self._call(f"round {number} could not be logged", lambda logger: logger.log_metrics(dict(row), step))
+
+    def _call(self, what: str, make: Callable[[Logger], None]) -> None:
+        for _, calls in self._calls:
+            calls.put((what, make))
 
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
         """Log what is observed until the block ends, beginning behind the rounds that ``history`` has already."""
         self._history = history
         steps = max((here.clock for here in history.rounds), default=0)
-        self._calls.put(("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe)))
-        self._calls.put((f"logging could not go on from step {steps}", lambda logger: logger.resume(steps)))
-        thread = threading.Thread(target=self._work, name="arclight-loggers", daemon=True)
-        thread.start()
+        self._call("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe))
+        self._call(f"logging could not go on from step {steps}", lambda logger: logger.resume(steps))
+        threads = [
+            threading.Thread(target=_log_until_end, args=pair, name="arclight-loggers", daemon=True)
+            for pair in self._calls
+        ]
+        for thread in threads:
+            thread.start()
         status = "failed"
         try:
             yield
             status = "success"
         finally:
-            self._calls.put(("logging could not be ended", lambda logger: logger.finalize(status)))
-            self._calls.put(None)
-            thread.join(self._patience_s)
-            if thread.is_alive():
-                log.warning(
-                    "loggers are not done after %g s, and are left: some rounds may be missing there; metrics.csv has all of them",
-                    self._patience_s,
-                )
+            self._call("logging could not be ended", lambda logger: logger.finalize(status))
+            for _, calls in self._calls:
+                calls.put(None)
+            until = time.monotonic() + self._patience_s
+            for (logger, _), thread in zip(self._calls, threads, strict=True):
+                thread.join(max(0.0, until - time.monotonic()))
+                if thread.is_alive():
+                    log.warning(
+                        "%s is not done after %g s, and is left: some rounds may be missing there; metrics.csv has all of them",
+                        type(logger).__name__,
+                        self._patience_s,
+                    )
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            what, make = call
-            for logger in self._loggers:
-                try:
-                    make(logger)
-                except Exception as error:  # of whatever package logs: the run itself is safe
-                    log.warning("%s with %s: %s", what, type(logger).__name__, error)
+
+_Calls = queue.SimpleQueue[tuple[str, Callable[["Logger"], None]] | None]
+
+
+def _log_until_end(logger: Logger, calls: _Calls) -> None:
+    """Make the calls of one logger, until there is None."""
+    while (call := calls.get()) is not None:
+        what, make = call
+        try:
+            make(logger)
+        except Exception as error:  # of whatever package logs: the run itself is safe
+            log.warning("%s with %s: %s", what, type(logger).__name__, error)
 
 
 @contextmanager
