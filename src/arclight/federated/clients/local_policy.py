@@ -63,9 +63,7 @@ def keys_to_load(weights: Mapping[str, torch.Tensor], policy: LocalPolicy, round
     """Return the keys of a round's weights that the client loads.
 
     last: the round that it has trained last, None before the first. One that has been further already, as before a run was set back,
-    loads all but what is its own.
-
-    One that has been further already, as before a run was set back, takes all but what is its own.
+    takes all but what is its own.
     """
     if last is not None and last >= round:
         own = (*policy.masks.personal, *policy.masks.randomised)
@@ -127,8 +125,6 @@ def trained_names(module: nn.Module) -> list[str]:
 
 def reset_randomised(module: nn.Module, policy: LocalPolicy, seed: int) -> dict[str, torch.Tensor]:
     """Draw new values for the randomised weights with ``reset_parameters`` of their modules.
-
-    They depend on the seed and the module's name alone. Raises ProtocolError for weights whose module cannot draw any.
 
     They depend on the seed and the module's name alone. Raises ProtocolError for weights whose module cannot draw any.
     """
