@@ -44,8 +44,8 @@ def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copy("detector.onnx", "int8.onnx")
     found = commands("Is the new one better?")
     assert len(found) == 3
-    for words in found:
-        assert main(["100" if word == "0.7" else word for word in words[1:]]) == 0  # how fast, a busy machine cannot say
+    for words in found:  # how fast a program is, a busy machine cannot say
+        assert main(["100" if word == "0.7" else word for word in words[1:]]) == 0
     assert (tmp_path / "beside.html").is_file()
 
 
