@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -331,6 +332,7 @@ def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Type
     before = signal.getsignal(signal.SIGINT)
     status, _, err = typed("train tiny.toml")
     assert status == 130
+    assert not any(isinstance(handler, logging.FileHandler) for handler in logging.getLogger("arclight").handlers)
     assert signal.getsignal(signal.SIGINT) is before
     assert "arclight: saving after this step; ctrl-C again ends at once\n" in err
     assert err.splitlines()[-1].startswith("arclight: interrupted: runs/tiny/1/checkpoints/")

@@ -159,7 +159,7 @@ def test_an_upload_of_single_bytes_ends_at_the_deadline_and_so_does_its_connecti
 
 
 def test_clients_that_leave_in_the_middle_leave_nothing_behind(serve_with, sample):
-    server = serve_with(body_bytes=MB, buffered_bytes=MB)
+    server = serve_with(body_bytes=MB, buffered_bytes=MB, body_idle_s=300)
     for _ in range(5):  # together more than the server may hold
         with server.connect() as connection:
             connection.sendall(
@@ -170,7 +170,7 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(serve_with, sampl
 
 
 def test_uploads_together_may_not_fill_the_memory(serve_with, sample):
-    server = serve_with(body_bytes=MB, buffered_bytes=MB)
+    server = serve_with(body_bytes=MB, buffered_bytes=MB, body_idle_s=300)
     with server.connect() as connection:
         connection.sendall(
             b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999000\r\n\r\n" + bytes(990_000)

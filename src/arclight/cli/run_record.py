@@ -66,7 +66,14 @@ class RunRecord(Callback):
     def write(self, path: Path, command: str) -> None:
         write_atomically(path, f"# {command} repeats this run.\n\n{self.text}")
 
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """Close the log of a run that failed or was interrupted, for which no teardown follows."""
+        self._close()
+
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for handler in self.handlers:
             _LOG.removeHandler(handler)
             handler.close()
