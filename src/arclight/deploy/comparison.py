@@ -62,14 +62,23 @@ class Evaluation:
 def _first(samples: Samples, count: int) -> Iterator[NamedInputs]:
     seen = 0
     for batch in samples:
-        inputs = as_inputs(batch.inputs if isinstance(batch, NamedInputs) else batch)
-        size = batch_size(inputs)
-        names = batch.names if isinstance(batch, NamedInputs) else [f"sample {seen + place}" for place in range(size)]
-        left = min(size, count - seen)
-        yield NamedInputs(names[:left], [value[:left] if value.dim() else value for value in inputs])
+        named = _named(batch, seen)
+        left = min(len(named.names), count - seen)
+        yield NamedInputs(named.names[:left], [value[:left] if value.dim() else value for value in named.inputs])
         seen += left
         if seen >= count:
             return
+
+
+def _named(batch: Tensor | Sequence[Tensor] | NamedInputs, seen: int) -> NamedInputs:
+    """Return a batch with the names of its samples, by default their numbers after the ``seen`` ones before it."""
+    given = batch if isinstance(batch, NamedInputs) else NamedInputs((), batch)
+    inputs = as_inputs(given.inputs)
+    count = batch_size(inputs)
+    names = given.names or [f"sample {seen + place}" for place in range(count)]
+    if len(names) != count:
+        raise ComparisonError(f"a batch of {count} samples has {len(names)} names: give one for each")
+    return NamedInputs(names, inputs)
 
 
 @dataclass(frozen=True)
@@ -361,14 +370,10 @@ class _Outputs:
         self.samples = 0
 
     def add(self, batch: Tensor | Sequence[Tensor] | NamedInputs) -> None:
-        inputs = as_inputs(batch.inputs if isinstance(batch, NamedInputs) else batch)
-        count = batch_size(inputs)
-        names = list(batch.names) if isinstance(batch, NamedInputs) else []
-        names = names or [f"sample {self.samples + place}" for place in range(count)]
-        if len(names) != count:
-            raise ComparisonError(f"a batch of {count} samples has {len(names)} names: give one for each")
-        given = [as_outputs(side(*inputs)) for side in self._sides]
-        a, b = ({name: value.cpu() for name, value in self._named(outputs).items()} for outputs in given)
+        named = _named(batch, self.samples)
+        count = len(named.names)
+        given = [as_outputs(side(*named.inputs)) for side in self._sides]
+        a, b = ({name: value.cpu() for name, value in self._by_name(outputs).items()} for outputs in given)
         for name in (*a, *(b.keys() - a.keys())):
             shapes = [tuple(side[name].shape) if name in side else "none" for side in (a, b)]
             if shapes[0] != shapes[1]:
@@ -376,7 +381,7 @@ class _Outputs:
                     f"output {name} of A has shape {shapes[0]}, of B {shapes[1]}: compare networks of the same outputs"
                 )
         self.samples += count
-        for place, sample in enumerate(names):
+        for place, sample in enumerate(named.names):
             self._add_sample(sample, {name: self._rows(a[name], b[name], place, count) for name in a})
 
     def _rows(self, a: Tensor, b: Tensor, place: int, count: int) -> tuple[Tensor, Tensor] | None:
@@ -407,7 +412,7 @@ class _Outputs:
             name = min(differing, key=lambda output: differing[output].sqnr_db)
             self._worst.append(WorstSample(sample, name, differing[name]))
 
-    def _named(self, outputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
+    def _by_name(self, outputs: Sequence[Tensor]) -> Mapping[str, Tensor]:
         if self._parts is not None:
             return self._parts(*outputs)
         names = self._names if self._names is not None and len(self._names) == len(outputs) else None

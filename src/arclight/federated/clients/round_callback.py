@@ -98,7 +98,7 @@ class RoundCallback(Pause):
         at: Position | None,
         last: Position | None,
         progress: Progress,
-        save: Callable[[Trainer, Position], None],
+        save: Callable[[Position], None],
     ) -> None:
         """Set the round that the next fit trains.
 
@@ -180,7 +180,7 @@ class RoundCallback(Pause):
         before, self._seen = self._done, trainer.global_step
         self._done, every = self._seen - self._start, self._order.checkpoint_every_steps
         if every and (self._done >= self._order.steps or self._done // every > before // every):
-            self._save(trainer, self.position())
+            self._save(self.position())
         if self._done < self._order.steps:
             self._report(trainer)
 

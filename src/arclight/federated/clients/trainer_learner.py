@@ -140,11 +140,11 @@ class TrainerLearner:
         path = self._checkpoints.newest()
         return path, Position.read(checkpoints.load(path, only=ENTRY)[ENTRY]) if path is not None else None
 
-    def _save(self, trainer: Trainer, at: Position) -> None:
+    def _save(self, at: Position) -> None:
         """Save a checkpoint; called in the fit, by all processes."""
-        trainer.save_checkpoint(self._checkpoints.next(f"round-{at.round}-step-{at.steps}"))
-        trainer.checkpoint_io.teardown()
-        if trainer.is_global_zero:
+        self.trainer.save_checkpoint(self._checkpoints.next(f"round-{at.round}-step-{at.steps}"))
+        self.trainer.checkpoint_io.teardown()
+        if self.trainer.is_global_zero:
             self._checkpoints.prune()
 
     def _seed_all(self, order: Fit) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("arclight.serve")
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 Encoded = tuple[bytes, int | None]
 """Body of an answer, and the bytes of its JSON if binary tensors follow."""
 
@@ -102,10 +103,11 @@ class Batcher:
         found: dict[int, Encoded | Exception] = {}
         read: dict[int, TensorRequest] = {}
         for place, job in enumerate(jobs):
-            try:
-                read[place] = job.decode()
-            except Exception as error:  # raised for its request alone, by whoever waits for it
-                found[place] = error
+            decoded = _outcome(job.decode)
+            if isinstance(decoded, Exception):
+                found[place] = decoded
+            else:
+                read[place] = decoded
         for places in self._batches(read):
             found |= self._computed(jobs, read, places)
         if all(len(job.body) <= Pace.SMALL_BYTES for job in jobs):
@@ -178,7 +180,8 @@ class Batcher:
         }
 
 
-def _outcome(work: Callable[[], Encoded]) -> Encoded | Exception:
+def _outcome(work: Callable[[], T]) -> T | Exception:
+    """Return the result of ``work``, or its error, which whoever waits for that request raises."""
     try:
         return work()
     except Exception as error:

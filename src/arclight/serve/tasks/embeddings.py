@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from arclight.serve.admission import Refusal, Turn, busy, in_words, one_sentence
+from arclight.serve.admission import Refusal, Turn, busy, one_sentence
 from arclight.serve.settings import Limits
-from arclight.serve.tasks.text import MOST_ERRORS, wrong_field
+from arclight.serve.tasks.text import MOST_ERRORS, read_json, wrong_field
 from arclight.text.data.tokenizer import TokenizerError
 from arclight.text.embedding_program import BATCH, Embedder
 
@@ -43,12 +43,7 @@ class EmbeddingRequest(BaseModel):
 
 def answer(body: bytes, model: Callable[[str], Embedder], limits: Limits, turn: Turn) -> bytes:
     """Return the answer to a request; raises Refusal 400 for what the model cannot embed, 404, 413, and 503 past the deadline."""
-    if len(body) > limits.json_bytes:
-        raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
-    try:
-        asked = EmbeddingRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise Refusal(400, _wrong(error)) from None
+    asked = read_json(body, EmbeddingRequest, limits, _wrong)
     embedder = model(asked.model)
     if asked.dimensions not in (None, embedder.dimensions):
         raise Refusal(

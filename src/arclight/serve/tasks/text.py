@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,6 +27,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 # the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+RequestKind = TypeVar("RequestKind", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -152,12 +153,7 @@ def decode(
     body: bytes, kind: type[CompletionRequest | ChatRequest], model: Callable[[str], Scheduler], limits: Limits
 ) -> Asked:
     """Read a request; raises Refusal 400 for what the model cannot answer, 404 for another model, 413 for long JSON."""
-    if len(body) > limits.json_bytes:
-        raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
-    try:
-        asked = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise Refusal(400, wrong_field(error)) from None
+    asked = read_json(body, kind, limits)
     scheduler = model(asked.model)
     try:
         prompts = asked.prompts(scheduler.tokenizer)
@@ -166,6 +162,18 @@ def decode(
     except (ValueError, TokenizerError) as error:
         raise Refusal(400, one_sentence(error)) from None
     return Asked(request=asked, scheduler=scheduler, prompts=prompts, new=new)
+
+
+def read_json(
+    body: bytes, kind: type[RequestKind], limits: Limits, sentence: Callable[[ValidationError], str] | None = None
+) -> RequestKind:
+    """Return the request in a JSON body; raises Refusal 413 for long JSON, and 400 with the ``sentence`` on wrong fields."""
+    if len(body) > limits.json_bytes:
+        raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(400, (sentence or wrong_field)(error)) from None
 
 
 def wrong_field(error: ValidationError) -> str:
