@@ -261,11 +261,12 @@ def _token_names(corpus: str, reader: BlockReader | None) -> list[str]:
 
 def _counted(shards: Any, names: list[str]) -> dict[str, Any] | None:
     """Return what is known of the frequencies of tokens, by source; None for a corpus of an older version."""
-    from arclight.data.unigrams import has_unigrams, read_unigrams, whole
+    from arclight.data.unigrams import read_unigrams, whole
 
-    if not has_unigrams(shards):
+    try:
+        sources = read_unigrams(shards)
+    except FileNotFoundError:
         return None
-    sources = read_unigrams(shards)
     return {
         "entropy": round(whole(sources).entropy, 6),
         "sources": {
