@@ -245,9 +245,10 @@ def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_ever
         assert isinstance(dying, Dies)
         assert dying.dead.wait(60)
         again = Node(Tapped(run.service), list[Any]([sites[2]]), tmp_path / "node2", "n2", hold_s=1.0)
-        threads[2] = threading.Thread(target=again.run, daemon=True)
-        threads[2].start()
+        threads.append(threading.Thread(target=again.run, daemon=True))
+        threads[-1].start()
         assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())
+        nodes[2].stop()
         dying.over.set()
         for thread in threads:
             thread.join(60)

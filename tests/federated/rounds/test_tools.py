@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from tests.federated.fakes import Quadratic
 
 from arclight import checkpoint
 from arclight.federated.clients.client import Client
-from arclight.federated.coordination.records import RoundCommitted
-from arclight.federated.coordination.run_database import read_journal
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds import tools
 from arclight.federated.rounds.initial_weights import moments_of
@@ -204,12 +201,10 @@ def test_a_run_begins_with_a_centralised_checkpoint_and_ends_as_one(tmp_path: Pa
 def test_a_fork_begins_where_the_round_was(finished: Path, tmp_path: Path) -> None:
     for name in ("looked at", "run"):
         tools.fork(finished, tmp_path / name, 2)
-    committed: list[RoundCommitted] = []
-    with Server(settings(), folder=tmp_path / "looked at").opened():
-        until = time.monotonic() + 30
-        while not committed and time.monotonic() < until:  # the run writes in a thread of its own
-            committed = [one for one in read_journal(tmp_path / "looked at") if isinstance(one, RoundCommitted)]
-    assert [(one.round, one.clock) for one in committed] == [(2, 6)]
+    with Server(settings(), folder=tmp_path / "looked at").opened() as run:
+        state = run.coordinator.state
+        assert run.runtime.until(lambda: state.committed >= 0, 60)  # a thread of the run commits it
+        assert (state.committed, state.clock) == (2, 6)
     rounds = Server(settings(), folder=tmp_path / "run").run(clients())
     assert [(here.round, here.clock) for here in rounds[-2:]] == [(2, 6), (3, 9)]
 
