@@ -209,6 +209,7 @@ def test_a_pipeline_has_two_micro_batches_a_stage_or_those_asked_for() -> None:
     assert Plan(pp=4).pieces == 8
     assert Plan(pp=4, micro_batches=4).pieces == 4
     assert Plan(pp=4, micro_batches=5).pieces == 5
+    assert [Plan(cp=2).passes, Plan(pp=4).passes, Plan(pp=4, micro_batches=4, cp=2, tp=2).passes] == [2, 8, 8]
 
 
 @pytest.mark.parametrize(

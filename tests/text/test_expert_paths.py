@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from tests.text.test_language_model import fit
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError
+from arclight.parallel import Plan
+from arclight.parallel.mesh import Mesh
 from arclight.text import build_model
 from arclight.text.model import expert_paths
 from arclight.text.model.conditional_product import conditional_product
-from arclight.text.model.expert_paths import MoE, expert_layers, prepare_paths
+from arclight.text.model.expert_paths import MoE, expert_layers, prepare_paths, tokens_of_pass
 from arclight.text.model.moe import MoEConfig
 from arclight.text.model.switch_head import SwitchHeadConfig
 from arclight.text.settings import LanguageTask
@@ -230,6 +233,14 @@ def test_the_measurement_leaves_random_numbers_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert set(times) == {"grouped", "dense"}
     assert all(seconds > 0 for seconds in times.values())
+
+
+def test_paths_are_measured_with_the_tokens_of_a_pass() -> None:
+    mesh = Mesh.__new__(Mesh)  # made by processes; its plan is all that counts here
+    mesh.plan = Plan(pp=2, micro_batches=4, cp=2)
+    assert tokens_of_pass(64, SimpleNamespace(mesh=mesh)) == 8
+    assert tokens_of_pass(4, SimpleNamespace(mesh=mesh)) == 1
+    assert tokens_of_pass(64, SimpleNamespace()) == 64
 
 
 def test_a_resumed_run_takes_the_path_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

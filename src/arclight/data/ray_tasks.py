@@ -20,6 +20,8 @@ def on_ray(
 ) -> Iterator[Any]:
     """Call ``function(*shared, *call)`` for each call on the cluster that RAY_ADDRESS names, or on one that is started here.
 
+    Another cluster that happens to run on this machine is left alone.
+
     Results come in the order of the calls. No more calls are taken ahead than the cluster has CPUs, or ``together`` if that is more. What
     a lost node was at work on is done again elsewhere. An error of a function is raised here as it was there; OSError is raised
     for a call that Ray gives up.
@@ -28,7 +30,10 @@ def on_ray(
     ray = require("ray", extra="ray")
     mine = not ray.is_initialized()
     if mine:
-        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
+        named = os.environ.get("RAY_ADDRESS")  # without an address Ray joins any cluster that it finds
+        ray.init(
+            log_to_driver=False, **({"address": named} if named else {"address": "local", "include_dashboard": False})
+        )
 
     def result(task: Any) -> Any:
         try:

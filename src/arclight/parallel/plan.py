@@ -126,6 +126,11 @@ class Plan:
         return self.micro_batches or 2 * self.pp
 
     @property
+    def passes(self) -> int:
+        """Return how many processes and micro-batches divide the tokens of a batch among passes through a layer."""
+        return self.cp * (self.pieces if self.pp > 1 else 1)
+
+    @property
     def data_parallel(self) -> int:
         """Processes that read different samples."""
         return self.dp_replicate * self.dp_shard

@@ -22,6 +22,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError, require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
+from arclight.parallel.mesh import Mesh
 from arclight.text.model.conditional_product import TYPES, Precision, refusal
 from arclight.text.model.moe import MoE, MoEConfig, Path
 from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, SwitchHeadConfig
@@ -113,6 +114,12 @@ def prepare_paths(
     for layer, shape in here:
         set_path(layer, chosen[shape.name(device, dtype)])
     return chosen
+
+
+def tokens_of_pass(tokens: int, strategy: Any) -> int:
+    """Return how many of a process's ``tokens`` of a batch a layer takes at once: parts of sequences, micro-batches of a pipeline."""
+    mesh = getattr(strategy, "mesh", None)
+    return max(1, tokens // mesh.plan.passes) if isinstance(mesh, Mesh) else tokens
 
 
 def expert_layers(model: nn.Module) -> Iterator[MoE | HeadMaps]:
