@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arclight.fabric.memory import keep_freed_memory
 from arclight.text.families.zoo import model_config
 from arclight.text.language_model import matmul_rate
 from arclight.text.model.decoder import active_parameters
@@ -149,6 +150,7 @@ def main() -> None:
     config, width, tokens, dtype = published.moe, published.dim, 16384, torch.bfloat16
     if device.type == "cpu":
         torch.set_num_threads(1)
+        keep_freed_memory()  # as a trainer does
         config, width, tokens, dtype = (
             dataclasses.replace(config, hidden=config.hidden // 4),
             width // 4,

@@ -21,8 +21,8 @@ from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.stored_tensor import StoredTensor
 from arclight.fabric.distributed.sharding import shard_like
+from arclight.fabric.memory import return_freed_memory
 from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
-from arclight.federated.server.malloc import tune_malloc
 
 torch.set_num_threads(1)
 
@@ -240,7 +240,7 @@ def _costs(fabric: al.Fabric, path: Path) -> list[dict[str, float]]:
         found[f"{name} read"], found[f"{name} written"] = ((b - a) / whole for a, b in zip(before, after, strict=True))
         return result
 
-    tune_malloc()  # or blocks of before are kept, or not, as the allocator likes
+    return_freed_memory()  # or blocks of before are kept, or not, as the allocator likes
     checkpoint.save_shares(path.with_name("first"), {"w": tensors["0"]}, strategy)  # what is imported then is no buffer
     measure("save", lambda: checkpoint.save_shares(path, {"model": tensors}, strategy))
     state = measure("open", lambda: checkpoint.load_shares(path, strategy, check=False))

@@ -1,10 +1,20 @@
-"""Recognise out-of-memory errors, and release cached device memory."""
+"""Recognise out-of-memory errors, release cached device memory, and tune the host's allocator.
+
+By itself glibc returns large blocks to the system when they are freed. A training step takes the same blocks as the one before, and each
+page that it gets anew is zeroed by the kernel at its first use: 33,000 page faults in a step of YOLOv5n at 320 px with a batch of 16.
+A process that trains keeps what it frees; one that serves many clients gives it back.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import torch
+
+_TRIM_FROM, _MAPPED_FROM, _ARENAS = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h
+_NEVER, _LARGEST_POOLED, _LARGE = 2**31 - 1, 32 << 20, 1 << 20
+_returns_freed = False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,8 +43,9 @@ def _says(error: BaseException, *words: str) -> bool:
 
 
 def free_memory() -> None:
-    """Collect garbage and return cached blocks to the device."""
+    """Collect garbage and return cached blocks to the device, free ones to the host."""
     gc.collect()
+    _call_glibc("malloc_trim", 0)
     if not torch.cuda.is_available():
         return
     try:
@@ -42,3 +53,30 @@ def free_memory() -> None:
     except RuntimeError as error:
         if not is_out_of_memory(error):  # a device without a free byte may fail even at this
             raise
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed blocks of up to 32 MiB for later ones; False where it does not: another C library, or a process that returns them."""
+    return not _returns_freed and _tune((_TRIM_FROM, _NEVER), (_MAPPED_FROM, _LARGEST_POOLED))
+
+
+def return_freed_memory() -> bool:
+    """Let glibc map large blocks one by one and keep few arenas, from now on in this process; False with another C library.
+
+    A server that handles many clients' tensors would otherwise hold more with every client, in a pool for each few threads.
+    """
+    global _returns_freed
+    _returns_freed = _tune((_ARENAS, 2), (_MAPPED_FROM, _LARGE))
+    return _returns_freed
+
+
+def _tune(*options: tuple[int, int]) -> bool:
+    return all(_call_glibc("mallopt", *option) for option in options)
+
+
+def _call_glibc(name: str, *given: int) -> bool:
+    """Call a function of the allocator; False if it refuses, or another C library has none."""
+    try:
+        return bool(getattr(ctypes.CDLL(None), name)(*given))
+    except (OSError, AttributeError, TypeError):
+        return False

@@ -213,7 +213,7 @@ from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated import strategies
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.strategy_step import StrategyStep
-from arclight.federated.server.malloc import tune_malloc
+from arclight.fabric.memory import return_freed_memory
 from tests.federated.aggregation.test_step import stored
 
 folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strategies, sys.argv[3])()
@@ -231,7 +231,7 @@ def take(anchor, contributions, path):
 opened = lambda name: stored(folder / name / "model.safetensors")
 anchor = opened("anchor")
 small = {key: torch.ones(10, 10) for key in anchor}
-tune_malloc()  # as a server does
+return_freed_memory()  # as a server does
 take(small, [Contribution(client="c", weight=1.0, tensors=small)], folder / f"small{clients}{sys.argv[3]}")  # code is no memory of a step
 open("/proc/self/clear_refs", "w").write("5")
 base = peak()

@@ -9,6 +9,7 @@ import torch
 
 from arclight.fabric.accelerators.base import Accelerator, check_kind
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.memory import keep_freed_memory
 from arclight.fabric.rank_zero import rank_zero_info
 
 
@@ -94,6 +95,7 @@ class CPUAccelerator(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         check_kind(device, "cpu")
+        keep_freed_memory()
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Percentages of the processor, the memory and the swap space in use. Needs psutil."""

@@ -110,9 +110,9 @@ def main() -> None:
     parent, stop = os.getppid(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     build, place, config = json.load(sys.stdin)
-    from arclight.federated.server.malloc import tune_malloc
+    from arclight.fabric.memory import return_freed_memory
 
-    tune_malloc()
+    return_freed_memory()
     folder = Path(place)
     server, certificate = build_server(build, folder, config), _certificate(folder, config)
     listening = Listening(

@@ -1,0 +1,51 @@
+"""What the host's allocator does with freed memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import resource
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from arclight.fabric.accelerators import CPUAccelerator
+from arclight.fabric.memory import free_memory, return_freed_memory
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tunes glibc's malloc")
+
+
+def faults_of_steps(steps: int) -> int:
+    """Count the page faults of steps that each take and free four blocks of 24 MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        _blocks = [torch.ones(6 << 20) for _ in range(4)]
+        del _blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def count(answer: Connection, serves: bool) -> None:
+    if serves:
+        return_freed_memory()
+    CPUAccelerator().setup_device(torch.device("cpu"))
+    first, _, then = faults_of_steps(1), faults_of_steps(4), faults_of_steps(3)
+    free_memory()
+    answer.send((first, then, faults_of_steps(1)))
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_process_that_trains_keeps_what_it_frees_and_a_server_gives_it_back(serves: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=count, args=(there, serves))
+    process.start()
+    first, then, after_trim = here.recv()
+    process.join(30)
+    pages = 4 * (24 << 20) // resource.getpagesize()
+    assert first > pages / 2
+    if serves:
+        assert then > 3 * pages / 2, "each step gets its pages anew"
+    else:
+        assert then < pages / 2
+        assert after_trim > pages / 2, "free_memory has given back what was kept"
