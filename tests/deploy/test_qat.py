@@ -13,6 +13,7 @@ from tests.deploy.conftest import picture
 from tests.deploy.test_quantization import sqnr_db
 from tests.ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -31,7 +32,9 @@ from arclight.deploy import (
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.batch_norm import literals
 from arclight.deploy.quantizing.placement import PlacementQuantizer
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from arclight.trainer.callbacks import EMAWeightAveraging
 
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
@@ -457,7 +460,7 @@ def test_graphs_move_with_their_tensors() -> None:
             value for node in graph.graph.nodes for value in node.kwargs.values() if isinstance(value, torch.device)
         }
         assert devices == {torch.device("meta")}
-    assert prepared.model.shift is prepared.shift  # a buffer of the model itself
+    assert prepared.float_model.shift is prepared.shift  # a buffer of the model itself
 
 
 def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
@@ -503,34 +506,127 @@ class Apart(Task):
         return super().training_step([batch[0] * (1 + 9 * self.global_rank), batch[1]], batch_idx)
 
 
+def run(task: al.Module, callback: QuantizationAwareTraining, steps: int, strategy: Any, **options: Any) -> al.Trainer:
+    devices = 1 if strategy == "auto" else 2
+    trainer = al.Trainer(
+        max_steps=steps, devices=devices, strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, callbacks=[callback], num_sanity_val_steps=0, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(task, **options)
+    return trainer
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full_tensor(value).detach().clone() for name, value in model.state_dict().items()}
+
+
 def train_on_rank(rank: int, strategy: str) -> dict[str, Any]:
     task = Apart()
-    trainer = al.Trainer(
-        max_steps=3, devices=2, strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, callbacks=[QuantizationAwareTraining(Int8(min_sqnr_db=-50))], num_sanity_val_steps=0,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(task, loader(), loader())
+    run(
+        task,
+        QuantizationAwareTraining(Int8(min_sqnr_db=-50)),
+        3,
+        strategy,
+        train_dataloaders=loader(),
+        val_dataloaders=loader(),
+    )
     assert set(task.scored) == {"QuantizedModel"}
-    state = {name: value.tolist() for name, value in task.model.state_dict().items() if "bn" not in name}
+    state = {name: value.tolist() for name, value in whole_state(task.model).items()}
     return state | {"logits": convert(task.model)(samples()[0]).tolist()}
 
 
-def test_ranks_train_one_model(ranks: Ranks) -> None:
-    first, second = ranks(train_on_rank, "ddp")
-    different = {name for name, value in first.items() if value != second[name]}
-    assert not {name for name in different if name.startswith("fake_quantize") or name.endswith((".weight", ".bias"))}
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_train_one_model(ranks: Ranks, strategy: str) -> None:
+    first, second = ranks(train_on_rank, strategy)
+    assert first == second
     start = prepare_qat(Apart().model, Apart().example_input_array).state_dict()["fake_quantize.input_x.high"]
     assert first["fake_quantize.input_x.high"] > 1.05 * float(
         start
-    )  # three steps of 1 % toward the mean, which is 5.5 times
+    )  # three steps of 1 % toward that of rank 1, 10 times
 
 
-def refuse_on_rank(rank: int) -> str:
-    with pytest.raises(MisconfigurationError) as refused:
-        train_on_rank(rank, "fsdp")
-    return str(refused.value)
+class Offset(Normed):
+    """A network with a parameter of its own, beside those of its layers, and no noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.full((8, 1, 1), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x))) + self.offset
+        return self.out(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
 
 
-def test_sharded_weights_are_refused(ranks: Ranks) -> None:
-    assert all("does not work with FSDPStrategy" in message for message in ranks(refuse_on_rank))
+class Quiet(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.model = Offset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def train_quietly(rank: int, strategy: Any, batch: int, policy: bool = False) -> dict[str, Tensor]:
+    if policy:  # chooses layers, which the graph does not call
+        strategy = FSDPStrategy(auto_wrap_policy={nn.Conv2d})
+    task = Quiet()
+    callback = QuantizationAwareTraining(Int8(min_sqnr_db=-50), freeze_batch_norm_at=0)
+    data = DataLoader(list(zip(*samples())), batch_size=batch)
+    run(task, callback, 4, strategy, train_dataloaders=data)
+    if strategy != "auto":
+        assert all(isinstance(parameter, DTensor) for parameter in task.parameters())
+        assert all(parameter.to_local().numel() < parameter.numel() for parameter in task.parameters())
+    converted = convert(task.model)
+    return whole_state(task.model) | {"logits": converted(samples()[0])}
+
+
+@pytest.mark.parametrize("policy", [False, True])
+def test_shards_train_what_one_process_does(ranks: Ranks, policy: bool) -> None:
+    alone = train_quietly(0, "auto", 8)
+    first, second = ranks(train_quietly, "fsdp", 4, policy)
+    moved = {
+        name: value - Quiet().model.state_dict()[name]
+        for name, value in alone.items()
+        if name in Quiet().model.state_dict()
+    }
+    assert float(moved["offset"].abs().max()) > 1e-4
+    for name, value in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def resume_on_rank(rank: int, folder: Path) -> list[str]:
+    def trained(task: Task, steps: int, **options: Any) -> al.Trainer:
+        callback = QuantizationAwareTraining(Int8(min_sqnr_db=-50), freeze_observers_at=5, freeze_batch_norm_at=6)
+        return run(task, callback, steps, "fsdp", train_dataloaders=loader(), val_dataloaders=loader(), **options)
+
+    al.seed_everything(6)
+    whole = Task()
+    trained(whole, 8)
+    al.seed_everything(6)
+    trained(Task(), 4).save_checkpoint(folder / "half.ckpt")
+    resumed = Task()
+    trained(resumed, 8, ckpt_path=folder / "half.ckpt")
+    state = whole_state(whole.model)
+    return [name for name, value in whole_state(resumed.model).items() if not torch.equal(value, state[name])]
+
+
+def test_shards_resume_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(resume_on_rank, tmp_path) == [[], []]
+    assert (tmp_path / "half.ckpt").is_dir()
+
+
+def refuse_on_rank(rank: int) -> list[str]:
+    said = []
+    for strategy in (ModelParallelStrategy(), FSDPStrategy(activation_checkpointing_policy={nn.Conv2d})):
+        with pytest.raises(MisconfigurationError) as refused:
+            run(Task(), QuantizationAwareTraining(), 1, strategy, train_dataloaders=loader())
+        said.append(str(refused.value))
+    return said
+
+
+def test_strategies_that_cut_layers_are_refused(ranks: Ranks) -> None:
+    for cut, recomputed in ranks(refuse_on_rank):
+        assert "does not work with ModelParallelStrategy" in cut
+        assert "does not work with activation_checkpointing_policy" in recomputed

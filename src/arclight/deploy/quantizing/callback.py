@@ -13,7 +13,9 @@ from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target
 from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
 from arclight.deploy.settings import Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
+from arclight.fabric.strategies.fsdp import FSDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callback import Callback
 
@@ -33,8 +35,10 @@ class QuantizationAwareTraining(Callback):
     the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
 
     A checkpoint has the weights under their names and the ranges beside them; a resumed run has the bits of one that was never
-    stopped. Ranges are averaged over ranks after every step. Raises MisconfigurationError under strategies that shard weights:
-    a graph reads the weights of all layers at once.
+    stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
+    statistics of batch norms, taken of each rank's batch, are averaged after every backward. FSDP gathers the whole model at once, as its
+    graph reads the weights of all layers; ``convert`` is then called by every rank. Raises MisconfigurationError under strategies that
+    cut layers, and for activations that are to be recomputed.
     """
 
     def __init__(
@@ -67,16 +71,7 @@ class QuantizationAwareTraining(Callback):
         return model
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        if isinstance(trainer.strategy, ShardedStrategy):
-            raise MisconfigurationError(
-                f"QuantizationAwareTraining does not work with {type(trainer.strategy).__name__}: its graph reads the weights "
-                "of all layers, of which each rank holds a part; train with strategy='ddp' or on one device"
-            )
-        if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy.layer_sync is not None:
-            raise MisconfigurationError(
-                "QuantizationAwareTraining does not work with sync_batchnorm=True: batch norms are operators of its graph, which "
-                "exchange nothing between ranks; train with sync_batchnorm=False"
-            )
+        _check_strategy(trainer.strategy)
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel):
             return  # of the stage before
@@ -98,10 +93,19 @@ class QuantizationAwareTraining(Callback):
                 "QuantizationAwareTraining captures the model on example inputs: give example_inputs=, or set "
                 f"{type(pl_module).__name__}.example_input_array"
             )
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__}.{self.attribute} has no values yet (it is on the meta device), and the first ranges are taken "
+                "from what it computes: build it with values, say with trainer.init_module(empty_init=False)"
+            )
         setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe, self.target))
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._frozen, self._warned = None, False
+        self.prepared(pl_module).synchronize(trainer.world_size > 1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self.prepared(pl_module).synchronize(False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         frozen = (
@@ -114,6 +118,15 @@ class QuantizationAwareTraining(Callback):
             prepared.observe(not frozen[0])
             prepared.freeze_batch_norm(frozen[1])
 
+    def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
+        """Average running statistics, before other callbacks average weights."""
+        statistics = self.prepared(pl_module).running_statistics()
+        if trainer.world_size == 1 or not statistics or self._frozen is None or self._frozen[1]:
+            return
+        averaged = trainer.strategy.all_reduce(torch.cat([value.flatten() for value in statistics]), reduce_op="mean")
+        for value, mean in zip(statistics, averaged.split([value.numel() for value in statistics])):
+            value.copy_(mean.view_as(value))
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.prepared(pl_module).called and not self._warned:
             self._warned = True
@@ -121,14 +134,6 @@ class QuantizationAwareTraining(Callback):
                 f"{type(pl_module).__name__}.{self.attribute} was not called in training_step, so nothing is rounded: its methods and "
                 f"submodules compute in float32; call self.{self.attribute}(...) itself"
             )
-        if trainer.world_size == 1 or self._frozen is None or self._frozen[0]:
-            return
-        ranges = self.prepared(pl_module).ranges()
-        bounds = torch.stack([bound for one in ranges for bound in (one.low, one.high)])
-        averaged = trainer.strategy.all_reduce(bounds, reduce_op="mean")
-        for i, one in enumerate(ranges):
-            one.low.copy_(averaged[2 * i])
-            one.high.copy_(averaged[2 * i + 1])
 
     # -- metrics of the converted model ------------------------------------------------------------------------------
 
@@ -157,6 +162,28 @@ class QuantizationAwareTraining(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         self._evaluate_int8(pl_module, False)
+        model = getattr(pl_module, self.attribute, None)
+        if isinstance(model, PreparedModel):
+            model.synchronize(False)
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    """Raise MisconfigurationError for a strategy that a graph cannot be trained under."""
+    if isinstance(strategy, ShardedStrategy) and not isinstance(strategy, FSDPStrategy):
+        raise MisconfigurationError(
+            f"QuantizationAwareTraining does not work with {type(strategy).__name__}: its graph reads the weights of layers itself, and "
+            "that cuts layers or gathers them one by one; train with strategy='fsdp', 'ddp' or on one device"
+        )
+    if isinstance(strategy, FSDPStrategy) and strategy.activation_checkpointing_policy is not None:
+        raise MisconfigurationError(
+            "QuantizationAwareTraining does not work with activation_checkpointing_policy: its graph calls no submodules whose activations "
+            "could be recomputed; leave it out"
+        )
+    if isinstance(strategy, DDPStrategy) and strategy.layer_sync is not None:
+        raise MisconfigurationError(
+            "QuantizationAwareTraining does not work with sync_batchnorm=True: batch norms are operators of its graph, which "
+            "exchange nothing between ranks; train with sync_batchnorm=False"
+        )
 
 
 def _reached(step: int, limit: int | None) -> bool:

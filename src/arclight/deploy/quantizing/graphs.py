@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
+from arclight.fabric.strategies.root_module import WholeUnit
 
 NAME = "arclight_name"
 """Key of a node's notes: the name that the tensor it reads shall have."""
 
 
-class NamedGraphs(nn.Module):
+class NamedGraphs(WholeUnit):
     """Hold graphs that read their tensors from here, where each has the name that it has in the model.
 
     A graph is no submodule, so the state dict has each tensor once, without a prefix; moving this module moves what

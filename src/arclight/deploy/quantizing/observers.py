@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -124,7 +125,8 @@ class MovingRange(pt2e.ObserverBase):
     """Fake-quantize an activation in the moving average of its ranges, which training updates.
 
     It observes in training mode while ``observing``; its state is in buffers of fixed shape, so a checkpoint has all of
-    it. Values that are not finite, as in steps that gradient scaling skips, do not count.
+    it. Values that are not finite, as in steps that gradient scaling skips, do not count. While ``synchronized``, a batch is that
+    of all ranks, each of which has to call it as often.
     """
 
     RATE = 0.01
@@ -138,6 +140,7 @@ class MovingRange(pt2e.ObserverBase):
         self.qscheme, self.quant_min, self.quant_max = spec["qscheme"], spec["quant_min"], spec["quant_max"]
         self.eps = eps
         self.observing = self.rounding = True
+        self.synchronized = False
         self.register_buffer("low", torch.zeros(()))
         self.register_buffer("high", torch.zeros(()))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
@@ -158,6 +161,12 @@ class MovingRange(pt2e.ObserverBase):
         """Take the range of one batch into the average, without waiting for the device."""
         low, high = (value.float() for value in x.aminmax())
         low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
+        if self.synchronized:
+            bounds = torch.stack([-low, high]).nan_to_num(
+                nan=torch.inf
+            )  # the largest of NaN and a number is not defined
+            dist.all_reduce(bounds, dist.ReduceOp.MAX)
+            low, high = -bounds[0], bounds[1]
         counts = low.isfinite() & high.isfinite()
         rate = torch.where(self.batches == 0, 1.0, self.RATE)
         self.low.copy_(torch.where(counts, self.low + rate * (low - self.low), self.low))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
@@ -31,6 +32,7 @@ from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRang
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, placement
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
+from arclight.fabric.distributed.sharding import full_tensor
 
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
@@ -54,7 +56,7 @@ class PreparedModel(NamedGraphs):
         graphs, quantizer = _graphs(model, example, recipe, target)
         super().__init__(graphs)
         self.__dict__.update(
-            model=model, recipe=recipe, example=example, target=target
+            float_model=model, recipe=recipe, example=example, target=target
         )  # the model's tensors are registered below
         self.quantized_layers = tuple(quantizer.quantized_layers)
         self.float_layers = tuple(quantizer.float_layers)
@@ -71,7 +73,7 @@ class PreparedModel(NamedGraphs):
         self.called = False
         self._set_first_ranges()
 
-    model: nn.Module
+    float_model: nn.Module
     """The model that was prepared; it shares its tensors with this one."""
     recipe: Quantization
     target: Target
@@ -93,6 +95,7 @@ class PreparedModel(NamedGraphs):
 
     def forward(self, *inputs: Tensor) -> Any:
         self.called = True
+        self._bind_own()
         if self.evaluates_int8 and not self.training:
             if self._int8 is None:
                 with torch.inference_mode(False), torch.autocast(inputs[0].device.type, enabled=False):
@@ -104,16 +107,22 @@ class PreparedModel(NamedGraphs):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "model" not in self.__dict__:
+            if "float_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["model"], name)
+            return getattr(self.__dict__["float_model"], name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PreparedModel:
         super()._apply(fn, recurse)
-        for kind in ("_parameters", "_buffers"):  # torch may have put new tensors in the place of the model's own
-            own, registered = getattr(self.model, kind), getattr(self, kind)
-            own.update({name: registered[name] for name in own})
+        self._bind_own()
         return self
+
+    def _bind_own(self) -> None:
+        """Let the model and the graphs read the tensors that are registered here itself: torch and FSDP put others in their place."""
+        for kind in ("_parameters", "_buffers"):
+            registered = getattr(self, kind)
+            for reader in (self.float_model, *self.graphs.values()) if registered else ():
+                own = getattr(reader, kind)
+                own.update({name: value for name, value in registered.items() if name in own})
 
     def ranges(self) -> list[MovingRange]:
         """List the ranges of activations, each once."""
@@ -123,6 +132,19 @@ class PreparedModel(NamedGraphs):
         """Let training update the ranges of activations, or keep them as they are."""
         for module in self.ranges():
             module.observing = enabled
+
+    def synchronize(self, enabled: bool) -> None:
+        """Let ranges be those of the batches of all ranks together, which then have to call the model as often, or of this one's."""
+        for module in self.ranges():
+            module.synchronized = enabled
+
+    def running_statistics(self) -> list[Tensor]:
+        """List the running means and variances that the batch norms of the model move in training."""
+        moved = (node for node in self.graphs["training"].graph.nodes if node.target is aten.batch_norm.default)
+        stored = {
+            str(node.args[place].target) for node in moved for place in (3, 4) if isinstance(node.args[place], Node)
+        }
+        return [value for name, value in self.named_buffers() if name in stored]
 
     def freeze_batch_norm(self, frozen: bool) -> None:
         """Let batch norms use their running statistics in training, as the program will, or the batch's."""
@@ -190,7 +212,8 @@ def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
 def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> QuantizedModel:
     """Convert a trained model: batch norms folded, weights as integers, ranges as training left them.
 
-    ``prepared`` itself is not changed, and can be trained further. The ratio of the noisiest output, or part, against the
+    ``prepared`` itself is not changed, and can be trained further. Where FSDP shards it every rank has to call this, and each gets
+    the whole model. The ratio of the noisiest output, or part, against the
     trained float model is measured on the example inputs. Raises QuantizeError below ``recipe.min_sqnr_db``.
     """
     if not isinstance(prepared, PreparedModel):
@@ -205,10 +228,11 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
 
 def _converted(prepared: PreparedModel) -> QuantizedModel:
     """Convert without a look at how much was lost: a model that still trains is scored, however noisy it is."""
+    whole = _whole_parameters(prepared)
     with quiet():  # torch warns of itself
-        graph = copy.deepcopy(prepared.graphs["inference"]).cpu()
+        graph = copy.deepcopy(prepared.graphs["inference"], dict(whole)).cpu()
     example = tuple(value.cpu() for value in prepared.example)
-    reference = frozen_copy(prepared.model)
+    reference = frozen_copy(copy.deepcopy(prepared.float_model, dict(whole)) if whole else prepared.float_model)
     with torch.no_grad():
         batch_norm.fold(graph)
         graph(*example)  # ranges of folded weights
@@ -226,6 +250,13 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
         batches=max((int(r.batches) for r in prepared.ranges()), default=0),
         target=prepared.target,
     )
+
+
+def _whole_parameters(prepared: PreparedModel) -> dict[int, Any]:
+    """Gather the parameters that are sharded, for a ``copy.deepcopy`` to take them in the place of shards; every rank must call this."""
+    prepared._bind_own()
+    sharded = [parameter for parameter in prepared.parameters() if isinstance(parameter, DTensor)]
+    return {id(shard): nn.Parameter(full_tensor(shard).detach().clone()) for shard in sharded}
 
 
 def _graphs(

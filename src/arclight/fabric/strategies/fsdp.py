@@ -15,7 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
-from arclight.fabric.strategies.root_module import StepRoot, outermost_submodules, reshard_without_backward, sum_on_gloo
+from arclight.fabric.strategies.root_module import (
+    StepRoot,
+    outermost_submodules,
+    reshard_without_backward,
+    sum_on_gloo,
+    whole_units,
+)
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
@@ -179,7 +185,7 @@ class FSDPStrategy(ShardedStrategy):
         sharding.copy_from_rank_zero(module, self.device)
         for part in _chosen(module, self.activation_checkpointing_policy):
             _checkpoint_activations(part)
-        units = _chosen(module, self.auto_wrap_policy)
+        units = whole_units(module, _chosen(module, self.auto_wrap_policy))
         outermost: list[nn.Module] = [StepRoot(module, shared=whole)] if whole else outermost_submodules(module)
         units = list(dict.fromkeys((*units, *outermost)))
         _refuse_tied_across(module, units)
@@ -273,9 +279,10 @@ def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
     for unit in units:  # inner ones first
         for part in unit.modules():
             owner.setdefault(part, unit)
+    places = dict(module.named_modules(remove_duplicate=False))  # a submodule may be called like an attribute
     seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        place = module.get_submodule(name.rpartition(".")[0])
+        place = places[name.rpartition(".")[0]]
         first = seen.setdefault(parameter, (owner[place], name))
         if first[0] is not owner[place]:
             raise ValueError(

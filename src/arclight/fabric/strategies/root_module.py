@@ -21,6 +21,20 @@ class StepRoot(nn.Module):
         return (self.module if _step is None else _step)(*arguments, **options)
 
 
+class WholeUnit(nn.Module):
+    """A module whose forward reads the parameters of its submodules without calling these: FSDP gathers all of them together."""
+
+
+def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
+    """Return ``chosen`` with each `WholeUnit` in the place of what was chosen inside it; inner modules stay first."""
+    for whole in [part for part in module.modules() if isinstance(part, WholeUnit) and part is not module]:
+        inside = set(whole.modules())
+        if any(part in inside for part in chosen):
+            first = next(place for place, part in enumerate(chosen) if part in inside)
+            chosen = [*chosen[:first], whole, *(part for part in chosen[first:] if part not in inside)]
+    return chosen
+
+
 def outermost_submodules(module: nn.Module) -> list[nn.Module]:
     """Return the outermost submodules that have a forward and parameters."""
     parts: list[nn.Module] = []
