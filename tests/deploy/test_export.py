@@ -13,7 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import DynamicInt8, ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy import (
+    DynamicInt8,
+    ExportError,
+    Int8,
+    Program,
+    ProgramError,
+    QuantizedModel,
+    QuantizeError,
+    export,
+    quantize,
+)
 from arclight.deploy.capture import trial_run
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.formats.formats import Format
@@ -147,6 +157,28 @@ def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
     program = export(FixedBatch(), tmp_path / "p.onnx", example_inputs=x, dynamic_batch=False)
     assert program.inputs[0].shape == (3, 4)
     assert torch.equal(program(x), FixedBatch()(x))
+
+
+def test_a_program_of_one_batch_size_computes_any_number_of_samples(affine: nn.Module, tmp_path: Path) -> None:
+    x = torch.randn(7, 4)
+    program = export(affine, tmp_path / "p.onnx", example_inputs=x[:3], dynamic_batch=False)
+    assert program.batch_size == 3
+    with torch.no_grad():
+        torch.testing.assert_close(program.in_batches(x), affine(x))
+    np.testing.assert_array_equal(program.in_batches(x.numpy()), program.in_batches(x).numpy())
+    for given in (x, x[:0]):
+        with pytest.raises(ProgramError, match=rf"the program expects .* \(3, 4\), got float32 \({len(given)}, 4\)"):
+            program(given)
+    with pytest.raises(ProgramError, match=r"got float32 \(0, 4\)"):
+        program.in_batches(x[:0])
+
+    class Summed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum(0, keepdim=True)
+
+    summed = export(Summed(), tmp_path / "s.onnx", example_inputs=x[:3], dynamic_batch=False, output_names=["total"])
+    with pytest.raises(ProgramError, match=r"takes 3 samples at a time, and its output total has shape \(1, 4\)"):
+        summed.in_batches(x)
 
 
 @pytest.mark.parametrize("table_first", [False, True])

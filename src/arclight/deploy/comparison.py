@@ -313,8 +313,7 @@ class _Side:
     def __init__(self, name: str, network: nn.Module | Program | Network) -> None:
         self.name, self.network = name, network
         program = network if isinstance(network, Program) else None
-        sizes = [] if program is None else [spec.shape[0] for spec in program.inputs if spec.shape]
-        self.batch = next((size for size in sizes if isinstance(size, int)), None)
+        self.batch = None if program is None else program.batch_size
         """The only number of samples that it takes; None for any."""
         self.output_names = None if program is None else [spec.name for spec in program.outputs]
         model = isinstance(network, nn.Module) and not isinstance(network, QuantizedModel)
@@ -324,9 +323,9 @@ class _Side:
 
     def __call__(self, *inputs: Any) -> Any:
         try:
-            if self.batch is None:
-                return self._call(*self.taken(inputs))
-            return self._in_turn(as_inputs(self.taken(inputs)), self.batch)
+            if isinstance(self.network, Program):
+                return self.network.in_batches(*self.taken(inputs))
+            return self._call(*self.taken(inputs))
         except ProgramError as error:
             raise ComparisonError(f"{self.name}: {error}") from error
 
@@ -340,23 +339,6 @@ class _Side:
             return inputs
         single = [spec.dtype == "float32" for spec in self.network.inputs]
         return [value.float() if cast and value.is_floating_point() else value for cast, value in zip(single, inputs)]
-
-    def _in_turn(self, inputs: Inputs, size: int) -> Any:
-        """Call a program of a fixed batch size on ``inputs``, the last call filled up with samples again."""
-        count = batch_size(inputs)
-        calls = []
-        for start in range(0, count, size):
-            rows = torch.arange(start, start + size) % count
-            calls.append(as_outputs(self._call(*(value[rows] if value.dim() else value for value in inputs))))
-        joined = []
-        for outputs in zip(*calls, strict=True):
-            if any(not output.dim() or len(output) != size for output in outputs):
-                raise ComparisonError(
-                    f"{self.name} takes {size} samples at a time, and gives an output of shape {tuple(outputs[0].shape)}, which is no batch: "
-                    f"give {size} samples alone"
-                )
-            joined.append(torch.cat(outputs)[:count])
-        return joined[0] if len(joined) == 1 else tuple(joined)
 
 
 class _Outputs:

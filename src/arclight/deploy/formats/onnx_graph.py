@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 
@@ -43,6 +44,8 @@ def convert(
     except Exception as error:  # the exporter raises many kinds, all of them about operators that ONNX does not have
         raise ExportError(f"the model cannot be written as ONNX: {error}") from error
     _tidy(model)
+    if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
+        _select_in_two_steps(model)
     return model
 
 
@@ -113,6 +116,37 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Identity(x)
 
     return {linear.GROUPED: grouped, linear.DYNAMIC: dynamic, bfloat16.ROUND: rounded}
+
+
+def _select_in_two_steps(model: onnx.ModelProto) -> None:
+    """Write x[:, i] as the slice of one element, whose dimension is then dropped.
+
+    OpenVINO 2026.4 moves the scale of a rounded layer behind a Gather by a scalar, with the rank that it had before, and the output
+    then has a dimension more (1, N, ...).
+    """
+    onnx = require("onnx", extra="deploy")
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    nodes = []
+    for node in model.graph.node:
+        index = held.get(node.input[1]) if node.op_type == "Gather" else None
+        if index is None or index.dims or node.input[0] in held:
+            nodes.append(node)
+            continue
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        name = node.output[0]
+        for role, values in (
+            ("index", onnx.numpy_helper.to_array(index).reshape(1)),
+            ("axes", np.array([axis], np.int64)),
+        ):
+            model.graph.initializer.append(onnx.numpy_helper.from_array(values, f"{name}_{role}"))
+        nodes += [
+            onnx.helper.make_node(
+                "Gather", [node.input[0], f"{name}_index"], [f"{name}_kept"], name=node.name, axis=axis
+            ),
+            onnx.helper.make_node("Squeeze", [f"{name}_kept", f"{name}_axes"], [name], name=f"{node.name}_squeezed"),
+        ]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _tidy(model: onnx.ModelProto) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -177,6 +177,38 @@ class Program:
             outputs = [_as_tensor(output, like=tensor) for output in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    @property
+    def batch_size(self) -> int | None:
+        """The only number of samples that a call takes; None where it may be any, and where inputs differ in their first sizes."""
+        sizes = {spec.shape[0] for spec in self.inputs if spec.shape}
+        size = sizes.pop() if len(sizes) == 1 else None
+        return size if isinstance(size, int) else None
+
+    def in_batches(self, *inputs: Any) -> Any:
+        """Compute the outputs for any number of samples: in calls of `batch_size`, the last one filled up with samples again.
+
+        ProgramError as in a call, and for an output that has another first size, which cannot be joined.
+        """
+        values = [value if _is_tensor(value) else np.asarray(value) for value in inputs]
+        size, counts = self.batch_size, {len(value) for value in values if value.ndim}
+        if not size or len(counts) != 1 or counts <= {0, size}:
+            return self(*values)
+        count = counts.pop()
+        calls = []
+        for start in range(0, count, size):
+            rows = [place % count for place in range(start, start + size)]
+            outputs = self(*(value[rows] if value.ndim else value for value in values))
+            calls.append(outputs if isinstance(outputs, tuple) else (outputs,))
+        joined = []
+        for spec, outputs in zip(self.outputs, zip(*calls, strict=True)):
+            if any(not output.ndim or len(output) != size for output in outputs):
+                raise ProgramError(
+                    f"{self.path} takes {size} samples at a time, and its output {spec.name} has shape {tuple(outputs[0].shape)}, which is "
+                    f"no batch: give {size} samples alone"
+                )
+            joined.append(_joined(outputs)[:count])
+        return joined[0] if len(joined) == 1 else tuple(joined)
+
     def predict(self, inputs: Iterable[Any], batch_size: int = 8) -> list[Any]:
         """Return one result for each of ``inputs``, ``batch_size`` at a time, with the file's processing."""
         if batch_size < 1:
@@ -185,7 +217,7 @@ class Program:
         remaining = iter(inputs)
         while batch := list(islice(remaining, batch_size)):
             arrays, context = self.processing.preprocess(batch)
-            outputs = self(*arrays) if isinstance(arrays, tuple) else self(arrays)
+            outputs = self.in_batches(*arrays) if isinstance(arrays, tuple) else self.in_batches(arrays)
             answers = self.processing.postprocess(outputs, context)
             if len(answers) != len(batch):
                 raise ProgramError(f"postprocess gave {len(answers)} results for {len(batch)} inputs")
@@ -300,6 +332,15 @@ def _is_tensor(value: object) -> bool:
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(value.detach().cpu().numpy() if _is_tensor(value) else value)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Join arrays, or tensors, along the batch."""
+    if not _is_tensor(parts[0]):
+        return np.concatenate(parts)
+    import torch
+
+    return torch.cat(tuple(parts))
 
 
 def _as_tensor(array: np.ndarray[Any, Any], *, like: Any) -> Any:
