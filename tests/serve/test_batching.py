@@ -201,6 +201,9 @@ class Gate:
     def __init__(self, rows: int) -> None:
         self.rows, self.opened, self.batches = rows, threading.Event(), []
 
+    def rows_of(self, job: int) -> int:
+        return max(1, job // 100)
+
     def run(self, jobs: Sequence[int]) -> list[Any]:
         self.opened.wait(30)
         self.batches.append(list(jobs))
@@ -235,6 +238,36 @@ def test_only_those_that_wait_for_the_same_program_are_computed_together():
         workers.close()
 
     asyncio.run(scenario())
+
+
+def test_a_worker_takes_no_more_rows_than_a_call_has():
+    async def scenario() -> None:
+        workers, gate = Workers(1, 16), Gate(4)
+        asked = [ask(workers, gate, 1)]
+        await asyncio.sleep(0)
+        asked += [ask(workers, gate, number) for number in (200, 101, 201, 102, 900, 103)]
+        await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(*asked)
+        assert gate.batches == [[1], [200, 101], [201, 102], [900], [103]]  # in the order in which they came
+        assert workers.has_idle
+        workers.close()
+
+    asyncio.run(scenario())
+
+
+def test_rows_are_read_before_a_request_is(program):
+    made = batcher()
+    contents = [body(3), body(0), b"{", body(2)[:20] + b" " * 5000 + body(2)[20:], bytearray(body(7))]
+    assert [made.rows_of(job(program, content)) for content in contents] == [3, 1, 1, 1, 7]
+
+
+def test_tensors_for_a_detector_are_computed_together(program):
+    photos = models.ServedModel(
+        name="d", precision="fp32", detector=lambda photo: None, program=program, loaded=program, batcher=Batcher(16)
+    )
+    models.start(photos)
+    assert photos.batcher.rows > 1
 
 
 def test_deadlines_and_leaving_clients_within_a_batch():

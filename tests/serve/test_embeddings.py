@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from starlette.testclient import TestClient
 from tests.serve.test_text import PROMPTS, built
 from torch.nn import functional as F
 
-from arclight.deploy import Program, ProgramError
+from arclight.deploy import Program, ProgramError, WeightOnly
 from arclight.serve import Limits, models
 from arclight.serve.admission import Refusal, Turn
 from arclight.serve.app import build_app
@@ -177,6 +179,36 @@ def test_a_new_version_keeps_its_dimensions(path, model):
     new.embedder.dimensions = 32
     with pytest.raises(ProgramError, match="have 32 dimensions"):
         models.check_replacement(old, new)
+
+
+def test_a_new_version_is_of_the_same_model(path, model, tmp_path):
+    old = models.load("embed", path, Limits())
+    same = export_embedding_model(model, tmp_path / "int8.onnx", [TEXTS], WeightOnly(), tokenizer=ByteTokenizer())
+    models.check_replacement(old, models.load("embed", same.path, Limits()))
+    torch.manual_seed(9)
+    retrained = copy.deepcopy(model)
+    for parameter in retrained.parameters():
+        parameter.data.normal_(0, 0.1)
+    other = export_embedding_model(retrained, tmp_path / "other.onnx", [TEXTS], tokenizer=ByteTokenizer())
+    with pytest.raises(ProgramError, match=r"its vectors are another model's .* serve it by another name"):
+        models.check_replacement(old, models.load("embed", other.path, Limits()))
+
+
+def test_a_program_without_vectors_embeds_nothing(path):
+    program = Program.load(path)
+    for shape in ((), ("batch",), ("batch", "time", 64)):
+        program.outputs = (replace(program.outputs[0], shape=shape),)
+        with pytest.raises(ProgramError, match="has other inputs or outputs"):
+            Embedder(program)
+
+
+def test_several_models_are_counted_as_embeddings(path):
+    served = [models.load(name, path, Limits()) for name in ("one", "two")]
+    app = build_app(served, Limits(), Access(loopback_only=False))
+    with TestClient(app) as client:
+        client.post("/v1/embeddings", json={"model": "one", "input": "a"})
+        counted = [line for line in client.get("/metrics").text.splitlines() if '/v1/embeddings"' in line]
+    assert any('model="embeddings"' in line for line in counted), counted
 
 
 def test_a_vector_that_is_no_number_is_a_fault(path):

@@ -244,6 +244,21 @@ def test_the_browsers_own_camera_is_watched_and_a_photo_ends_that(page):
     assert page.run("return document.getElementById('stop').hidden")
 
 
+def test_a_photo_that_is_chosen_while_the_browser_asks_keeps_the_camera_off(page):
+    page.run(
+        "navigator.mediaDevices.getUserMedia = () => new Promise((allow) => { window.allow = () => allow(window.stream = "
+        "document.createElement('canvas').captureStream(20)); })"
+    )
+    page.click("#live")
+    page.wait("window.allow")
+    page.click("[data-sample='samples/counter.jpg']")
+    page.wait(DONE)
+    page.run("window.allow()")
+    page.wait("window.stream.getTracks().every((track) => track.readyState === 'ended')")
+    assert page.text(".merchant") == "Kopi Lereng Senja"
+    assert page.run("return document.getElementById('moving').srcObject") is None
+
+
 def test_a_camera_that_may_not_be_used_is_said(page):
     page.run("navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', 'NotAllowedError'); }")
     page.click("#live")

@@ -216,3 +216,19 @@ def test_a_log_that_cannot_be_opened_is_said_before_the_server_starts(tmp_path, 
     told = capsys.readouterr()
     assert told.err.endswith("none/log: No such file or directory\n")
     assert told.out == ""
+
+
+@pytest.mark.parametrize("name", ["-", "log"])
+def test_a_log_on_standard_output_shares_it_with_nothing(tmp_path, capfd, monkeypatch, name):
+    from tests.serve.test_reload import bare
+
+    from arclight.serve.draining import DrainingServer
+
+    bare(tmp_path / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DrainingServer, "run", lambda self, sockets: setattr(self, "started", True))
+    assert main(["serve", f"m={tmp_path / 'm.onnx'}", "--port", "0", "--request-log", name]) == 0
+    told = capfd.readouterr()
+    address = told.err if name == "-" else told.out
+    assert address.startswith("open http://127.0.0.1:")
+    assert (told.out if name == "-" else told.err) == ""

@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -250,7 +249,10 @@ class BatchExecutor(Protocol):
 
     @property
     def rows(self) -> int:
-        """Return the most requests of one call."""
+        """Return the most rows of one call."""
+
+    def rows_of(self, job: Any) -> int:
+        """Return how many of them a request takes, as far as that is known before it is read; at least 1."""
 
     def run(self, jobs: Sequence[Any]) -> list[Any]:
         """Return a result or an exception for each; an error of one must leave the others alone."""
@@ -388,11 +390,22 @@ class Workers:
         first = self._waiting.popleft()
         entries = [first]
         if first.together is not None and first.together.rows > 1:
-            same = (entry for entry in self._waiting if entry.together is first.together)
-            entries += islice(same, first.together.rows - 1)
+            entries += self._beside(first, first.together)
             for entry in entries[1:]:
                 self._waiting.remove(entry)
         self._begin(entries)
+
+    def _beside(self, first: _Entry, together: BatchExecutor) -> list[_Entry]:
+        """Return the requests that fit into one call with ``first``, in their order, up to the first that does not."""
+        left, found = together.rows - together.rows_of(first.work), []
+        for entry in self._waiting:
+            if entry.together is not together:
+                continue
+            left -= together.rows_of(entry.work)
+            if left < 0:
+                break
+            found.append(entry)
+        return found
 
     def close(self) -> None:
         """Wait for running work; drop what has not begun."""

@@ -218,9 +218,9 @@ def addresses(service: Service) -> dict[str, Address]:
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}
-    for paths, task in ((TEXT[:2], "language"), (TEXT[2:], "embedding")):
+    for paths, task, several in ((TEXT[:2], "language", "text"), (TEXT[2:], "embedding", "embeddings")):
         asked = [model.name for model in service.models.all() if model.task == task]
-        name = asked[0] if len(asked) == 1 else "text"  # which of several the request asks is in its body
+        name = asked[0] if len(asked) == 1 else several  # which of them the request asks is in its body
         found |= {path: Address(path, name) for path in paths} if asked else {}
     return found
 

@@ -134,6 +134,8 @@ def start(model: ServedModel) -> None:
         model.embedder.embed([[0]])
     elif model.detector is not None:
         model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
+        if model.program is not None:  # tensors may be sent to it, too
+            model.batcher.measure(model.program)
     elif model.program is not None:
         try:
             program, given = model.program, zeros(model.program)
@@ -162,6 +164,8 @@ def check_replacement(old: ServedModel, new: ServedModel) -> None:
         raise ProgramError(
             f"its vectors have {new.embedder.dimensions} dimensions, and those that are served have {old.embedder.dimensions}"
         )
+    if old.embedder is not None and new.embedder is not None:
+        _check_vectors(old.embedder, new.embedder)
     if old.program is None or new.program is None:
         return
     for kind, before, after in (
@@ -198,6 +202,28 @@ def _check_numbers(old: Program, new: Program) -> None:
         if np.isfinite(was).all() and not np.isfinite(now).all():
             raise ProgramError(
                 f"its output {spec.name} is NaN or infinite for zeros, and the one that is served is not"
+            )
+
+
+PROBES = ("The quick brown fox jumps over the lazy dog.", "0 1 2 3 4 5 6 7 8 9", "Once upon a time there was a king.")
+SIMILAR = 0.9
+"""Least cosine between vectors of one text, of the program that is served and of the one that replaces it: 4-bit weights keep 0.9, and another
+model's vectors have nothing in common."""
+
+
+def _check_vectors(old: Embedder, new: Embedder) -> None:
+    """Raise ProgramError if ``new`` is of another model than ``old``: clients hold vectors of ``old`` that theirs are compared with."""
+    from arclight.deploy import ProgramError
+
+    for text in PROBES:
+        try:
+            before, after = (one.embed([one.encode(text)[: one.max_positions]])[0] for one in (old, new))
+        except ValueError:  # longer than the model's positions
+            continue
+        if not (cosine := float(before @ after)) >= SIMILAR:
+            raise ProgramError(
+                f"its vectors are another model's (the cosine to the one that is served is {cosine:.2f} for {text!r}), and clients may hold "
+                "vectors to compare with: serve it by another name"
             )
 
 

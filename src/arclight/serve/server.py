@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from arclight.fabric.extras import require
 from arclight.fabric.listening import AddressError, check_certificate, reserve_address
@@ -56,14 +56,14 @@ def serve(
 
     A mapping of names to paths serves several programs, of any task: detectors answer photos, language programs texts by
     OpenAI's protocol, every other program tensors at ``/v2/models/NAME/infer``, detectors as well. Raises ProgramError where a
-    lone ``program_path`` neither detects nor generates text or one of several cannot be loaded, ValueError for a name that no
+    lone ``program_path`` neither detects nor generates nor embeds text, or one of several cannot be loaded, ValueError for a name that no
     address can have, and AddressError where ``host`` and ``port`` cannot be listened on.
 
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
     other machines reach needs a key and ``tls``, or ``proxied`` where a proxy before it speaks TLS, or ``insecure`` for neither,
     else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
     own. ``trusted``: as for ``Program.load``. A line of JSON about each request is appended to ``request_log``, "-" for standard
-    output; OSError where it cannot be.
+    output, where nothing else is written then: the address goes to standard error. OSError where it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
     require("fastapi", extra="serve")
@@ -92,7 +92,10 @@ def serve(
         models = [loaded(name, Path(path)) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), keys=keys)
         app = build_app(models, limits, access, load=loaded, request_log=request_log)
-        run(app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls)
+        address_to = sys.stderr if str(request_log) == "-" else sys.stdout
+        run(
+            app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls, address_to=address_to,
+        )  # fmt: skip
 
 
 def check_access(
@@ -129,8 +132,9 @@ def run(
     listening: socket.socket | None = None,
     has_key: bool = False,
     tls: Tls | None = None,
+    address_to: TextIO | None = None,
 ) -> None:
-    """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it.
+    """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it to ``address_to`` (standard output).
 
     Warns on standard error if ``host`` is not this machine alone, unless the application asks for a key.
     """
@@ -162,8 +166,9 @@ def run(
         except OSError as error:  # two that start at once may both reserve an address; one of them listens first
             raise AddressError.of(host, number, error) from error
         place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
-        sys.stdout.write(f"open {'http' if tls is None else 'https'}://{place}:{number} (ctrl-C ends the server)\n")
-        sys.stdout.flush()
+        address_to = address_to or sys.stdout
+        address_to.write(f"open {'http' if tls is None else 'https'}://{place}:{number} (ctrl-C ends the server)\n")
+        address_to.flush()
         with suppress(KeyboardInterrupt):  # which has ended the server as it should
             server.run(sockets=[reserved])
     if not server.started:

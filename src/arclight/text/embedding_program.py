@@ -113,7 +113,8 @@ class Embedder:
         self.tokenizer = tokenizer_of(program, TASK)
         self.vocab_size: int = program.metadata["vocab_size"]
         self.max_positions: int = program.metadata["max_positions"]
-        dimensions = program.outputs[0].shape[-1]
+        shape = program.outputs[0].shape if program.outputs else ()
+        dimensions = shape[1] if len(shape) == 2 else None
         if not isinstance(dimensions, int) or len(program.inputs) != 2:
             raise ProgramError(
                 f"{program.path} says that it embeds texts, and has other inputs or outputs: export it again"

@@ -75,7 +75,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--request-log",
         metavar="FILE",
-        help='append a line of JSON about each request to FILE, "-" for standard output',
+        help='append a line of JSON about each request to FILE, "-" for standard output (the address then goes to standard error)',
     )
     limits = parser.add_argument_group("limits", "beyond which requests are refused")
     about = {setting.path: setting.doc for setting in explain(Limits)}

@@ -7,7 +7,7 @@ export class Live {
   // send(blob, signal) gives the server's response; onAnswer gets each answer, and onEnd "stopped", "ended" or an error's sentence, and
   // the last picture that was answered.
   constructor({ video, send, onAnswer, onEnd }) {
-    Object.assign(this, { video, send, onAnswer, onEnd, run: null, address: null, last: null });
+    Object.assign(this, { video, send, onAnswer, onEnd, run: null, asked: null, address: null, last: null });
     this.canvas = document.createElement("canvas");
   }
 
@@ -17,15 +17,19 @@ export class Live {
 
   async watchCamera() {
     const wanted = { video: { facingMode: "environment", width: { ideal: 1280 } } };
+    const asked = (this.asked = {});
     const stream = await navigator.mediaDevices.getUserMedia(wanted);
+    if (asked !== this.asked) return stream.getTracks().forEach((track) => track.stop()); // stopped while the browser asked
     return this.watch((video) => { video.srcObject = stream; });
   }
 
   async watchFile(file) {
+    this.asked = null;
     return this.watch((video) => { video.src = this.address = URL.createObjectURL(file); });
   }
 
   stop() {
+    this.asked = null;
     this.end("stopped");
   }
 

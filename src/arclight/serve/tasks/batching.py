@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ T = TypeVar("T")
 Encoded = tuple[bytes, int | None]
 """Body of an answer, and the bytes of its JSON if binary tensors follow."""
 
+_BEGINNING = 4096
+"""Bytes of a request in which its first shape is looked for."""
+_SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})')
 PAYS = 0.8
 """Largest share of a single call's time for each row of a batch."""
 TOLERANCE = 1e-4
@@ -94,8 +98,13 @@ class Batcher:
 
     @property
     def rows(self) -> int:
-        """Return the most requests of one batch; 1 where they are computed one by one."""
+        """Return the most rows of one batch; 1 where requests are computed one by one."""
         return 1 if self.measured is None else self.measured.rows
+
+    def rows_of(self, job: Job) -> int:
+        """Return the rows of the first tensor that a request describes, 1 where it describes none at its beginning."""
+        shape = _SHAPE.search(job.body, 0, _BEGINNING)
+        return max(1, int(shape[1])) if shape else 1
 
     def run(self, jobs: Sequence[Job]) -> list[Encoded | Exception]:
         """Return an answer or an error for each; an error of one leaves the others alone."""
