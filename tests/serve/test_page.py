@@ -250,13 +250,17 @@ def test_a_photo_that_is_chosen_while_the_browser_asks_keeps_the_camera_off(page
         "document.createElement('canvas').captureStream(20)); })"
     )
     page.click("#live")
-    page.wait("window.allow")
+    page.wait("typeof window.allow === 'function'")
     page.click("[data-sample='samples/counter.jpg']")
     page.wait(DONE)
     page.run("window.allow()")
     page.wait("window.stream.getTracks().every((track) => track.readyState === 'ended')")
     assert page.text(".merchant") == "Kopi Lereng Senja"
     assert page.run("return document.getElementById('moving').srcObject") is None
+    assert page.run("return [document.getElementById('stop').hidden, document.getElementById('live').hidden]") == [
+        True,
+        False,
+    ]
 
 
 def test_a_camera_that_may_not_be_used_is_said(page):

@@ -18,8 +18,16 @@ export class Live {
   async watchCamera() {
     const wanted = { video: { facingMode: "environment", width: { ideal: 1280 } } };
     const asked = (this.asked = {});
-    const stream = await navigator.mediaDevices.getUserMedia(wanted);
+    let stream;
+    try {
+      stream = await navigator.mediaDevices.getUserMedia(wanted);
+    } catch (error) {
+      if (asked !== this.asked) return;
+      this.asked = null;
+      throw error;
+    }
     if (asked !== this.asked) return stream.getTracks().forEach((track) => track.stop()); // stopped while the browser asked
+    this.asked = null;
     return this.watch((video) => { video.srcObject = stream; });
   }
 
@@ -29,7 +37,9 @@ export class Live {
   }
 
   stop() {
+    const waits = this.asked !== null;
     this.asked = null;
+    if (waits) this.onEnd("stopped", null);
     this.end("stopped");
   }
 
