@@ -234,12 +234,14 @@ def open_train_again(opened: DetectionDataset) -> DetectionDataset:
     return DetectionDataset(opened.images, opened.labels, image_size=128, rect=True)
 
 
-def test_rectangular_batches_are_refused_for_training_and_outlines(data: Path) -> None:
-    with pytest.raises(ValueError, match="rect=True is for boxes alone, and without augment"):
-        open_train(data, augment=Augment(), rect=True)
+def test_rectangular_batches_are_refused_for_outlines_and_weights(data: Path) -> None:
     opened = open_train(data)
     with pytest.raises(ValueError, match="rect=True is for boxes alone"):
         DetectionDataset(opened.images, opened.labels, outlines=[()] * len(opened.images), rect=True)
+    with pytest.raises(ValueError, match="rect and image_weights both say which images share a batch"):
+        open_train(data, augment=Augment(), rect=True, image_weights=True)
+    with pytest.raises(ValueError, match="only a data set for training in rectangles has an order"):
+        open_train(data, rect=True).aspect_order(4)
 
 
 @pytest.mark.parametrize("num_classes", [1, 2])

@@ -35,10 +35,14 @@ def data(arguments: list[str]) -> int:
         metavar="N",
         help="number of merchants, each with a look of its own; see merchants.json",
     )
-    verb.add_argument(
+    labels = verb.add_mutually_exclusive_group()
+    labels.add_argument(
         "--corners",
         action="store_true",
         help="labels have the four corners of each code as keypoints, for kind = corners",
+    )
+    labels.add_argument(
+        "--rotated", action="store_true", help="labels are the four corners of each code, for kind = obb"
     )
     verb.set_defaults(run=qris)
 
@@ -184,6 +188,7 @@ def qris(options: Namespace) -> int:
             size=options.size,
             merchants=options.merchants,
             corners=options.corners,
+            rotated=options.rotated,
             progress=lambda done, _: progress.update(bar, completed=done),
         )
     seconds = time.monotonic() - started

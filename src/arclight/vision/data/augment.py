@@ -30,6 +30,8 @@ Boxes = NDArray[np.float32]
 Points = NDArray[np.floating]
 Matrix = NDArray[np.float64]
 LabelledImage = tuple[Image, Boxes]
+Frame = int | tuple[int, int]
+"""Side of a square, or height and width, pixels."""
 Keypoints = bool | Literal["corners"]
 
 MIN_SIDE = 2.0
@@ -145,18 +147,31 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def random_affine(
-    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: int, *, keypoints: Keypoints = False
+    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: Frame, *, keypoints: Keypoints = False
 ) -> LabelledImage:
-    """Place one whole image in a square of ``size`` pixels, under a random transform about its centre."""
+    """Place one whole image in a square of ``size`` pixels, under a random transform about its centre.
+
+    ``size`` (height, width): in a rectangle, of which the image first fills at least one side.
+    """
     image, labels = tile
-    matrix = random_transform(rng, augment, size, reach=0.5 * size) @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
-    canvas = np.full((size, size, 3), GREY, np.uint8)
+    width, height = _sides(size)
+    matrix = random_transform(rng, augment, size, reach=0.5 * max(width, height))
+    if not isinstance(size, int):
+        zoom = min(width / image.shape[1], height / image.shape[0])
+        matrix = matrix @ np.diag([zoom, zoom, 1.0])
+    matrix = matrix @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
+    canvas = np.full((height, width, 3), GREY, np.uint8)
     _warp_into(canvas, image, matrix)
     return canvas, warp_boxes(labels, matrix, size, keypoints=keypoints)
 
 
-def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, reach: float) -> Matrix:
-    """Draw a transform (3, 3) from places around the origin to a square of ``size`` pixels.
+def _sides(size: Frame) -> tuple[int, int]:
+    """Return width and height."""
+    return (size, size) if isinstance(size, int) else (size[1], size[0])
+
+
+def random_transform(rng: np.random.Generator, augment: Augment, size: Frame, *, reach: float) -> Matrix:
+    """Draw a transform (3, 3) from places around the origin to a square of ``size`` pixels, or a rectangle.
 
     Perspective, then rotation and scale, then shear, then a shift of the origin to about the middle of the square.
     What is drawn lies within ``reach`` of the origin on both axes; perspective is bounded so that it stays in front.
@@ -170,13 +185,13 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, r
     rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
     shear = np.eye(3)
     shear[0, 1], shear[1, 0] = np.tan(np.radians(rng.uniform(-augment.shear, augment.shear, 2)))
-    middle = rng.uniform(0.5 - augment.translate, 0.5 + augment.translate, 2) * size
+    middle = rng.uniform(0.5 - augment.translate, 0.5 + augment.translate, 2) * _sides(size)
     result: Matrix = _shift(*middle) @ shear @ rotation @ perspective
     return result
 
 
-def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: Keypoints = False) -> Boxes:
-    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels, without those hardly seen.
+def warp_boxes(boxes: Boxes, matrix: Matrix, size: Frame, *, keypoints: Keypoints = False) -> Boxes:
+    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels or a rectangle, without those hardly seen.
 
     The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
     labelled: the box of a turned box would be too large. Keypoints outside of the square are NaN.
@@ -191,7 +206,7 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: Keypoints 
         corners[exact] = boxes[exact, 5:]
     points = _project(matrix, corners.reshape(-1, 2)).reshape(len(boxes), -1, 2)
     whole = np.concatenate((points.min(1), points.max(1)), 1)
-    seen = whole.clip(0, size)
+    seen = whole.clip(0, _sides(size) * 2)
     for row in np.flatnonzero(exact & (whole != seen).any(1)):
         inside = clip_outline(points[row], size)
         seen[row] = (*inside.min(0), *inside.max(0)) if len(inside) else 0
@@ -200,19 +215,20 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: int, *, keypoints: Keypoints 
     outlines = [points[keep].reshape(-1, boxes.shape[1] - 5)] if outlined else []
     if keypoints:
         marked = _project(matrix, boxes[keep, 5:].reshape(-1, 2))
-        _forget_outside(marked, 0, size)
+        _forget_outside(marked, 0, np.array(_sides(size)))
         outlines = [marked.reshape(-1, boxes.shape[1] - 5)]
     return np.concatenate((boxes[keep, :1], seen[keep], *outlines), 1, dtype=np.float32)
 
 
-def _forget_outside(points: Points, low: Points | float, high: Points | float) -> None:
+def _forget_outside(points: Points, low: Points | float, high: Points | NDArray[np.int64]) -> None:
     """Set points (n, 2) to NaN, in place, that are not between ``low`` and ``high``."""
     points[~((points >= low) & (points <= high)).all(-1)] = np.nan
 
 
-def clip_outline(points: Points, size: int) -> Points:
+def clip_outline(points: Points, size: Frame) -> Points:
     """Cut the outline (k, 2) at the sides of the square of ``size`` pixels (Sutherland and Hodgman 1974); empty if all is outside."""
-    for axis, limit, sign in ((0, 0, 1), (0, size, -1), (1, 0, 1), (1, size, -1)):
+    width, height = _sides(size)
+    for axis, limit, sign in ((0, 0, 1), (0, width, -1), (1, 0, 1), (1, height, -1)):
         if not len(points):
             break
         distance = sign * (points[:, axis] - limit)
@@ -301,10 +317,8 @@ def _warp_into(canvas: Image, image: Image, matrix: Matrix) -> None:
     upright = matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0
     low, high = (low.round(), high.round()) if upright else (np.floor(low), np.ceil(high))
     border = cv2.BORDER_REPLICATE if upright else cv2.BORDER_TRANSPARENT
-    (x0, y0), (x1, y1) = (
-        low.clip(0, canvas.shape[0]).astype(int).tolist(),
-        high.clip(0, canvas.shape[0]).astype(int).tolist(),
-    )
+    edge = canvas.shape[1::-1]
+    (x0, y0), (x1, y1) = low.clip(0, edge).astype(int).tolist(), high.clip(0, edge).astype(int).tolist()
     if x1 <= x0 or y1 <= y0:
         return
     # OpenCV's coordinates count from the centre of the first pixel.

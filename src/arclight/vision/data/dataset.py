@@ -34,8 +34,9 @@ from arclight.vision.data.labels import (
     TaskGeometry,
     check_labels,
 )
-from arclight.vision.data.letterbox import Letterbox, letterbox, scaled_shape
+from arclight.vision.data.letterbox import Letterbox, letterbox
 from arclight.vision.data.mix import EpochMix, MixedData
+from arclight.vision.data.rectangles import AspectOrder, Frame, FramedIndex, smallest_frame
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
 
@@ -149,7 +150,8 @@ class DetectionDataset(Dataset[Sample]):
     are there again at the next start; an image that has changed since is decoded again.
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
     share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
-    rect: without ``augment``, sort images by aspect ratio and pad each batch no further than to a multiple of ``stride``.
+    rect: pad each batch no further than to a multiple of ``stride``: without ``augment`` images are sorted by aspect ratio, in training
+    `aspect_order` groups them, and nothing is composed to mosaics.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
     outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
     not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
@@ -193,13 +195,15 @@ class DetectionDataset(Dataset[Sample]):
             raise ValueError(
                 "cache=True keeps training images; without augment each image is read once: leave it False"
             )
-        if rect and (augment is not None or outlines is not None):
-            raise ValueError("rect=True is for boxes alone, and without augment: leave it False")
+        if rect and outlines is not None:
+            raise ValueError("rect=True is for boxes alone: leave it False")
+        if rect and image_weights:
+            raise ValueError("rect and image_weights both say which images share a batch: leave one of them out")
         self.images, self.labels, self.report = list(images), list(labels), report
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
-        self._stride, self._shapes = stride, self._sort_by_aspect() if rect else None
+        self._stride, self._shapes = stride, None if not rect else self._image_shapes(ordered=augment is None)
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._weights = draw_weights(self.labels) if image_weights else None
         self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
@@ -302,41 +306,59 @@ class DetectionDataset(Dataset[Sample]):
             raise DatasetError(f"{self.images[index]} cannot be decoded: remove it, or repair it")
         return samples[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> BatchBuffer:
+    def __getitems__(self, indices: Sequence[int] | Sequence[FramedIndex]) -> BatchBuffer:
         """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
+        frame = indices[0].frame if len(indices) and isinstance(indices[0], FramedIndex) else None
+        indices = [index.index if isinstance(index, FramedIndex) else index for index in indices]
         if self.augment is None:
-            samples = BatchBuffer(self._frame(indices), len(indices))
+            samples = BatchBuffer(self._frame(indices, self.image_size), len(indices))
             for index in indices:
                 self._add_letterboxed(samples, int(index))
             return samples
         rng = np.random.default_rng(random.getrandbits(128))
         side = self.image_size if len(self._sides) == 1 else int(rng.choice(self._sides))
-        samples = BatchBuffer((side, side), len(indices))
         if self._weights is not None:
             indices = rng.choice(len(self), size=len(indices), p=self._weights).tolist()
         drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
         pool = np.concatenate((np.asarray(indices), drawn))
+        if self._shapes is not None:
+            pool = pool[: len(indices)]  # others have other aspect ratios
         if (mix := self.mix) is not None:
             pool = np.array([mix.image(int(place), self.epoch) for place in pool])
+        samples = BatchBuffer(frame or self._frame(pool, side), len(indices))
         for index in pool[: len(indices)]:
             self._add_augmented(samples, int(index), pool, rng, self.augment)
         self._drop_oldest()
         return samples
 
-    def _sort_by_aspect(self) -> list[tuple[int, int]]:
-        """Sort images and labels by aspect ratio, equal ones as they were; return each shape (height, width)."""
+    def _image_shapes(self, ordered: bool) -> list[tuple[int, int]]:
+        """Return each shape (height, width); ``ordered``: sort images and labels by aspect ratio, equal ones as they were."""
         shapes = [_shape_of(path) for path in self.images]
+        if not ordered:
+            return shapes
         order = sorted(range(len(shapes)), key=lambda index: shapes[index][0] / shapes[index][1])
         self.images, self.labels = [self.images[i] for i in order], [self.labels[i] for i in order]
         return [shapes[i] for i in order]
 
-    def _frame(self, indices: Sequence[int]) -> tuple[int, int]:
-        """Return the height and width of a batch of validation."""
+    def aspect_order(self, batch: int, group: int | None = None) -> AspectOrder:
+        """Return the order of training images in rectangular batches of ``batch`` on all ranks together; see `AspectOrder`."""
+        shapes = self._shapes
+        if shapes is None or self.augment is None:
+            raise ValueError(
+                "only a data set for training in rectangles has an order by aspect ratio: give augment and rect"
+            )
+
+        def by_place(epoch: int) -> Sequence[tuple[int, int]]:
+            mix = self.mix
+            return shapes if mix is None else [shapes[mix.image(place, epoch)] for place in range(len(mix))]
+
+        return AspectOrder(by_place, batch, sides=self._sides, stride=self._stride, group=group)
+
+    def _frame(self, images: Sequence[int] | NDArray[np.int64], side: int) -> Frame:
+        """Return the height and width of a batch whose images have a longer side of ``side`` pixels."""
         if self._shapes is None:
-            return self.image_size, self.image_size
-        scaled = np.array([scaled_shape(self._shapes[int(index)], self.image_size)[1:] for index in indices])
-        height, width = -(-scaled.max(0) // self._stride) * self._stride
-        return int(height), int(width)
+            return side, side
+        return smallest_frame([self._shapes[int(index)] for index in images], side, self._stride)
 
     def _add_letterboxed(self, samples: BatchBuffer, index: int) -> None:
         try:
@@ -371,22 +393,24 @@ class DetectionDataset(Dataset[Sample]):
     def _add_augmented(
         self, samples: BatchBuffer, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
     ) -> None:
-        labelled = self._compose(index, pool, rng, augment)
+        frame = None if self._shapes is None else samples.shape
+        labelled = self._compose(index, pool, rng, augment, frame)
         if self.mosaic_open and rng.random() < augment.mixup:
-            labelled = augmentation.mixup(labelled, self._compose(int(rng.choice(pool)), pool, rng, augment), rng)
+            other = self._compose(int(rng.choice(pool)), pool, rng, augment, frame)
+            labelled = augmentation.mixup(labelled, other, rng)
         if self.mosaic_open and augment.copy_paste and rng.random() < augment.copy_paste:
             source = self._decoded(int(rng.choice(pool)))[:2]
             labelled = augmentation.copy_paste(labelled, source, rng, keypoints=self._marks)
         image, boxes = augmentation.flip(labelled, rng, augment, self._fixed, self.keypoints)
         image = augmentation.hsv_jitter(image, rng, augment)
-        side, _ = samples.shape
-        if side != self.image_size:
+        side = max(samples.shape)
+        if frame is None and side != self.image_size:
             shrinks = side < self.image_size
             image = cv2.resize(image, (side, side), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
         targets = boxes[:, :5].copy() if self.keypoints is None else boxes.copy()
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
-        targets[:, 1:] /= self.image_size
+        targets[:, 1:] /= self.image_size if frame is None else np.tile(frame[::-1], 2)
         outlines = boxes[:, 5:].reshape(-1, max(self._points, 1), 2) * (side / self.image_size)
         if self.oriented:
             seen = [augmentation.clip_outline(points, self.image_size) for points in boxes[:, 5:].reshape(-1, 4, 2)]
@@ -401,8 +425,10 @@ class DetectionDataset(Dataset[Sample]):
         return self.keypoints is not None and ("corners" if self.keypoints.hulled else True)
 
     def _compose(
-        self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
+        self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment, frame: Frame | None
     ) -> augmentation.LabelledImage:
+        if frame is not None:
+            return augmentation.random_affine(self._decoded(index)[:2], rng, augment, frame)
         if not (self.mosaic_open and rng.random() < augment.mosaic):
             return augmentation.random_affine(
                 self._decoded(index)[:2], rng, augment, self.image_size, keypoints=self._marks

@@ -24,6 +24,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)
+STRICT = 5
+"""Place of 0.75 among them."""
 RECALL_GRID: Floats = np.linspace(0, 1, 101)
 CONFIDENCE_GRID: Floats = np.linspace(0, 1, 1001)
 MAX_DETECTIONS = 100
@@ -90,6 +92,12 @@ class DetectionResults:
         """Return the average precision of each class (C,), over overlaps 0.50 to 0.95."""
         scores: Floats = self.average_precision.mean(axis=1)
         return scores
+
+    @property
+    def map75(self) -> float:
+        """Return the mean over classes of average precision at an overlap of 0.75; NaN if there is no true box at all."""
+        strict = self.average_precision[self.labels > 0, STRICT]
+        return float(strict.mean()) if len(strict) else float("nan")
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers by name, for logs and JSON."""

@@ -18,6 +18,7 @@ from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import DatasetError, TaskGeometry
+from arclight.vision.data.rectangles import AspectOrder
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
@@ -313,22 +314,50 @@ class DetectionData(VisionData):
     def __init__(self, settings: DetectionTask) -> None:
         super().__init__(settings)
         self.spec = read_data_yaml(settings.data)
+        self._order: AspectOrder | None = None
+        self._order_group: int | None = None  # of a run that is resumed
 
     @property
     def names(self) -> list[str]:
         return ["object"] if self.settings.single_class else list(self.spec.names)
 
     def open_for_training(self) -> DetectionDataset:
-        return self.open("train", augment=self.settings.augment, cache=self.settings.cache)
+        s = self.settings
+        if s.rect_train:
+            self._check_rectangles("rect_train")
+            if s.augment.mosaic:
+                _LOG.info("rect_train = true: training images are not composed to mosaics")
+        return self.open("train", augment=s.augment, cache=s.cache)
 
     def open_for_validation(self, split: str) -> DetectionDataset:
         if not self.settings.rect:
             return self.open(split)
+        self._check_rectangles("rect")
+        return self.open(split, rect=True, stride=self._coarsest_stride())
+
+    def _check_rectangles(self, setting: str) -> None:
         if self.geometry != "boxes":
             raise ValueError(
-                f"rect = true is for detection, a {self.settings.recipe_kind} task reads squares: leave it false"
+                f"{setting} = true is for detection, a {self.settings.recipe_kind} task reads squares: leave it false"
             )
-        return self.open(split, rect=True, stride=self._coarsest_stride())
+
+    def training_order(self) -> AspectOrder | None:
+        if not self.settings.rect_train:
+            return None
+        if self.trainer is not None and self.trainer.strategy.in_stages:
+            raise ValueError("rect_train = true: stages of a network take batches of one shape: leave it false")
+        self._order = self.train.aspect_order(self._global_batch, self._order_group)
+        return self._order
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order of training images goes by, beside seed and epoch."""
+        return {} if self._order is None else {"order_group": self._order.group}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the order of the run that is resumed, whatever the number of ranks is now."""
+        self._order_group = state_dict.get("order_group")
+        if self._order is not None and self._order_group is not None:
+            self._order.group = self._order_group
 
     def _coarsest_stride(self) -> int:
         with torch.device("meta"):
@@ -341,8 +370,8 @@ class DetectionData(VisionData):
         if options.get("augment") is not None:
             files = s.data.parent / "images.cache" if s.disk_cache else None
             options |= {"disk_cache": files, "image_weights": s.image_weights}
-            if s.multi_scale:
-                options |= {"multi_scale": s.multi_scale, "stride": self._coarsest_stride()}
+            if s.multi_scale or s.rect_train:
+                options |= {"multi_scale": s.multi_scale, "stride": self._coarsest_stride(), "rect": s.rect_train}
         dataset = DetectionDataset.open(
             self.spec,
             split,
@@ -585,6 +614,10 @@ class OrientedDetector(Detector):
 
     def _build_metrics(self) -> TaskMetrics:
         return OrientedMetrics(len(self.names))
+
+    def scores(self, results: Any) -> dict[str, float]:
+        """Add the score at an overlap of 0.75, which an error of the angle costs most."""
+        return {**super().scores(results), "map75": results.map75}
 
     def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
         corners = [points for of_image in dataset.outlines or () for points in of_image]

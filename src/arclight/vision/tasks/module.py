@@ -622,7 +622,11 @@ class VisionData(DataModule, abc.ABC):
 
     def train_dataloader(self) -> DataLoader[Any]:
         self.train.epochs = self._epochs(len(self.train))  # again: a search may have changed the batch size
-        return self._loader(self.train, shuffle=True)
+        return self._loader(self.train, shuffle=True, order=self.training_order())
+
+    def training_order(self) -> Any:
+        """Return a sampler of the training images; None for a random order."""
+        return None
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.val)
@@ -630,7 +634,7 @@ class VisionData(DataModule, abc.ABC):
     def test_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.test)
 
-    def _loader(self, dataset: Any, shuffle: bool = False) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, shuffle: bool = False, order: Any = None) -> DataLoader[Any]:
         s = self.settings
         drop = (
             shuffle and len(dataset) > self._global_batch
@@ -638,7 +642,8 @@ class VisionData(DataModule, abc.ABC):
         return DataLoader(
             dataset,
             self.batch_size,
-            shuffle=shuffle,
+            shuffle=shuffle and order is None,
+            sampler=order,
             drop_last=drop,
             num_workers=s.workers,
             collate_fn=self.collate,

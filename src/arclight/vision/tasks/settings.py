@@ -127,7 +127,9 @@ class DetectionTask(VisionTask):
     multi_scale: Annotated[float, Interval(ge=0, le=0.9)] = 0.0
     """Give each training batch a side of its own, up to this share below or above image_size."""
     rect: bool = False
-    """Validate and test in batches of like aspect ratios, each padded no further than the coarsest stride asks; training has squares."""
+    """Validate and test in batches of like aspect ratios, each padded no further than the coarsest stride asks."""
+    rect_train: bool = False
+    """Train in such batches, too, without mosaics: for photos that are much wider than high, or higher than wide."""
     image_weights: bool = False
     """Draw training images with replacement, those of rare classes more often."""
     single_class: bool = False
@@ -154,6 +156,13 @@ class DetectionTask(VisionTask):
     """Confidence threshold of predictions, in [0, 1]."""
     iou_threshold: Fraction = 0.45
     """IoU threshold of non-maximum suppression, in [0, 1]; arc-n to arc-x have none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rect_train and self.image_weights:
+            raise ValueError(
+                "rect_train and image_weights both say which images share a batch: leave one of them false"
+            )
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Self:
         """Return the task on one site's images; ValueError for a partition that divides no images.

@@ -44,6 +44,7 @@ class _Job:
     validation: int
     merchants: int | None = None
     corners: bool = False
+    rotated: bool = False
 
     def split_of(self, index: int) -> str:
         return "val" if index >= self.count - self.validation else "train"
@@ -61,6 +62,7 @@ def generate(
     val_share: float = 0.2,
     merchants: int | None = None,
     corners: bool = False,
+    rotated: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -70,13 +72,16 @@ def generate(
     (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
     modules (along a side). With ``merchants`` the scenes belong to so many places in turn, each with surroundings, sizes,
     light and a sign of its own, and ``merchants.json`` says which image is whose. With ``corners`` the labels are boxes with
-    four keypoints, the code's own corners in the order of ``corners_px``, those outside of the picture not labelled.
+    four keypoints, the code's own corners in the order of ``corners_px``, those outside of the picture not labelled;
+    with ``rotated`` they are these corners alone, moved to the picture's edge where they are outside, as the task obb reads them.
     ``progress`` is called with (done, count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
     at all; GenerateError where it holds something already.
     """
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:
         raise GenerateError(f"need count >= 1, size >= 64 and 0 <= val_share < 1; got {count}, {size} and {val_share}")
+    if corners and rotated:
+        raise GenerateError("corners and rotated are two kinds of labels: leave one of them out")
     if merchants is not None and not 1 <= merchants <= count:
         raise GenerateError(
             f"{merchants} merchants for {count} scenes: there must be one merchant, and a scene for each"
@@ -86,7 +91,7 @@ def generate(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as unfinished:
         folder = Path(unfinished) / "set"
-        job = _Job(folder, seed, size, count, round(count * val_share), merchants, corners)
+        job = _Job(folder, seed, size, count, round(count * val_share), merchants, corners, rotated)
         for part in ("images", "labels"):
             for split in ("train", "val"):
                 (folder / part / split).mkdir(parents=True)
@@ -140,6 +145,8 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
     for code in scene.codes:
         x0, y0, x1, y1 = (v / job.size for v in code.box)
         row = f"0 {(x0 + x1) / 2:.6f} {(y0 + y1) / 2:.6f} {x1 - x0:.6f} {y1 - y0:.6f}"
+        if job.rotated:
+            row = "0 " + " ".join(f"{value:.6f}" for value in (code.corners / job.size).clip(0, 1).flatten())
         rows.append(row + (_corner_columns(code.corners / job.size) if job.corners else "") + "\n")
     (job.folder / "labels" / split / f"{index:06d}.txt").write_text("".join(rows))
     found = [

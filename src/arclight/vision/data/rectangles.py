@@ -1,0 +1,85 @@
+"""Group images of like aspect ratios into batches, each padded to the smallest rectangle that holds its images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Sampler
+
+Frame = tuple[int, int]
+"""(height, width) of a batch, pixels."""
+
+
+class FramedIndex(NamedTuple):
+    """A sample of a rectangular training batch."""
+
+    index: int
+    frame: Frame
+    """Of the whole batch, on all ranks."""
+
+
+def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
+    """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size`` pixels, at least 1."""
+    sides = np.asarray(shapes, np.int64).reshape(-1, 2)
+    scaled = sides * (size / sides).min(1, keepdims=True)
+    return scaled.round().astype(np.int64).clip(min=1)
+
+
+def smallest_frame(shapes: ArrayLike, size: int, stride: int) -> Frame:
+    """Return the smallest multiples of ``stride`` that hold images of ``shapes`` (k, 2) at a longer side of ``size`` pixels."""
+    height, width = -(-scaled_sides(shapes, size).max(0) // stride) * stride
+    return int(height), int(width)
+
+
+class AspectOrder(Sampler[FramedIndex]):
+    """Order training images so that each batch, over all ranks together, has images of like aspect ratios.
+
+    Which of them share a batch, and the order of batches, change with each epoch; what the last batch lacks is left to images drawn
+    at random, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.
+
+    shapes: gives (height, width) of the sample at each place of an epoch. batch: samples of a step on all ranks. sides: lengths of the
+    longer side, of which each batch draws one. group: samples that are grouped, where that is not ``batch``: a run that goes on in a
+    world of another size keeps the order that it had.
+    """
+
+    def __init__(
+        self,
+        shapes: Callable[[int], Sequence[tuple[int, int]]],
+        batch: int,
+        *,
+        sides: Sequence[int],
+        stride: int,
+        group: int | None = None,
+    ) -> None:
+        self._shapes, self._sides, self._stride = shapes, list(sides), stride
+        self.batch, self.group, self.epoch = batch, group or batch, 0
+        self._length = len(shapes(0))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[FramedIndex]:
+        shapes = np.asarray(self._shapes(self.epoch), np.int64)
+        order = self._order(shapes)
+        for start in range(0, len(order), self.batch):
+            members = order[start : start + self.batch]
+            side = self._sides[int(torch.randint(len(self._sides), ()))]
+            frame = smallest_frame(shapes[members], side, self._stride)
+            yield from (FramedIndex(member, frame) for member in members.tolist())
+
+    def _order(self, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
+        # images that a batch of their own would pad alike are interchangeable
+        frames = -(-scaled_sides(shapes, max(self._sides)) // self._stride)
+        drawn = torch.randperm(len(shapes)).numpy()
+        whole = len(drawn) - len(drawn) % self.group
+        grouped, rest = drawn[:whole], drawn[whole:]
+        ratio = frames[grouped, 0] / frames[grouped, 1]
+        groups = grouped[np.argsort(ratio, kind="stable")].reshape(-1, self.group)
+        return np.concatenate((groups[torch.randperm(len(groups)).numpy()].ravel(), rest))
