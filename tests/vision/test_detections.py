@@ -132,10 +132,14 @@ def test_save_refuses_other_files(tmp_path, name):
 
 def test_grid_places_images_side_by_side():
     sheet = grid([photo(value=v) for v in (50, 100, 150, 200, 250)], columns=3, side=100, gap=10)
-    assert sheet.shape == (2 * 110 + 10, 3 * 110 + 10, 3)
-    centres = [sheet[60 + 110 * row, 60 + 110 * column, 0] for row, column in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    assert sheet.shape == (2 * 85 + 10, 3 * 110 + 10, 3)  # all are wider than high
+    centres = [sheet[47 + 85 * row, 60 + 110 * column, 0] for row, column in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
     assert centres == [50, 100, 150, 200, 250]
-    assert sheet[60 + 110, 60 + 220].tolist() == sheet[0, 0].tolist()
+    assert sheet[47 + 85, 60 + 220].tolist() == sheet[0, 0].tolist()
+    named = grid([photo(), photo()], columns=2, side=100, gap=10, texts=["one.jpg", "a" * 60])
+    assert named.shape == (85 + 20 + 10, 230, 3)
+    assert min(named[85:105, 10:110].max(), named[85:105, 120:220].max()) > 150
+    assert named[85:105, 220:].max() == named[0, 0].max()
     assert grid([photo()], columns=4, side=64).shape[1] == 64 + 16
     with pytest.raises(ValueError, match="at least one"):
         grid([])

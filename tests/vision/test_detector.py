@@ -86,6 +86,10 @@ def test_the_run_folder_shows_what_it_learned(trained: Path) -> None:
         "confusion_matrix.svg",
         "predictions.jpg",
         "captions.json",
+        "labels.svg",
+        "train_batch0.jpg",
+        "train_batch1.jpg",
+        "train_batch2.jpg",
     }
     header = (run_folder / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "val/map50", "val/map50_95", "val/precision", "val/recall"} <= set(header)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -129,25 +128,45 @@ def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colou
     cv2.putText(canvas, text, (x + padding, y + round(plate_h * 0.76)), font, scale, ink, weight, cv2.LINE_AA)
 
 
-def grid(images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int = 8) -> Image:
-    """Lay ``images`` of any sizes side by side, each in a square of ``side`` pixels; ValueError for none."""
+def grid(
+    images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int = 8, texts: Sequence[str] = ()
+) -> Image:
+    """Lay ``images`` of any sizes side by side, each in a square of ``side`` pixels, with its text below; ValueError for none.
+
+    Where all are wider than high, or higher than wide, cells are no larger than the largest of them.
+    """
     if not images:
         raise ValueError("a grid needs at least one image")
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
-    step = side + gap
-    canvas = np.full((rows * step + gap, columns * step + gap, 3), GROUND, np.uint8)
-    for i, image in enumerate(images):
-        small = _fit(image, side)
-        height, width = small.shape[:2]
-        y = gap + i // columns * step + (side - height) // 2
-        x = gap + i % columns * step + (side - width) // 2
-        canvas[y : y + height, x : x + width] = small
+    small = [resized(image, side) for image in images]
+    high, wide = (max(image.shape[axis] for image in small) for axis in (0, 1))
+    below = 20 if texts else 0
+    canvas = np.full((rows * (high + below + gap) + gap, columns * (wide + gap) + gap, 3), GROUND, np.uint8)
+    for i, image in enumerate(small):
+        height, width = image.shape[:2]
+        top, left = gap + i // columns * (high + below + gap), gap + i % columns * (wide + gap)
+        y, x = top + (high - height) // 2, left + (wide - width) // 2
+        canvas[y : y + height, x : x + width] = image
+        if texts:
+            _write_below(canvas, texts[i], left, top + high, wide)
     return canvas
 
 
-def _fit(image: Image, side: int) -> Any:
-    """Return ``image`` at the largest size that fits into a square of ``side`` pixels, but at most doubled."""
-    scale = min(side / image.shape[0], side / image.shape[1], 2.0)
+def _write_below(canvas: Image, text: str, left: int, top: int, width: int) -> None:
+    """Write ``text`` in a line of 20 pixels, the end of it where it is too long."""
+    font, scale = cv2.FONT_HERSHEY_SIMPLEX, 0.42
+    text = text.encode("ascii", "replace").decode()
+    while len(text) > 4 and cv2.getTextSize(text, font, scale, 1)[0][0] > width:
+        text = ".." + text[3:]
+    cv2.putText(canvas, text, (left, top + 15), font, scale, (190, 194, 200), 1, cv2.LINE_AA)
+
+
+def resized(image: Image, side: int, most: float = 2.0) -> Image:
+    """Return ``image`` at the largest size that fits into a square of ``side`` pixels, at most ``most`` times its own."""
+    scale = min(side / image.shape[0], side / image.shape[1], most)
     size = (max(round(image.shape[1] * scale), 1), max(round(image.shape[0] * scale), 1))
-    return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
+    if size == image.shape[1::-1]:
+        return image
+    fitted: Image = cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
+    return fitted

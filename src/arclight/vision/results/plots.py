@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -13,9 +14,10 @@ import numpy as np
 
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.trainer import Callback
+from arclight.trainer.run.folder import read_json
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
-from arclight.vision.data.images import Image, ImageError, decode_image
-from arclight.vision.results.draw import grid
+from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
+from arclight.vision.results.draw import PALETTE, draw_boxes, draw_keypoints, draw_lines, grid, resized
 from arclight.vision.results.metrics import (
     CONFUSION_CONFIDENCE,
     CONFUSION_IOU,
@@ -24,6 +26,7 @@ from arclight.vision.results.metrics import (
     Floats,
     Ints,
 )
+from arclight.vision.rotated import corners_of, hulls_of
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
@@ -32,13 +35,36 @@ if TYPE_CHECKING:
 
 SAMPLES = 12
 """Validation photos shown with their predictions."""
+BATCH_IMAGES = 16
+"""Images of a training batch that are shown."""
+BATCH_SIDE = 320
+"""Longer side of each, pixels."""
 
 
 class DetectionPlots(Callback):
-    """Write charts and sample predictions into the run's ``plots`` folder when training ends.
+    """Write pictures of the first ``batches`` and of the labels when training starts, charts and predictions when it ends.
 
-    Only where the run writes anything at all: a trainer without loggers gets no files.
+    They go into the run's ``plots`` folder, only where the run writes anything at all: a trainer without loggers gets no files.
     """
+
+    def __init__(self, batches: int = 0) -> None:
+        self.batches = batches
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        labels = getattr(getattr(trainer.datamodule, "train", None), "labels", None)
+        if self.batches and trainer.is_global_zero and trainer.loggers and labels is not None and any(map(len, labels)):
+            (trainer.run_folder.plots / "labels.svg").write_text(label_chart(labels, pl_module.names), encoding="utf-8")
+            trainer.run_folder.caption_plot("labels.svg", "Boxes of the training images, before anything is changed.")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= self.batches or trainer.current_epoch or not trainer.is_global_zero or not trainer.loggers:
+            return
+        if trainer.strategy.in_stages or not len(batch["images"]):
+            return  # a stage need not have targets
+        name = f"train_batch{batch_idx}.jpg"
+        sheet = encode_jpeg(draw_batch(batch, pl_module.names, pl_module.head), 90)
+        (trainer.run_folder.plots / name).write_bytes(sheet)
+        trainer.run_folder.caption_plot(name, "What the network is shown: training images after augmentation.")
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero or not trainer.loggers or pl_module.results is None:
@@ -50,7 +76,60 @@ class DetectionPlots(Callback):
         dataset = getattr(trainer.datamodule, "val", None) if whole else None
         if dataset is not None and len(dataset):
             captions |= write_predictions(pl_module.predict, dataset, folder)
+        before = read_json(folder / "captions.json").items()  # of what was trained on: shown behind the results
+        captions |= {name: caption for name, caption in before if name not in captions}
         (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
+
+
+def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
+    """Draw the first images of a training batch with their labels on one sheet, RGB, each above the name of its (first) file.
+
+    batch: as the task of ``head`` collates it. Turned boxes, masks and keypoints are drawn where its labels are these.
+    """
+    images = batch["images"][:BATCH_IMAGES].permute(0, 2, 3, 1).cpu().numpy()
+    targets = batch["targets"].cpu().numpy()
+    masks = batch["masks"].cpu().numpy() if "masks" in batch else [None] * len(images)
+    drawn = []
+    for place, (image, mask) in enumerate(zip(images, masks)):
+        shown = resized(image, BATCH_SIDE, math.inf)
+        if head == "classify":
+            drawn.append(draw_lines(shown, [(names[int(targets[place])], int(targets[place]))]))
+        else:
+            drawn.append(_labelled(shown, targets[targets[:, 0] == place, 1:], names, head, mask))
+    below = [Path(path).name for path in batch["paths"]]
+    return grid(drawn, columns=4, side=BATCH_SIDE, texts=below[: len(drawn)])
+
+
+def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask: Ints | None) -> Image:
+    """Draw the targets (n, 5 and more) of one image: its mask of their numbers, boxes and keypoints, as the task ``head`` has them."""
+    height, width = image.shape[:2]
+    classes, corners = rows[:, 0].astype(int).tolist(), None
+    if head == "obb":
+        boxes = rows[:, 1:6] * (width, height, width, height, 1)
+        corners, xyxy = corners_of(boxes), hulls_of(boxes)
+    else:
+        low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
+        xyxy = np.concatenate((low, high), 1) * (width, height, width, height)
+    if mask is not None:
+        image = _shaded(image, mask, classes)
+    texts = [names[c] for c in classes] if len(names) > 1 else [""] * len(classes)
+    image = draw_boxes(image, xyxy, texts, classes, corners)
+    if head in ("pose", "corners"):
+        points = rows[:, 5:].reshape(len(rows), (rows.shape[1] - 5) // 2, 2)
+        there = np.isfinite(points).all(-1, keepdims=True)
+        marks = np.concatenate((np.where(there, points, 0) * (width, height), there), -1)
+        image = draw_keypoints(image, marks, classes)
+    return image
+
+
+def _shaded(image: Image, mask: Ints, classes: Sequence[int]) -> Image:
+    """Shade the objects of a mask (h, w) of their numbers from 1, half transparent in the colours of their classes."""
+    import cv2
+
+    numbers = cv2.resize(mask, (image.shape[1], image.shape[0]), interpolation=cv2.INTER_NEAREST)
+    colours = np.array([(0, 0, 0), *(PALETTE[c % len(PALETTE)] for c in classes)], np.uint16)[numbers]
+    mixed: Image = np.where(numbers[..., None] > 0, (image + colours) // 2, image).astype(np.uint8)
+    return mixed
 
 
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:
@@ -71,8 +150,6 @@ def write_predictions(
 
     Damaged images are left out, and nothing is written where all are.
     """
-    import cv2
-
     picks = np.linspace(0, len(dataset) - 1, min(SAMPLES, len(dataset))).astype(int)
     photos = []
     for pick in picks:
@@ -81,8 +158,7 @@ def write_predictions(
     if not photos:
         return {}
     sheet = grid([found.plot() for found in predict(photos)], columns=4, side=320)
-    quality = [cv2.IMWRITE_JPEG_QUALITY, 85]
-    cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), quality)
+    (folder / "predictions.jpg").write_bytes(encode_jpeg(sheet, 85))
     return {"predictions.jpg": "Predictions on validation images."}
 
 
@@ -219,6 +295,77 @@ def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, f
             top + cell * len(labels) + (8 if turn == -90 else 16),
         )
         marks.append(text(x, y, label, "tick", anchor=anchor, size=font, turn=turn))
+    return marks
+
+
+LISTED_CLASSES = 12
+"""Classes of a chart of labels that have a bar of their own, the most frequent ones."""
+MAP_CELLS = 28
+
+
+def label_chart(labels: Sequence[Floats], names: Sequence[str]) -> str:
+    """Draw how many boxes of each class there are, where they lie and how large they are; an SVG text.
+
+    labels: per image (n, 5) rows ``class, cx, cy, w, h`` as shares of it, as data sets have them.
+    """
+    rows = np.concatenate([np.asarray(of_image)[:, :5] for of_image in labels])
+    top, side, gap, first = 96, 264, 66, 384
+    marks = _class_bars(rows[:, 0].astype(int), names, left=22, top=top, width=310, height=side)
+    maps = (
+        ("centres", "x / width", "y / height", rows[:, 1], rows[:, 2], False),
+        ("sizes", "width", "height", rows[:, 3], rows[:, 4], True),
+    )
+    for number, (title, x_name, y_name, x, y, upward) in enumerate(maps):
+        at = first + number * (side + gap)
+        marks += _share_map(x, y, at, top, side, upward)
+        marks.append(text(at, top - 14, title, "strong"))
+        marks.append(text(at + side / 2, top + side + 38, x_name, "muted", anchor="middle"))
+        marks.append(text(at - 36, top + side / 2, y_name, "muted", anchor="middle", turn=-90))
+    empty = sum(not len(of_image) for of_image in labels)
+    said = f"{_count(len(rows), 'box')} in {_count(len(labels), 'image')}, {empty:,} of them without any"
+    return standalone(first + 2 * side + gap + 24, top + side + 58, "Training labels", said, marks)
+
+
+def _class_bars(
+    classes: Ints, names: Sequence[str], *, left: float, top: float, width: float, height: float
+) -> list[str]:
+    """Draw a bar for each of the most frequent classes, with its number; what is left is one more."""
+    counts = np.bincount(classes, minlength=len(names))
+    order = np.argsort(-counts, kind="stable")
+    shown = order if len(order) <= LISTED_CLASSES else order[: LISTED_CLASSES - 1]
+    rows = [(_short(names[c]), int(counts[c])) for c in shown]
+    if len(shown) < len(order):
+        rows.append((f"{len(order) - len(shown)} others", int(counts[order[len(shown) :]].sum())))
+    most, step = max(count for _, count in rows), min(height / len(rows), 34)
+    marks = [text(left, top - 14, "boxes by class", "strong")]
+    for number, (name, count) in enumerate(rows):
+        y, long = top + number * step, (width - 172) * count / most
+        marks.append(text(left + 110, y + step / 2 + 4, name, "tick", anchor="end"))
+        marks.append(
+            f'<rect class="right" x="{left + 118}" y="{y + 3:.1f}" width="{long:.1f}" height="{step - 6:.1f}"/>'
+        )
+        marks.append(text(left + 124 + long, y + step / 2 + 4, f"{count:,}", "tick"))
+    return marks
+
+
+def _share_map(x: Floats, y: Floats, left: float, top: float, side: float, upward: bool) -> list[str]:
+    """Draw how many points lie in each cell of the unit square, darker where there are more; ``upward``: y grows to the top."""
+    counts = np.histogram2d(y, x, bins=MAP_CELLS, range=((0, 1), (0, 1)))[0]
+    cell, most = side / MAP_CELLS, max(counts.max(), 1)
+    marks = [f'<rect class="axis" x="{left}" y="{top}" width="{side}" height="{side}"/>']
+    for value in (0, 0.5, 1):
+        y_px = top + (1 - value if upward else value) * side
+        marks.append(text(left - 8, y_px + 4, f"{value:g}", "tick", anchor="end"))
+        marks.append(text(left + value * side, top + side + 18, f"{value:g}", "tick", anchor="middle"))
+        if value == 0.5:
+            marks.append(f'<path class="grid" d="M{left} {y_px}h{side}M{left + side / 2} {top}v{side}"/>')
+    for row, column in np.argwhere(counts):
+        y_px = top + (MAP_CELLS - 1 - row if upward else row) * cell
+        shade = 0.1 + 0.9 * np.sqrt(counts[row, column] / most)
+        marks.append(
+            f'<rect class="right" x="{left + column * cell:.1f}" y="{y_px:.1f}" width="{cell:.1f}" height="{cell:.1f}" '
+            f'fill-opacity="{shade:.2f}"><title>{int(counts[row, column]):,}</title></rect>'
+        )
     return marks
 
 

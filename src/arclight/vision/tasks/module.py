@@ -311,7 +311,7 @@ class VisionModule(Module, abc.ABC):
     def configure_callbacks(self) -> list[Callback]:
         from arclight.vision.results.plots import DetectionPlots
 
-        return [DetectionPlots()]
+        return [DetectionPlots(self.settings.batch_pictures)]
 
     def configure_optimizers(self) -> dict[str, Any]:
         self._measure_batch_size()

@@ -64,6 +64,9 @@ class VisionTask(Checked):
     warmup_bias_lr: NonNegativeFloat | None = None
     """Rate of biases in the first step, from which it goes to their peak in the schedule's warm-up; none for that of the others."""
 
+    batch_pictures: NonNegativeInt = 3
+    """First batches that are drawn, with their labels after augmentation, for the run's report, beside a chart of the labels; 0 for none."""
+
     learns_from_teacher: ClassVar[bool] = False
     """Whether a teacher's outputs are learned."""
 
