@@ -5,82 +5,208 @@ What is found is part of a run (docs/decisions/006): checkpoints hold it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from arclight.fabric.memory import free_memory
+from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.fabric.seeding import isolate_rng
 from arclight.vision.data.dataset import available_memory
 from arclight.vision.models.yolov5 import Yolo
 
 UNMEASURED = 16
 """Images per batch where nothing is trained: in validation and testing."""
-MOST_IMAGES, MOST_IMAGES_ON_CPU = 64, 16  # larger ones ask for other learning rates, and are no faster on a CPU
-SHARE_OF_FREE, SHARE_OF_FREE_ON_CPU = 0.7, 0.25
 CPU_MARGIN = 2.0
 """Memory of a step over what it keeps for the backward pass: gradients of maps, and what convolutions unfold."""
-TRIED = (2, 4)
-"""Batches that are measured; batch norms want more than one value."""
 
 
 class BatchSizeError(ValueError):
     """No batch size can be chosen: what was measured, and what to set."""
 
 
+class MemoryMeter(Protocol):
+    """Tell how much memory a device has for a step, and how much a step takes."""
+
+    tried: tuple[int, ...]
+    """Batches that are measured, ascending; batch norms want more than one value."""
+    most: int
+    """Images of a batch at most: larger ones ask for other learning rates."""
+    share: float
+    """Part of the free memory that a step may take by default."""
+    tries_out: bool
+    """Whether the size that was worked out is run, too, before it is taken."""
+
+    def free(self) -> int:
+        """Return the bytes that are free now."""
+
+    def step_bytes(self, step: Callable[[], Tensor]) -> int:
+        """Run a step, a function that returns its loss; give the bytes that it took at its peak. May raise an out-of-memory error."""
+
+
+class CPUMeter:
+    """Adds up what the graph of a step keeps; a CPU is no faster with more than 16 images."""
+
+    tried, most, share, tries_out = (2, 4), 16, 0.25, False
+
+    def __init__(self, model: Yolo) -> None:
+        self._model = model
+
+    def free(self) -> int:
+        known = available_memory()
+        if known is None:
+            raise BatchSizeError(
+                'batch_size = "auto": this system does not say how much memory is free: set batch_memory_gib'
+            )
+        return known
+
+    def step_bytes(self, step: Callable[[], Tensor]) -> int:
+        with _kept_for_backward(self._model) as kept:
+            step()
+        return int(CPU_MARGIN * sum(kept.values()))
+
+
+class CUDAMeter:
+    """Reads the peak of the allocator; libraries take workspaces by size, so that small batches alone would say too little."""
+
+    tried, most, share, tries_out = (2, 4, 8, 16), 64, 0.7, True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free + unused
+
+    def step_bytes(self, step: Callable[[], Tensor]) -> int:
+        free_memory()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        step().backward()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
 def fitting_batch_size(
-    model: Yolo, side: int, context: Callable[[], AbstractContextManager[Any]], budget_gib: float | None, images: int
+    model: Yolo,
+    side: int,
+    context: Callable[[], AbstractContextManager[Any]],
+    budget_gib: float | None,
+    images: int,
+    *,
+    share: float | None = None,
+    meter: MemoryMeter | None = None,
 ) -> int:
     """Return the largest power of two of images of ``side`` pixels with which a step of ``model`` fits into memory.
 
-    budget_gib: memory for a step; a share of what is free on the model's device where not given. images: of the data set, of which a batch
-    has at most all. At most 64, on a CPU 16. Two small batches are measured under ``context`` and the rest is taken to grow in
-    proportion; weights, statistics, gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
+    budget_gib: memory for a step; where not given, ``share`` of what is free on the model's device, less what gradients and an
+    optimizer's moments will take. images: of the data set, of which a batch has at most all. meter: the device's own where not given.
+    A few batches are measured under ``context`` until one is too large, a straight line that lies on or above all of them says what
+    larger ones take, and on a GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics,
+    gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
     """
-    device = next(model.parameters()).device
-    on_cpu = device.type == "cpu"
+    weight = next(model.parameters())
+    if meter is None:
+        meter = CUDAMeter(weight.device) if weight.device.type == "cuda" else CPUMeter(model)
+
+    def measure(count: int) -> int:
+        model.zero_grad(set_to_none=True)
+        batch = torch.rand(count, 3, side, side, device=weight.device, dtype=weight.dtype)
+
+        def step() -> Tensor:
+            with context():
+                return _any_loss(model, batch)
+
+        return meter.step_bytes(step)
+
     states = {name: value.clone() for name, value in model.state_dict().items()}
     modes = {part: part.training for part in model.modules()}
     try:
         with isolate_rng():
-            low, high = (_step_bytes(model.train(), side, count, context) for count in TRIED)
+            model.train()
+            budget = _budget(model, meter, budget_gib, share)
+            return largest_batch(measure, meter, budget, images, f"of {side} pixels")
     finally:
         model.load_state_dict(states)
         model.zero_grad(set_to_none=True)
         for part, training in modes.items():
             part.training = training
-    each = max(1, (high - low) // (TRIED[1] - TRIED[0]))
-    fixed = max(0, low - each * TRIED[0])
-    budget = int(budget_gib * 2**30) if budget_gib is not None else _free_bytes(model, device)
+
+
+def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int, images: int, what: str) -> int:
+    """Return the largest power of two of images, at most ``images``, whose step takes no more than ``budget`` bytes.
+
+    measure: gives the bytes of a step over so many images, or raises an out-of-memory error. what: the images in messages, such as
+    "of 640 pixels". Raises BatchSizeError if one does not fit.
+    """
+    found: dict[int, int] = {}
+    most = min(images, meter.most)
+    for size in meter.tried:
+        if (taken := _unless_out_of_memory(measure, size)) is None:
+            most = min(most, size - 1)
+            break
+        found[size] = taken
+    if not found and (taken := _unless_out_of_memory(measure, 1)) is not None:
+        found[1] = taken
+    if not found:
+        raise _no_size(what, "runs out of memory", budget)
+    fixed, each = memory_line(found)
+    fitting = min((budget - fixed) // each, most)
     if fixed + each > budget:
-        raise BatchSizeError(
-            f'batch_size = "auto": a step with one image of {side} pixels takes {(fixed + each) / 2**30:.2f} GiB, and there are '
-            f"{budget / 2**30:.2f}: use a smaller model or image_size, or set batch_size and batch_memory_gib yourself"
-        )
-    fitting = min((budget - fixed) // each, images, MOST_IMAGES_ON_CPU if on_cpu else MOST_IMAGES)
-    return 1 << (max(1, fitting).bit_length() - 1)
+        raise _no_size(what, f"takes {(fixed + each) / 2**30:.2f} GiB", budget)
+    size = 1 << (max(1, fitting).bit_length() - 1)
+    while meter.tries_out and size not in found:
+        taken = _unless_out_of_memory(measure, size)
+        if taken is not None and taken <= budget:
+            break
+        if size == 1:
+            raise _no_size(what, "runs out of memory" if taken is None else f"takes {taken / 2**30:.2f} GiB", budget)
+        size //= 2
+    return size
 
 
-def _step_bytes(model: Yolo, side: int, count: int, context: Callable[[], AbstractContextManager[Any]]) -> int:
-    """Measure the memory of forward and backward over ``count`` images, without weights."""
-    weight = next(model.parameters())
-    images = torch.rand(count, 3, side, side, device=weight.device, dtype=weight.dtype)
-    on_gpu = weight.device.type == "cuda"
-    if on_gpu:
-        free_memory()
-        torch.cuda.reset_peak_memory_stats(weight.device)
-    before = torch.cuda.memory_allocated(weight.device) if on_gpu else 0
-    with _kept_for_backward(model) as kept:
-        with context():
-            loss = _any_loss(model, images)
-        if not on_gpu:
-            return int(CPU_MARGIN * sum(kept.values()))
-        loss.backward()
-    return torch.cuda.max_memory_allocated(weight.device) - before
+def _no_size(what: str, needed: str, budget: int) -> BatchSizeError:
+    return BatchSizeError(
+        f'batch_size = "auto": a step with one image {what} {needed}, and there are {budget / 2**30:.2f}: use a smaller model or '
+        "image_size, or set batch_size and batch_memory_gib yourself"
+    )
+
+
+def memory_line(found: dict[int, int]) -> tuple[int, int]:
+    """Return the bytes of a step without images and of each image: the slope fits ``found`` best, and no point lies above the line.
+
+    found: bytes by number of images, at least one. Of a single one all bytes are its images'.
+    """
+    if len(found) == 1:
+        ((size, taken),) = found.items()
+        return 0, max(1, -(-taken // size))
+    sizes, taken_bytes = np.array(list(found), np.float64), np.array(list(found.values()), np.float64)
+    each = max(1, math.ceil(np.polyfit(sizes, taken_bytes, 1)[0]))
+    return max(0, *(taken - each * size for size, taken in found.items())), each
+
+
+def _unless_out_of_memory(measure: Callable[[int], int], size: int) -> int | None:
+    try:
+        return measure(size)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    free_memory()  # here, where the error and the tensors of its frames are gone
+    return None
+
+
+def _budget(model: Yolo, meter: MemoryMeter, budget_gib: float | None, share: float | None) -> int:
+    """Return the bytes that a step may take; gradients and an optimizer's moments come on top."""
+    if budget_gib is not None:
+        return int(budget_gib * 2**30)
+    later = 3 * sum(value.numel() * value.element_size() for value in model.parameters() if value.requires_grad)
+    return max(0, int((meter.share if share is None else share) * meter.free()) - later)
 
 
 @contextmanager
@@ -97,21 +223,6 @@ def _kept_for_backward(model: Yolo) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
-
-
-def _free_bytes(model: Yolo, device: torch.device) -> int:
-    """Return the share of free memory that a step may take; gradients and an optimizer's moments come on top."""
-    later = 3 * sum(value.numel() * value.element_size() for value in model.parameters() if value.requires_grad)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return max(0, int(SHARE_OF_FREE * (free + reserved)) - later)
-    known = available_memory()
-    if known is None:
-        raise BatchSizeError(
-            'batch_size = "auto": this system does not say how much memory is free: set batch_memory_gib'
-        )
-    return max(0, int(SHARE_OF_FREE_ON_CPU * known) - later)
 
 
 REPEATS = 3

@@ -340,8 +340,9 @@ class VisionModule(Module, abc.ABC):
                 )
             stride, grown = self.model.stride[-1], 1 + getattr(s, "multi_scale", 0.0)
             side = stride * math.ceil(s.image_size * grown / stride)
+            context = self.trainer.precision_plugin.forward_context
             own = fitting_batch_size(
-                self.model, side, self.trainer.precision_plugin.forward_context, s.batch_memory_gib, len(data.train)
+                self.model, side, context, s.batch_memory_gib, len(data.train), share=s.batch_memory_share
             )
             found = strategy.all_gather_object(own if strategy.contributes_logs else None)
             self._batch_size = min(size for size in found if size is not None)

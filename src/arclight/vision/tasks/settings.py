@@ -45,6 +45,8 @@ class VisionTask(Checked):
     """Images per step on each device; auto measures how many fit into memory when training starts, at most 64 (on a CPU 16)."""
     batch_memory_gib: PositiveFloat | None = None
     """Memory for a step where batch_size is auto, GiB on each device; none for a share of what is free."""
+    batch_memory_share: Annotated[float, Interval(gt=0, le=1)] | None = None
+    """Share of the free memory that a step may take where batch_size is auto; none for 0.7 of a GPU's, 0.25 of a CPU's."""
     workers: NonNegativeInt = 2
     """Worker processes that load images; 0 loads in the training process."""
     cache: bool = False
@@ -72,6 +74,10 @@ class VisionTask(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.batch_memory_gib is not None and self.batch_memory_share is not None:
+            raise ValueError(
+                "batch_memory_gib and batch_memory_share both say what a step may take: leave one of them out"
+            )
         if self.teacher is not None and not self.learns_from_teacher:
             raise ValueError(
                 f"teacher = {self.teacher}: a {type(self).__name__} does not learn from one, detection and classification do: leave it out"
