@@ -16,7 +16,7 @@ segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.reading import decode, grid, scanner  # noqa: E402
+from arclight.vision.qris.reading import decode, finder_patterns, grid, scanner  # noqa: E402
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
@@ -504,6 +504,30 @@ def test_correlations_are_those_of_numpy() -> None:
         x, y = grid.project_grid(shapes[:1], fixed.points)
         there = cv2.perspectiveTransform(fixed.points.linear[:2, first].reshape(1, 1, 2), matrix).reshape(2)
         assert (x[0, first], y[0, first]) == pytest.approx(there, abs=0.01)
+
+
+@pytest.mark.parametrize("module_px", [1.2, 2.5])
+def test_finder_patterns_correlate_as_opencv_says(module_px: float) -> None:
+    draw = np.random.default_rng(0)
+    picture = cv2.GaussianBlur(draw.uniform(0, 255, (90, 110)).astype(np.float32), (0, 0), 1.0) * 4 - 380
+    picture[:40, :40] = 30
+    pattern, mask = finder_patterns._rings(module_px)
+    wanted = cv2.matchTemplate(picture, pattern, cv2.TM_CCOEFF_NORMED, mask=mask)
+    wanted[~np.isfinite(wanted)] = 0
+    found = finder_patterns._correlation(picture, pattern, mask)
+    textured = np.ones(found.shape, bool)
+    textured[:40, :40] = False
+    np.testing.assert_allclose(found[textured], wanted[textured], atol=1e-5)
+    assert np.abs(found[:10, :10]).max() < 1e-3, "a plain area is like nothing"
+
+
+def test_large_boxes_are_laid_on_pictures_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    monkeypatch.setattr(decode, "find_grids", lambda picture, *_: sizes.append(picture.shape) or [])
+    for side in (100, 500, 900, 2000):
+        photo = np.random.default_rng(0).integers(0, 256, (3000, 3000), dtype=np.uint8)
+        decode.read_grid(photo, (200.0, 200.0, 200.0 + side, 200.0 + side), 1)
+    assert [max(size) for size in sizes] == [200, 350, 400, 400]
 
 
 def test_sharp_views_are_those_that_an_unsharp_mask_of_the_enlarged_picture_gives() -> None:

@@ -230,6 +230,9 @@ def read_view(view: View | StraightView) -> list[DecodedCode]:
 GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True))
 """Longest side in pixels, and whether the box is made square, which undoes foreshortening: what one misses another reads."""
 
+LEAST_LONGEST = 400
+"""Longest side of a box larger than 800 pixels, which is reduced to a quarter of its pixels at most otherwise: three pixels per module of
+the largest code."""
 MIN_PROMISING_SCORE = 0.55
 """Least correlation of a grid that could not be decoded at which another view is worth its time."""
 CLEAR_SCORE = 0.8
@@ -268,7 +271,8 @@ def laid_grids(
     grids: list[Grid] = []
     scale = np.ones(2, np.float32)
     for longest, square in GRID_VIEWS[:tries]:
-        factor = float(np.clip(longest / max(crop.shape), 0.5, 6))
+        least = min(0.5, LEAST_LONGEST / max(crop.shape))
+        factor = float(np.clip(longest / max(crop.shape), least, 6))
         width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
         view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
         picture = _stretched(view.image)

@@ -82,13 +82,33 @@ def _same(a: FinderPattern, b: FinderPattern) -> bool:
 
 @cache
 def _rings(module_px: float) -> tuple[Floats, Floats]:
-    """Draw a finder pattern with its light border as rings, which fit in any turn; and its mask."""
+    """Draw a finder pattern with its light border as rings, which fit in any turn; and its mask.
+
+    The pattern has a mean of 0 and a sum of squares of 1 under the mask, and is 0 outside.
+    """
     half = int(np.ceil(4.5 * module_px))
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) / module_px
     radius = np.hypot(x, y)
     ring = np.floor(radius * _APART + 0.5)
     pattern = np.where((ring == 2) | (ring > 3), 1, -1).astype(np.float32)
-    return cv2.GaussianBlur(pattern, (0, 0), 0.35 * module_px), (radius < 4.4).astype(np.float32)
+    soft, mask = cv2.GaussianBlur(pattern, (0, 0), 0.35 * module_px), (radius < 4.4).astype(np.float32)
+    soft = (soft - (soft * mask).sum() / mask.sum()) * mask
+    return np.asarray(soft / np.sqrt((soft * soft).sum()), np.float32), mask
+
+
+def _correlation(picture: Floats, pattern: Floats, mask: Floats) -> Floats:
+    """Return the correlation in [-1, 1] of each place of ``picture`` with a pattern of `_rings`; about 0 on plain areas.
+
+    As OpenCV's TM_CCOEFF_NORMED under a mask, in half its time: three products in place of six.
+    """
+    centred = picture - np.float32(128)  # sums of squares near 0 lose no digits
+    product, total, squares = (
+        cv2.matchTemplate(one, other, cv2.TM_CCORR)
+        for one, other in ((centred, pattern), (centred, mask), (centred * centred, mask))
+    )
+    count = mask.sum()
+    spread = np.maximum(squares - total * total / count, count)  # of less than a grey level
+    return np.asarray(product / np.sqrt(spread), np.float32)
 
 
 def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterator[FinderPattern]:
@@ -99,8 +119,7 @@ def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterat
     pattern, mask = _rings(round(small, 4))
     if min(framed.shape) <= max(pattern.shape):
         return
-    like = cv2.matchTemplate(framed, pattern, cv2.TM_CCOEFF_NORMED, mask=mask)
-    like[~np.isfinite(like)] = 0  # plain areas have no correlation
+    like = _correlation(framed, pattern, mask)
     half, reach = pattern.shape[0] // 2, int(2 * small) + 1
     for _ in range(count):
         y, x = np.unravel_index(int(np.argmax(like)), like.shape)

@@ -45,7 +45,7 @@ CROWD = 16
 """Unread boxes above which grids are followed from view to view: of so many, few are tried, and hostile photos have them."""
 MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
-MAX_VIEW_PIXELS = 30_000_000
+MAX_VIEW_PIXELS = 20_000_000
 """Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
 WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
