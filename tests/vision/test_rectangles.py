@@ -141,8 +141,8 @@ def test_what_a_last_batch_lacks_is_drawn_at_random() -> None:
     for seed in range(40):
         torch.manual_seed(seed)
         indices = list(order)
-        assert sorted(index.index for index in indices) == list(range(11))
-        left_out |= {index.index for index in indices[8:]}
+        assert sorted(index.sample for index in indices) == list(range(11))
+        left_out |= {index.sample for index in indices[8:]}
     assert left_out == set(range(11))
 
 

@@ -309,7 +309,7 @@ class DetectionDataset(Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int] | Sequence[FramedIndex]) -> BatchBuffer:
         """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
         frame = indices[0].frame if len(indices) and isinstance(indices[0], FramedIndex) else None
-        indices = [index.index if isinstance(index, FramedIndex) else index for index in indices]
+        indices = [index.sample if isinstance(index, FramedIndex) else index for index in indices]
         if self.augment is None:
             samples = BatchBuffer(self._frame(indices, self.image_size), len(indices))
             for index in indices:

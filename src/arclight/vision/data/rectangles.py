@@ -17,7 +17,8 @@ Frame = tuple[int, int]
 class FramedIndex(NamedTuple):
     """A sample of a rectangular training batch."""
 
-    index: int
+    sample: int
+    """Its number."""
     frame: Frame
     """Of the whole batch, on all ranks."""
 
@@ -26,7 +27,8 @@ def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
     """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size`` pixels, at least 1."""
     sides = np.asarray(shapes, np.int64).reshape(-1, 2)
     scaled = sides * (size / sides).min(1, keepdims=True)
-    return scaled.round().astype(np.int64).clip(min=1)
+    whole: NDArray[np.int64] = scaled.round().astype(np.int64).clip(min=1)
+    return whole
 
 
 def smallest_frame(shapes: ArrayLike, size: int, stride: int) -> Frame:

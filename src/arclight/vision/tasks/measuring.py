@@ -52,7 +52,8 @@ class MemoryMeter(Protocol):
 class CPUMeter:
     """Adds up what the graph of a step keeps; a CPU is no faster with more than 16 images."""
 
-    tried, most, share, tries_out = (2, 4), 16, 0.25, False
+    tried: tuple[int, ...] = (2, 4)
+    most, share, tries_out = 16, 0.25, False
 
     def __init__(self, model: Yolo) -> None:
         self._model = model
@@ -74,7 +75,8 @@ class CPUMeter:
 class CUDAMeter:
     """Reads the peak of the allocator; libraries take workspaces by size, so that small batches alone would say too little."""
 
-    tried, most, share, tries_out = (2, 4, 8, 16), 64, 0.7, True
+    tried: tuple[int, ...] = (2, 4, 8, 16)
+    most, share, tries_out = 64, 0.7, True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,8 +114,8 @@ def fitting_batch_size(
     gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
     """
     weight = next(model.parameters())
-    if meter is None:
-        meter = CUDAMeter(weight.device) if weight.device.type == "cuda" else CPUMeter(model)
+    on_gpu = weight.device.type == "cuda"
+    own: MemoryMeter = meter or (CUDAMeter(weight.device) if on_gpu else CPUMeter(model))
 
     def measure(count: int) -> int:
         model.zero_grad(set_to_none=True)
@@ -123,15 +125,15 @@ def fitting_batch_size(
             with context():
                 return _any_loss(model, batch)
 
-        return meter.step_bytes(step)
+        return own.step_bytes(step)
 
     states = {name: value.clone() for name, value in model.state_dict().items()}
     modes = {part: part.training for part in model.modules()}
     try:
         with isolate_rng():
             model.train()
-            budget = _budget(model, meter, budget_gib, share)
-            return largest_batch(measure, meter, budget, images, f"of {side} pixels")
+            budget = _budget(model, own, budget_gib, share)
+            return largest_batch(measure, own, budget, images, f"of {side} pixels")
     finally:
         model.load_state_dict(states)
         model.zero_grad(set_to_none=True)
