@@ -210,3 +210,17 @@ def test_labels_may_have_the_corners_of_codes_as_keypoints(tmp_path: Path) -> No
                 assert ((outside < 0) | (outside > 96)).any(1).all()
                 seen += int(inside.sum())
     assert seen >= 8
+
+
+def test_labels_may_be_the_corners_of_codes_for_rotated_boxes(tmp_path: Path) -> None:
+    file = generate(tmp_path / "set", 6, seed=3, size=96, rotated=True, workers=1)
+    spec, codes = read_data_yaml(file), json.loads((file.parent / "codes.json").read_text())
+    assert spec.keypoints is None
+    found = check_labels(spec.images("train"), 1, name="train", cache=False, geometry="oriented")
+    assert not found.report.malformed
+    assert found.outlines is not None
+    for image, rows in zip(found.images, found.outlines, strict=True):
+        drawn = [np.array(code["corners_px"]).clip(0, 96) for code in codes[f"images/train/{image.name}"]]
+        np.testing.assert_allclose(np.array(rows).reshape(-1, 4, 2) * 96, np.array(drawn).reshape(-1, 4, 2), atol=0.01)
+    with pytest.raises(GenerateError, match="corners and rotated are two kinds of labels"):
+        generate(tmp_path / "both", 6, corners=True, rotated=True)
