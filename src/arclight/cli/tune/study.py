@@ -23,7 +23,6 @@ from arclight.cli.tune.space import Parameter, Range
 from arclight.fabric.extras import require
 
 optuna = require("optuna", extra="tune")
-cmaes = require("cmaes", extra="tune")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 HEARTBEAT_S = 30
@@ -101,6 +100,8 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
         self._study, self._kind, self._seed, self._parallel = study, kind, seed, parallel
         self._ranges = [parameter for parameter in parameters if isinstance(parameter, Range)]
         self._own: Any = None
+        if kind == "cmaes":
+            require("cmaes", extra="tune")  # before a trial, and only here: it imports scipy's statistics, which take seconds
 
     def before_trial(self, study: Any, trial: Any) -> None:
         killed = [
@@ -143,7 +144,7 @@ class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
     def sample_relative(self, study: Any, trial: Any, search_space: Mapping[str, Any]) -> dict[str, Any]:
         if not self._ranges:
             return {}
-        evolution = cmaes.CMA(
+        evolution = require("cmaes", extra="tune").CMA(
             mean=np.full(len(self._ranges), 0.5),
             sigma=SIGMA,
             bounds=np.tile([0.0, 1.0], (len(self._ranges), 1)),
