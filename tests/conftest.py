@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests import warm
 
 # Small test models are faster on one thread, and two workers of the suite then share the machine fairly.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
@@ -43,6 +44,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", metavar="K/N", help="run the K-th (from 0) of N parts of the tests, divided by their names"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        warm.find_server()
+    elif config.getoption("numprocesses", None):
+        warm.start_server()
+
+
+@pytest.fixture
+def fork_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test spawns do not import torch again; for tests of what they do rather than of how they start."""
+    warm.fork_spawned(monkeypatch)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

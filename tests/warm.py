@@ -1,9 +1,10 @@
 """Python programs in processes of their own that do not import torch again: forked from a process that has done so and nothing else.
 
 To start Python and to import what nearly all programs here import takes seconds of processor time; a fork takes a hundredth of that. What a
-program meets is otherwise as in a fresh interpreter: its own process, arguments, folder, environment, streams and end. Tests of imports, of
-start-up, of what the environment says to libraries while they load, and of how programs end that have started others have to start an
-interpreter.
+program meets is otherwise as in a fresh interpreter: its own process, arguments, folder, environment, streams and end. What it spawns by
+multiprocessing comes from there as well, unless the test says ``spawns``: it is pickled and unpickled as always, and has the program's
+folder, environment and output. Tests of imports, of start-up, of what the environment says to libraries while they load, and of how
+programs end that have started others have to start an interpreter.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import time
 import types
 from collections.abc import Mapping
 from contextlib import ExitStack
+from multiprocessing import context as contexts
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
+import pytest
 from tests.ports import free_port
 
 PRELOADED = [
@@ -46,6 +50,28 @@ GRACE = 30.0
 """Seconds that ranks have to say what is wrong after one of them has failed."""
 
 
+SERVER = "ARCLIGHT_TESTS_FORK_SERVER"
+"""Where workers of the suite find the address of the one fork server, which the process that starts them has started."""
+
+
+def start_server() -> None:
+    """Start the fork server for the workers that this process starts: each would need half a gigabyte, and seconds, for its own."""
+    context()
+    forkserver.ensure_running()
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    assert address is not None
+    os.environ[SERVER] = address
+
+
+def find_server() -> None:
+    """Use the fork server of the process that has started this one, if it has; programs that tests start know nothing of it."""
+    if (address := os.environ.pop(SERVER, None)) is not None:
+        forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
+        # what the server gives each process to keep, to learn when the last has ended: it ends with the one that started it
+        forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # type: ignore[attr-defined]
+        forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+
+
 def context() -> Any:
     """Of multiprocessing: processes are forked from the one that has all of that."""
     found = mp.get_context("forkserver")
@@ -53,18 +79,63 @@ def context() -> Any:
     return found
 
 
+class _Process(contexts.ForkServerProcess):
+    """A process in place of a spawned one, with the environment and the streams of the one that starts it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        streams = [mp.reduction.DupFd(number) for number in (1, 2)]
+        return self.__dict__ | {"_environment": dict(os.environ), "_streams": streams}
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> Any:
+        gc.freeze()
+        for number, stream in enumerate(self.__dict__.pop("_streams"), start=1):
+            os.dup2(stream.detach(), number)
+        os.environ.clear()
+        os.environ.update(self.__dict__.pop("_environment"))
+        _share_server()
+        return super()._bootstrap(parent_sentinel)  # type: ignore[misc]
+
+
+class Forked(contexts.ForkServerContext):
+    """A context of multiprocessing for ``spawn``: what is started finds all of that imported."""
+
+    Process = _Process
+
+    def get_context(self, method: str | None = None) -> Any:
+        return self
+
+    def __reduce__(self) -> tuple[type[Forked], tuple[()]]:
+        return Forked, ()
+
+
+def fork_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes that this one spawns forked from the server."""
+    context()
+    monkeypatch.setitem(contexts._concrete_contexts, "spawn", Forked())  # type: ignore[attr-defined]
+
+
+def _share_server() -> None:
+    """Have this process, which was forked by a server, and those that it starts use that server as well: Python starts one more in each."""
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+    contexts._concrete_contexts["spawn"] = Forked()  # type: ignore[attr-defined]
+
+
 class Program:
     """A Python program, ``script.py ...``, ``-m module ...`` or ``-c code ...``, that runs; the part of subprocess.Popen that is needed."""
 
     def __init__(
-        self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, merged: bool = False
-    ) -> None:
-        """cwd, env: folder and environment, by default those of this process; merged: errors go where output goes."""
+        self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, merged: bool = False,
+        spawns: bool = False,
+    ) -> None:  # fmt: skip
+        """cwd, env: folder and environment, by default those of this process; merged: errors go where output goes.
+
+        spawns: what it spawns starts Python, as outside of tests.
+        """
         self.args = list(map(str, words))
         self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the program)
         self._err: IO[bytes] = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
         streams = [mp.reduction.DupFd(stream.fileno()) for stream in (self._out, self._err)]
-        given = (self.args, os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), *streams)
+        given = (self.args, os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), spawns, *streams)
         self._passed = 0
         self._process: BaseProcess = context().Process(target=_run, args=given)
         self._process.start()
@@ -173,13 +244,15 @@ def _text(stream: IO[bytes]) -> str:
     return os.pread(stream.fileno(), size, 0).decode(errors="replace")
 
 
-def _run(words: list[str], cwd: str, env: dict[str, str], out: Any, err: Any) -> None:
+def _run(words: list[str], cwd: str, env: dict[str, str], spawns: bool, out: Any, err: Any) -> None:
     gc.freeze()  # a search for garbage would copy every page of what was imported before the fork
     for number, stream in enumerate((out, err), start=1):
         os.dup2(stream.detach(), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.setsid()
     mp.set_start_method(None, force=True)  # this process was started in a way of its own; what it starts is not
+    if not spawns:
+        _share_server()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -122,10 +122,9 @@ def digest(run: Path, number: int) -> str:
     return hashlib.sha256((run / "rounds" / f"{number:06d}" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def command(*words: str, **environment: str) -> warm.Program:
-    return warm.Program(
-        "-m", "arclight.cli", *words, env={**os.environ, "PYTHONUNBUFFERED": "1", **environment}, merged=True
-    )
+def command(*words: str, spawns: bool = False, **environment: str) -> warm.Program:
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    return warm.Program("-m", "arclight.cli", *words, env=variables, merged=True, spawns=spawns)
 
 
 def ended(process: warm.Program) -> str:
@@ -615,7 +614,7 @@ def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
 def test_processes_of_a_site_train_a_client_together(lines: Path, typed: Typed, folder: Path) -> None:
     """Two of them see two batches in a step, of which the update is that of their mean, and both end with the node."""
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
-    node = command("federate", "join", address_of(server), "--name", "a", "--trainer.devices", "2")
+    node = command("federate", "join", address_of(server), "--name", "a", "--trainer.devices", "2", spawns=True)
     until(node, "round 1: client 0 trains")
     members: list[psutil.Process] = []
     deadline = time.monotonic() + DEADLINE

@@ -370,7 +370,12 @@ def test_a_folder_whose_settings_are_not_of_a_search_is_refused(typed: Typed, tm
     assert (status, "is no search" in err) == (2, True)
 
 
-def test_processes_train_side_by_side_and_one_that_is_killed_costs_its_trial_only(typed: Typed, fated: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_train_side_by_side_and_one_that_is_killed_costs_its_trial_only(
+    typed: Typed, fated: Path, start: str, request: pytest.FixtureRequest
+) -> None:
+    if start == "fork":
+        request.getfixturevalue("fork_spawned")
     status, out, _ = typed(
         "tune fated.toml --search.task.fate fine,killed --monitor val/loss --trials 3 --jobs 2 --sampler random --seed 5"
     )

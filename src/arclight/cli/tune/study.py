@@ -101,7 +101,9 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
         self._ranges = [parameter for parameter in parameters if isinstance(parameter, Range)]
         self._own: Any = None
         if kind == "cmaes":
-            require("cmaes", extra="tune")  # before a trial, and only here: it imports scipy's statistics, which take seconds
+            require(
+                "cmaes", extra="tune"
+            )  # before a trial, and only here: it imports scipy's statistics, which take seconds
 
     def before_trial(self, study: Any, trial: Any) -> None:
         killed = [
