@@ -81,7 +81,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    _take_out_of_collections()
+    gc.freeze()  # a search takes a second, and what it finds among modules and tests is too small to be seen
 
 
 @pytest.hookimpl(trylast=True)
