@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.house.facts import PACKAGE
 from torch import nn
 
 import arclight
@@ -51,21 +52,12 @@ BY_STAGE = dict.fromkeys(
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def reads() -> dict[str, set[Path]]:
-    """Name -> files in which an attribute of that name is read, or an argument of that name of a function."""
-    found: dict[str, set[Path]] = defaultdict(set)
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                found[node.attr].add(path)
-            elif isinstance(node, ast.FunctionDef):
-                for name in arguments(node) & loaded(node):
-                    found[name].add(path)
+def reads() -> set[str]:
+    """Names of attributes that are read somewhere, and of arguments that their functions read."""
+    found = {node.attr for _, node in PACKAGE.nodes(ast.Attribute) if isinstance(node.ctx, ast.Load)}
+    for _, node in PACKAGE.nodes(ast.FunctionDef):
+        if new := arguments(node) - found:
+            found |= new & loaded(node)
     return found
 
 
@@ -92,9 +84,12 @@ def settings() -> list[type]:
     return list(found)
 
 
-def unread_fields(classes: list[type], found: dict[str, set[Path]]) -> list[str]:
+def unread_fields(classes: list[type], found: set[str]) -> list[str]:
     return [
-        f"{cls.__name__}.{field.name}" for cls in classes for field in dataclasses.fields(cls) if not found[field.name]
+        f"{cls.__name__}.{field.name}"
+        for cls in classes
+        for field in dataclasses.fields(cls)
+        if field.name not in found
     ]
 
 
@@ -119,7 +114,7 @@ def definition(made: Any) -> ast.FunctionDef | None:
     path = Path(inspect.getfile(function))
     if not path.is_relative_to(SOURCE):
         return None
-    nodes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
+    nodes = PACKAGE.of(PACKAGE.name_of(path), ast.FunctionDef)
     first = function.__code__.co_firstlineno
     return next((n for n in nodes if first in (n.lineno, *(d.lineno for d in n.decorator_list))), None)
 
@@ -162,7 +157,9 @@ def test_every_argument_of_public_constructors_and_functions_is_read() -> None:
         read, kept, texts = loaded(function), kept_only(function), ast.unparse(function)
         for argument in arguments(function):
             seen += 1
-            if (argument not in read and "locals()" not in texts) or (argument in kept and not reads()[kept[argument]]):
+            if (argument not in read and "locals()" not in texts) or (
+                argument in kept and kept[argument] not in reads()
+            ):
                 found.append(f"{name}.{argument}")
     assert seen > 400
     assert sorted(found) == sorted(IGNORED), "mend or remove these, or say why they do nothing"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MOST_MODULES = 15
 """Modules of a folder; more mean that it has sub-concepts without names."""
@@ -18,6 +20,17 @@ SMALL = 150
 COMMON_NAMES = frozenset({"settings", "base", "errors"})
 """Names that say the same in every folder, so that a room may have several."""
 QUESTION = re.compile(r"(What|Whether|How|Who|Whose|Where|Which|When|Why|From)\b")
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Make many objects that stay without a search for garbage after every few thousand of them, and leave them out of later ones."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Import(NamedTuple):
@@ -45,7 +58,26 @@ class Tree:
 
     @functools.cached_property
     def parsed(self) -> dict[str, ast.Module]:
-        return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in self.modules.items()}
+        with _kept():
+            return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in self.modules.items()}
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[str, dict[type[ast.AST], list[ast.AST]]]:
+        """The nodes of each module by their class: a million, which a dozen counts would each search by themselves."""
+        found: dict[str, dict[type[ast.AST], list[ast.AST]]] = {}
+        with _kept():
+            for module, parsed in self.parsed.items():
+                kinds = found[module] = defaultdict(list)
+                for node in ast.walk(parsed):
+                    kinds[type(node)].append(node)
+        return found
+
+    def nodes(self, *kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+        """Nodes of these very classes, with their modules."""
+        return ((module, node) for module in self.modules for kind in kinds for node in self.of(module, kind))
+
+    def of(self, module: str, kind: type[ast.AST]) -> list[Any]:
+        return self._by_kind[module].get(kind, [])
 
     @functools.cached_property
     def imports(self) -> dict[str, list[Import]]:
@@ -74,10 +106,16 @@ class Tree:
         return name
 
     def functions(self) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        for module, tree in self.parsed.items():
-            for node in ast.walk(tree):
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    yield module, node
+        yield from self.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def dotted(node: ast.AST) -> str:
+    """The names of an expression such as torch.load; what stands before the first dot is ... where it is no name."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id if isinstance(node, ast.Name) else "...", *reversed(names)])
 
 
 def _imports(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
@@ -94,7 +132,8 @@ def _imports(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Impo
     else:
         inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            yield from _imports(child, inside, for_types)
+            if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):  # no expression imports by a statement
+                yield from _imports(child, inside, for_types)
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -179,11 +218,9 @@ def small_files_with_one_importer(tree: Tree) -> list[str]:
 
 def docstrings_that_open_with_a_question_word(tree: Tree) -> list[str]:
     found = []
-    for module, parsed in tree.parsed.items():
-        for node in ast.walk(parsed):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                text = ast.get_docstring(node) or ""
-                found += [f"{tree.place(module, node)} {text.splitlines()[0]}"] if QUESTION.match(text) else []
+    for module, node in tree.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        text = ast.get_docstring(node) or ""
+        found += [f"{tree.place(module, node)} {text.splitlines()[0]}"] if QUESTION.match(text) else []
     return found
 
 
@@ -210,21 +247,15 @@ def functions_that_take_a_trainer(tree: Tree) -> list[str]:
 def trainer_attributes_set_by_other_files(tree: Tree) -> list[str]:
     """Attributes of an object called trainer, or kept as one, that are assigned to from outside of it."""
     found: dict[str, set[str]] = defaultdict(set)
-    for module, parsed in tree.parsed.items():
-        for node in ast.walk(parsed):
-            for target in _assigned(node):
-                owner = ast.unparse(target.value).rpartition(".")[2] if isinstance(target, ast.Attribute) else ""
-                if isinstance(target, ast.Attribute) and owner in ("trainer", "_trainer"):
-                    found[target.attr].add(tree.place(module))
+    for module, node in tree.nodes(ast.Assign, ast.AugAssign, ast.AnnAssign):
+        for target in _assigned(node):
+            if isinstance(target, ast.Attribute) and dotted(target.value).rpartition(".")[2] in ("trainer", "_trainer"):
+                found[target.attr].add(tree.place(module))
     return [f"trainer.{name}: {', '.join(sorted(places))}" for name, places in sorted(found.items())]
 
 
-def _assigned(node: ast.AST) -> Iterator[ast.expr]:
-    targets: Iterable[ast.expr] = ()
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-        targets = (node.target,)
+def _assigned(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.expr]:
+    targets: Iterable[ast.expr] = node.targets if isinstance(node, ast.Assign) else (node.target,)
     for target in targets:
         yield from target.elts if isinstance(target, (ast.Tuple, ast.List)) else (target,)
 
@@ -241,10 +272,8 @@ def imports_by_text(tree: Tree) -> list[str]:
     """Imports of the package's own modules by a name in quotes, which no checker of imports sees."""
     return [
         tree.place(module, node)
-        for module, parsed in tree.parsed.items()
-        for node in ast.walk(parsed)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+        for module, node in tree.nodes(ast.Call)
+        if dotted(node.func).rpartition(".")[2] in ("import_module", "__import__")
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and str(node.args[0].value).startswith(f"{tree.root.name}.")
@@ -264,3 +293,6 @@ FACTS: tuple[Callable[[Tree], list[str]], ...] = (
     docstrings_that_open_with_a_question_word,
     imports_by_text,
 )
+
+PACKAGE = Tree(Path(__file__).resolve().parents[2] / "src" / "arclight")
+"""One for all tests: parsing is what takes time."""

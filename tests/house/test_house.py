@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.house import facts
@@ -17,7 +18,7 @@ from tests.house import facts
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "arclight"
 LIMITS = tomllib.loads((Path(__file__).parent / "limits.toml").read_text())
-PACKAGE = facts.Tree(SOURCE)  # one for all counts: parsing is what takes time
+PACKAGE = facts.PACKAGE
 FILES = sorted(PACKAGE.modules.values())
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
 
@@ -31,11 +32,8 @@ def place(path: Path, node: ast.AST | None = None) -> str:
     return f"{path.relative_to(REPOSITORY)}{line}"
 
 
-def nodes(kind: type | tuple[type, ...]) -> Iterator[tuple[Path, ast.AST]]:
-    for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, kind):
-                yield path, node
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Path, Any]]:
+    return ((PACKAGE.modules[module], node) for module, node in PACKAGE.nodes(*kinds))
 
 
 def lines_of(node: ast.AST) -> int:
@@ -46,7 +44,7 @@ def lines_of(node: ast.AST) -> int:
 
 
 def long_functions() -> list[str]:
-    found = [(path, node) for path, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)) if lines_of(node) > 60]
+    found = [(path, node) for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef) if lines_of(node) > 60]
     return [f"{place(path, node)} {node.name} has {lines_of(node)} lines" for path, node in found]
 
 
@@ -145,7 +143,7 @@ def test_every_limit_is_checked() -> None:
 
 def called(node: ast.AST) -> str:
     """The dotted name that a call calls, such as torch.load."""
-    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return facts.dotted(node.func) if isinstance(node, ast.Call) else ""
 
 
 def test_nothing_is_ever_unpickled() -> None:
@@ -194,20 +192,23 @@ def test_every_room_says_what_it_is_for() -> None:
     assert not missing
 
 
+NAMES: dict[type[ast.AST], tuple[str, ...]] = {
+    ast.Name: ("id",), ast.Attribute: ("attr",), ast.arg: ("arg",), ast.keyword: ("arg",), ast.alias: ("name", "asname"),
+    ast.ImportFrom: ("module",), ast.FunctionDef: ("name",), ast.AsyncFunctionDef: ("name",), ast.ClassDef: ("name",),
+    ast.ExceptHandler: ("name",), ast.MatchAs: ("name",), ast.MatchStar: ("name",), ast.Constant: ("value",),
+}  # fmt: skip
+"""Where names are, and texts that may be some."""
+
+
 def names_written_in_code() -> set[str]:
     """Every word that the source uses as a name: of modules, definitions, arguments, attributes, and texts that are one word."""
-    fields = ("id", "attr", "arg", "name", "asname", "module")
     found = (
         set(dir(builtins))
         | {"arclight", "torch"}
         | {part for path in FILES for part in PACKAGE.name_of(path).split(".")}
     )
-    for path in FILES:
-        for node in ast.walk(tree(path)):
-            texts = [getattr(node, field, None) for field in fields]
-            texts += [node.value] if isinstance(node, ast.Constant) else []
-            found |= {part for text in texts if isinstance(text, str) and " " not in text for part in text.split(".")}
-    return found
+    texts = {getattr(node, field) for kind, fields in NAMES.items() for _, node in nodes(kind) for field in fields}
+    return found | {part for text in texts if isinstance(text, str) and " " not in text for part in text.split(".")}
 
 
 def test_docstrings_name_what_exists() -> None:
