@@ -156,23 +156,30 @@ def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
     return fabric.launch(run)
 
 
-def all_schedules() -> dict[str, float]:
+def all_schedules(sizes: list[int]) -> dict[str, float]:
     errors: dict[str, float] = {}
     pairs = dist.get_world_size() // 2
     layers = 4 * pairs  # one for each of two stages on a process
     for schedule in SCHEDULES:
-        # Uneven micro-batches, a batch that shrinks and grows again, fewer samples than micro-batches or stages.
-        errors |= on_stages(schedule, [8 * pairs, 7 * pairs, 8 * pairs, 3 * pairs, 1], 0, layers)
+        errors |= on_stages(schedule, [*(size * pairs for size in sizes), 1], 0, layers)
         errors |= on_stages(
             schedule, [6 * pairs], 3 * pairs - 2, layers
         )  # a stage of which nothing trains, one in part
     return errors
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_schedules_equal_one_process(processes: int) -> None:
-    for errors in everywhere(processes, all_schedules):
-        assert len(errors) == 6 * len(SCHEDULES)
+@pytest.mark.parametrize(
+    ("processes", "sizes"),
+    [
+        (2, [7, 8]),
+        pytest.param(2, [8, 7, 8, 3], marks=pytest.mark.slow),
+        pytest.param(4, [8, 7, 8, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_all_schedules_equal_one_process(processes: int, sizes: list[int]) -> None:
+    """Uneven micro-batches, batches that shrink and grow again, fewer samples than micro-batches or stages."""
+    for errors in everywhere(processes, all_schedules, sizes):
+        assert len(errors) == (len(sizes) + 2) * len(SCHEDULES)
         assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if error >= 1e-12}
 
 

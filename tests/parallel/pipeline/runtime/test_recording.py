@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -60,16 +62,21 @@ def module_over(schedule: str) -> Language:
 BATCH = torch.randint(0, 64, (MICRO_BATCHES, 17), generator=torch.Generator().manual_seed(3))
 
 
-def recorded() -> dict[str, Any]:
-    """What was recorded of each schedule, here; some of it in other ways than by default."""
+QUICK = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble")
+"""One schedule of each kind: with one and two stages on a process, interleaved and V-shaped, with split backward passes and without."""
+EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES]
+
+
+def recorded(*kinds: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What was recorded, here."""
     read = time.perf_counter
     with patch.object(time, "perf_counter", lambda: read() + AHEAD * dist.get_rank()):
-        return recorded_by_this_clock()
+        return {name: found for kind in kinds for name, found in kind().items()}
 
 
-def recorded_by_this_clock() -> dict[str, Any]:
+def of_schedules(schedules: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         module = module_over(schedule)
         with record(skip=1, steps=2) as run:
             for _ in range(4):
@@ -77,6 +84,12 @@ def recorded_by_this_clock() -> dict[str, Any]:
                 time.sleep(0.05 * dist.get_rank())  # what processes do between steps is no part of them
         found[schedule] = run.traces
         assert run.first == (dist.get_rank() == 0)
+    return found
+
+
+def in_other_ways() -> dict[str, Any]:
+    """What is recorded otherwise than by default, and what is not."""
+    found: dict[str, Any] = {}
     module = module_over("1F1B")
     with record(activations=True) as run, torch.no_grad():
         batch_loss(module, BATCH)
@@ -101,15 +114,32 @@ def recorded_by_this_clock() -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def everywhere() -> list[dict[str, Any]]:
+def on_two(*kinds: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """What :func:`recorded` gives on each of two real processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
-        return fabric.strategy.all_gather_object(recorded())
+        return fabric.strategy.all_gather_object(recorded(*kinds))
 
     return al.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(start_method="fork")).launch(run)
+
+
+@pytest.fixture(scope="module")
+def everywhere() -> list[dict[str, Any]]:
+    return on_two(partial(of_schedules, QUICK), in_other_ways)
+
+
+@pytest.fixture(scope="module")
+def others() -> list[dict[str, Any]]:
+    """Of the schedules that are slow."""
+    return on_two(partial(of_schedules, [name for name in SCHEDULES if name not in QUICK]))
+
+
+@pytest.fixture
+def traces(schedule: str, request: pytest.FixtureRequest) -> list[list[Trace]]:
+    """Those of a schedule, by process."""
+    found = request.getfixturevalue("everywhere" if schedule in QUICK else "others")
+    return [here[schedule] for here in found]
 
 
 def check_order(trace: Trace) -> None:
@@ -138,9 +168,9 @@ def check_order(trace: Trace) -> None:
             assert starts == sorted(starts, reverse=backwards)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_needed_first_comes_first(everywhere: list[dict[str, Any]], schedule: str) -> None:
-    own, other = (found[schedule] for found in everywhere)
+@pytest.mark.parametrize("schedule", EACH)
+def test_what_is_needed_first_comes_first(traces: list[list[Trace]], schedule: str) -> None:
+    own, other = traces
     assert own == other  # every process has all of it
     assert len(own) == 2
     for trace in own:
@@ -151,9 +181,9 @@ def test_what_is_needed_first_comes_first(everywhere: list[dict[str, Any]], sche
         check_order(trace)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_time_is_conserved_and_memory_is_given_back(everywhere: list[dict[str, Any]], schedule: str) -> None:
-    for trace in everywhere[0][schedule]:
+@pytest.mark.parametrize("schedule", EACH)
+def test_time_is_conserved_and_memory_is_given_back(traces: list[list[Trace]], schedule: str) -> None:
+    for trace in traces[0]:
         for rank, (worked, cause) in enumerate(zip(busy(trace), idle(trace), strict=True)):
             assert worked + cause.seconds == pytest.approx(trace.seconds, rel=1e-9)
             spans = trace.of(rank)
