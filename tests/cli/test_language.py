@@ -101,6 +101,11 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err
+
+
+@pytest.mark.slow
+def test_programs_for_embeddings_and_with_few_bits(typed: Typed, recipe: str) -> None:
+    assert typed(f"train {recipe}")[0] == 0
     status, out, err = typed("export runs/lm/1 --embedding --out embed.onnx")
     assert status == 0, err
     assert "with tokenizer, for texts of up to 2048 tokens" in out

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 from arclight.compat.lightning.collectives import SingleDeviceCollective, TorchCollective
 from arclight.compat.lightning.utilities import is_shared_filesystem
@@ -19,15 +17,10 @@ CHECKS = ("exchanges", "groups", "filesystem", "comm_hooks", "local_sgd")
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    launcher = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
     script = Path(__file__).with_name("parallel_script.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], check=False, env=environment, capture_output=True, text=True, timeout=180
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for check in CHECKS:
-        assert done.stdout.count(f"passed {check}") == 2, done.stdout
+    for done in warm.run_ranks(2, script, tmp_path, timeout=180):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"passed {check}" for check in CHECKS]
 
 
 def test_alone_every_exchange_is_the_identity() -> None:
