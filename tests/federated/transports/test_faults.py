@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -201,6 +202,7 @@ def falsify(line: Line, up: bool, times: int) -> list[int]:
 
 def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path: Path, line: Line) -> None:
     line.change = lambda up, before, piece: None
+    drawn = random.getstate()
 
     def check(seconds: float) -> None:
         link, before = HttpLink(line.address, tmp_path / f"{seconds}", patience=seconds), line.connections
@@ -212,6 +214,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
         assert 3 <= line.connections - before <= 40 * seconds, "tried too seldom, or without a pause"
 
     patiently(check, 1, 10)
+    assert random.getstate() == drawn, "pauses are drawn from the generator that training draws data from"
 
 
 def test_a_node_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ _ANSWER_TIMEOUT_S = 120.0
 _ACK_TIMEOUT_MS = 20_000
 """Milliseconds without an acknowledgement after which the network counts as broken."""
 _MAX_CONNECTIONS = 16
+_PAUSES = random.Random()
+"""Draws the pauses between attempts: in threads beside training, whose data and seeds the process-wide generator is for."""
 _OLDER_TLS_REASONS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION")
 """OpenSSL's words for a peer that speaks only older versions of TLS."""
 
@@ -579,7 +581,7 @@ class Retrier:
                 now = time.monotonic()
                 if error.progress:
                     since, wait = now, _FIRST_WAIT_S
-                pause = max(error.after, wait * random.uniform(0.5, 1.0))
+                pause = max(error.after, wait * _PAUSES.uniform(0.5, 1.0))
                 wait = min(2 * wait, _LONGEST_WAIT_S)
                 if now + pause - since > self._seconds:
                     raise LinkError(
