@@ -222,9 +222,17 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("which", sorted(SETTINGS))
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), disturbances=st.integers(0, 300))
-def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str, seed: int, disturbances: int) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(seed=st.integers(0, 2**32), disturbances=st.integers(0, 300))
+    def check(seed: int, disturbances: int) -> None:
+        train_disturbed(which, seed, disturbances)
+
+    check()
+
+
+def train_disturbed(which: str, seed: int, disturbances: int) -> None:
     """Answers and receipts that are lost, failures that pass, silence, and kills of nodes and server, in any order."""
     chance = random.Random(seed)
     world = World(SETTINGS[which], 3).begin()

@@ -332,9 +332,10 @@ class Site:
         return Quadratic(float(int(self.name) % 7), samples=int(self.name) + 1)
 
 
-def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [32, pytest.param(128, marks=pytest.mark.slow)])
+def test_many_clients_sum_in_secret(tmp_path: Path, count: int) -> None:
     """A whole round over the public server; its mean is the open one's, and what messages cost the server is bounded."""
-    count, start = 128, {"w": torch.linspace(-1, 1, 60)}
+    start = {"w": torch.linspace(-1, 1, 60)}
     sites: list[Any] = [Site(str(number)) for number in range(count)]
 
     def trained(folder: Path, secure: SecureSum | None) -> Server:

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from arclight.parallel.layers.context_parallel import apply_context_parallel, se
 from arclight.parallel.model.fsdp import FsdpTypes
 from arclight.parallel.pipeline.runtime.install import install
 from arclight.parallel.planning.chain import Chain, Workload
-from arclight.parallel.planning.estimates import estimate
+from arclight.parallel.planning.estimates import Estimate, estimate
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.text.loss import cross_entropy
@@ -260,8 +260,13 @@ def _own(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+@cache
+def estimated(case: Case) -> Estimate:
+    return estimate(Chain(case.workload()), case.plan, case.samples)
+
+
 def predict(case: Case, stage: int) -> dict[str, Any]:
-    made = estimate(Chain(case.workload()), case.plan, case.samples)
+    made = estimated(case)
     said = Counter[str]()
     for message in made.traffic[stage]:
         # Where cp or ep has all the processes that weights are spread over, it is the same group.
