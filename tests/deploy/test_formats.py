@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, export, quantize
+from arclight.deploy.capture import capture
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.formats.formats import destination, write_graph
 from arclight.deploy.programs.fresh import run_fresh
@@ -338,3 +339,21 @@ def test_numbers_of_threads_are_put_back_by_calls_that_overlap() -> None:
     last.join()
     assert found == [before + 1, before, before]
     assert torch.get_num_threads() == before
+
+
+def test_conversions_share_torch_s_tables(two_heads: nn.Module) -> None:
+    """A second conversion writes the same bytes, what is torch's stays torch's, and operators that come later are seen."""
+    from torch.onnx._internal.exporter import _decomp, _registration
+
+    captured = capture(two_heads, (torch.randn(2, 3, 8, 8),))
+    before = _registration.ONNXRegistry.from_torchlib, _decomp.create_onnx_friendly_decomposition_table
+    first, second = (onnx_graph.convert(captured, input_names=None, output_names=None) for _ in range(2))
+    assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+    assert (_registration.ONNXRegistry.from_torchlib, _decomp.create_onnx_friendly_decomposition_table) == before
+    known = onnx_graph._operators()
+    library = torch.library.Library("arclight_later", "DEF")
+    try:
+        library.define("double(Tensor x) -> Tensor")
+        assert onnx_graph._operators() > known
+    finally:
+        library._destroy()

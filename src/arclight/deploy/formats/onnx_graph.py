@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +33,7 @@ def convert(
     """Convert ``exported`` to ONNX, its free dimension called batch; ExportError if ONNX cannot express it."""
     require("onnxscript", extra="deploy")
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), _cached_tables():
             program = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -66,6 +69,54 @@ def write(model: onnx.ModelProto, path: Path) -> list[Path]:
         model, str(path), save_as_external_data=True, location=weights, size_threshold=1024
     )
     return [path.with_name(weights), path]
+
+
+_TABLES = threading.Lock()
+
+
+@contextmanager
+def _cached_tables() -> Iterator[None]:
+    """Keep torch's tables of ONNX functions and of decompositions from one conversion to the next.
+
+    torch makes both for each model, by reading the sources of 500 functions, which takes longer than converting a small model does.
+    """
+    from torch.onnx._internal.exporter import _decomp as decompositions
+    from torch.onnx._internal.exporter._registration import ONNXRegistry as Registry
+
+    with _TABLES:
+        make, decompose = Registry.from_torchlib, decompositions.create_onnx_friendly_decomposition_table
+
+        def from_torchlib(opset_version: int) -> Registry:
+            known, copied = _known(make, opset_version, _operators()), Registry()
+            copied._opset_version = opset_version
+            copied.functions = {operator: list(functions) for operator, functions in known.functions.items()}
+            return copied
+
+        def decomposition_table(implemented: set[Any]) -> dict[Any, Any]:
+            return dict(_known(decompose, frozenset(implemented), _operators()))
+
+        replaced: list[tuple[Any, str, Any]] = [
+            (Registry, "from_torchlib", staticmethod(from_torchlib)),
+            (decompositions, decompose.__name__, decomposition_table),
+        ]
+        before = [vars(holder)[name] for holder, name, _ in replaced]
+        try:
+            for holder, name, cached in replaced:
+                setattr(holder, name, cached)
+            yield
+        finally:
+            for (holder, name, _), original in zip(replaced, before):
+                setattr(holder, name, original)
+
+
+def _operators() -> int:
+    """Count the operators of torch: libraries that are imported later bring more of them, and those belong in the tables."""
+    return len(torch._C._dispatch_get_all_op_names())
+
+
+@functools.lru_cache(maxsize=8)
+def _known(make: Callable[[Any], Any], of: Any, operators: int) -> Any:
+    return make(of)
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
