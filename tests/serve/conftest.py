@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests import warm
 from tests.ports import free_port
+from tests.shared import made_once
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the helpers beside the tests
@@ -110,6 +111,30 @@ def serve_with() -> Iterator[Callable[..., Server]]:
 def chrome() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
+
+
+@pytest.fixture(scope="session")
+def one_box_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A detector that sees one code in every photo."""
+    from tests.serve.programs import write_detector
+
+    return made_once(tmp_path_factory, "one-box.onnx", lambda path: write_detector(path, task="detect"))
+
+
+@pytest.fixture(scope="session")
+def affine_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of tensors: y = 2 x + 1, of any number of rows of three."""
+    from tests.serve.programs import write_affine
+
+    return made_once(tmp_path_factory, "affine.onnx", write_affine)
+
+
+@pytest.fixture(scope="session")
+def language_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of `programs.language_model`."""
+    from tests.serve.programs import write_language_program
+
+    return made_once(tmp_path_factory, "lm.onnx", write_language_program)
 
 
 @pytest.fixture

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import ssl
 import subprocess
 import sys
 
 import httpx
 import pytest
-import torch
 from tests.ports import free_port
 from tests.serve.conftest import LOOPBACK, running
-from tests.serve.test_tensors import SERVE, Affine
+from tests.serve.test_tensors import SERVE
 from tests.waiting import wait_until
 
 from arclight import cli
-from arclight.deploy import export
 from arclight.federated.transports.keys import make_certificate
 from arclight.serve import create_app, middleware
 
@@ -24,11 +23,11 @@ KEY = "correct-horse-battery"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, affine_path):
     path = tmp_path_factory.mktemp("access")
     (path / "serve.py").write_text(SERVE)
     (path / "key.txt").write_text(KEY + "\n")
-    export(Affine(), path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
+    shutil.copy(affine_path, path)
     return path
 
 

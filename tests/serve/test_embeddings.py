@@ -11,7 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 from starlette.testclient import TestClient
-from tests.serve.test_text import PROMPTS, built
+from tests.serve.programs import language_model
+from tests.serve.test_text import PROMPTS
 from torch.nn import functional as F
 
 from arclight.deploy import Program, ProgramError, WeightOnly
@@ -23,14 +24,13 @@ from arclight.serve.tasks.embeddings import EmbeddingRequest, embedded
 from arclight.serve.tasks.text import ChatRequest, CompletionRequest
 from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.embedding_program import Embedder, export_embedding_model
-from arclight.text.language_program import export_language_model
 
 TEXTS = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def model():
-    return built()
+    return language_model()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,8 @@ def path(tmp_path_factory, model):
 
 
 @pytest.fixture(scope="module")
-def client(path, model):
-    lm = export_language_model(model, path.with_name("lm.onnx"), [TEXTS], tokenizer=ByteTokenizer()).path
-    served = [models.load(name, one, Limits()) for name, one in (("embed", path), ("lm", lm))]
+def client(path, language_path):
+    served = [models.load(name, one, Limits()) for name, one in (("embed", path), ("lm", language_path))]
     with TestClient(build_app(served, Limits(), Access())) as client:
         yield client
 
@@ -163,9 +162,9 @@ def test_the_deadline_ends_a_request_between_two_calls(path):
         embedded(embedder, [[1]] * 9, turn)
 
 
-def test_programs_that_embed_and_that_generate_are_not_confused(client, path):
+def test_programs_that_embed_and_that_generate_are_not_confused(path, language_path):
     with pytest.raises(ProgramError, match="is no embedding program"):
-        Embedder(Program.load(path.with_name("lm.onnx")))
+        Embedder(Program.load(language_path))
     program = Program.load(path)
     program.metadata["max_positions"] = "256"
     with pytest.raises(ProgramError, match="max_positions as '256', and it is a number"):

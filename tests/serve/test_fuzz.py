@@ -7,15 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import LOOPBACK, SAMPLES, running
-from tests.serve.test_program import exported as detector
-from tests.serve.test_tensors import SERVE, Affine
-from tests.serve.test_text import exported as language
-
-from arclight.deploy import export
+from tests.serve.test_tensors import SERVE
 
 PHOTO = (SAMPLES / "counter.jpg").read_bytes()
 MODELS = ("codes", "affine", "lm")
@@ -32,13 +27,11 @@ TENSORS = {
 
 
 @pytest.fixture(scope="module")
-def all_tasks(tmp_path_factory):
+def all_tasks(tmp_path_factory, one_box_path, affine_path, language_path):
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "serve.py").write_text(SERVE)
-    detector(folder / "codes.onnx", task="detect")
-    export(Affine(), folder / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"], output_names=["y"])
-    language(folder / "lm.onnx", positions=64)
-    words = [f"{name}={folder / f'{name}.onnx'}" for name in MODELS]
+    paths = (one_box_path, affine_path, language_path)
+    words = [f"{name}={path}" for name, path in zip(MODELS, paths, strict=True)]
     limits = ["--limits.linger_s=0.2", "--limits.body_idle_s=1", "--limits.deadline_s=5"]
     with running(*words, *limits, program=str(folder / "serve.py")) as server:
         yield server

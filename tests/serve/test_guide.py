@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from tests import warm
 from tests.ports import free_port
 from tests.serve.conftest import started
-from tests.serve.test_program import exported
 from tests.test_readme import block
 
 GUIDE = "docs/serve.md"
@@ -18,10 +18,10 @@ CLI = "from arclight.cli import main\nraise SystemExit(main())\n"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int]]:
+def folder(tmp_path_factory: pytest.TempPathFactory, one_box_path: Path) -> Iterator[tuple[Path, int]]:
     """A folder with the guide's programs, and the port of the server that its command has started there."""
     path = tmp_path_factory.mktemp("guide")
-    exported(path / "detector.onnx", task="detect")
+    shutil.copy(one_box_path, path / "detector.onnx")
     (path / "export.py").write_text(block("python", GUIDE))
     warm.run("export.py", cwd=path, timeout=600, check=True)
     (path / "cli.py").write_text(CLI)

@@ -8,20 +8,17 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
+from tests.serve.programs import write_detector
 
 from arclight import deploy
 from arclight._installed import pip_install
-from arclight.deploy import ProgramError, export
+from arclight.deploy import ProgramError
 from arclight.fabric.listening import AddressError, reserve_address
 from arclight.serve import create_app, serve, server
 from arclight.serve.settings import Limits
 
-SIDE = 64
 SERVE = """
 import argparse
 from arclight.serve import serve
@@ -34,31 +31,11 @@ serve(options.program, port=options.port)
 """
 
 
-class OneBox(nn.Module):
-    """A detector that always sees one code: centre (24, 32), 12 wide and 20 high, of its 64 pixels square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("prediction", torch.tensor([[[24.0, 32.0, 12.0, 20.0, 0.9, 1.0]]]))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.prediction + 0 * images.mean((1, 2, 3))[:, None, None]
-
-
-def exported(path: Path, **metadata: object) -> Path:
-    processing = {
-        "processing": "arclight.vision.tasks.processing:DetectionProcessing",
-        "processing_args": {"names": ["qr_code"], "image_size": SIDE},
-    }
-    images = torch.rand(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    export(OneBox(), path, example_inputs=images, input_names=["images"], metadata=processing | metadata)
-    return path
-
-
-def test_a_program_from_the_exporter_is_served_with_its_boxes_in_the_photos_pixels(tmp_path, serve_with, sample):
+def test_a_program_from_the_exporter_is_served_with_its_boxes_in_the_photos_pixels(
+    tmp_path, one_box_path, serve_with, sample
+):
     (tmp_path / "serve.py").write_text(SERVE)
-    path = exported(tmp_path / "one-box.onnx", task="detect")
-    server = serve_with(f"--program={path}", program=str(tmp_path / "serve.py"))
+    server = serve_with(f"--program={one_box_path}", program=str(tmp_path / "serve.py"))
     health = server.get("/health").json()
     assert (health["program"], health["precision"]) == ("one-box", "fp32")
     [box] = server.detect(sample("counter")).json()["boxes"]
@@ -69,7 +46,7 @@ def test_a_program_from_the_exporter_is_served_with_its_boxes_in_the_photos_pixe
 
 
 def test_a_program_of_another_task_is_refused_before_anything_listens(tmp_path):
-    path = exported(tmp_path / "text.onnx", task="generate")
+    path = write_detector(tmp_path / "text.onnx", task="generate")
     with pytest.raises(ProgramError, match=r"is not a detector \(its task is 'generate'\)"):
         serve(path, port=0)
     with pytest.raises(ProgramError, match="there is no program at"):
@@ -111,9 +88,8 @@ def test_the_second_server_to_reserve_a_port_is_told_as_well():
             server.run(app, host="127.0.0.1", port=port, limits=Limits(), listening=second)
 
 
-def test_the_server_says_where_it_can_be_opened(tmp_path):
-    path = exported(tmp_path / "one-box.onnx", task="detect")
-    command = [sys.executable, "-c", f"from arclight.serve import serve; serve({str(path)!r}, port=0)"]
+def test_the_server_says_where_it_can_be_opened(one_box_path):
+    command = [sys.executable, "-c", f"from arclight.serve import serve; serve({str(one_box_path)!r}, port=0)"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         said = process.stdout.readline()

@@ -18,10 +18,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper, save
 from tests.serve.conftest import LOOPBACK, SAMPLES, running
-from tests.serve.test_program import exported as detector
+from tests.serve.programs import write_detector
 from tests.serve.test_tensors import SERVE
 from tests.serve.test_text import expected, post
-from tests.serve.test_text import exported as language
 from tests.waiting import wait_until
 from torch import nn
 
@@ -101,10 +100,10 @@ def factor(server, name: str) -> float:
         return infer(server, name, client).json()["outputs"][0]["data"][0]
 
 
-def test_no_request_fails_while_programs_are_replaced_under_load(folder, tmp_path):
+def test_no_request_fails_while_programs_are_replaced_under_load(folder, one_box_path, tmp_path):
     put(folder / "times-2.onnx", tmp_path / "a.onnx")
     put(folder / "times-2.onnx", tmp_path / "b.onnx")
-    detector(tmp_path / "codes.onnx", task="detect")
+    put(one_box_path, tmp_path / "codes.onnx")
     stop, seen, failed = threading.Event(), Counter(), []
 
     def ask(name: str) -> None:
@@ -130,7 +129,7 @@ def test_no_request_fails_while_programs_are_replaced_under_load(folder, tmp_pat
             for new in (3, 4):
                 put(folder / f"times-{new}.onnx", tmp_path / "a.onnx")
                 wait_until(lambda new=new: factor(server, "a") == new, f"program {new} answers")
-            detector(tmp_path / "other.onnx", task="detect", note="another file")
+            write_detector(tmp_path / "other.onnx", task="detect", note="another file")
             put(tmp_path / "other.onnx", tmp_path / "codes.onnx")
             wait_until(
                 lambda: server.metrics()["arclight_reloads_total", "codes", "replaced"] == 1, "the detector is replaced"
@@ -161,7 +160,7 @@ BAD = ["truncated", "gone", "other outputs", "NaN", "never compared", "other tas
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_program_is_refused_and_the_old_one_goes_on(folder, tmp_path, name):
+def test_a_bad_program_is_refused_and_the_old_one_goes_on(folder, one_box_path, tmp_path, name):
     path = tmp_path / "a.onnx"
     put(folder / "times-2.onnx", path)
     with serving(folder, f"a={path}") as server:
@@ -179,7 +178,7 @@ def test_a_bad_program_is_refused_and_the_old_one_goes_on(folder, tmp_path, name
             bare(tmp_path / "bare.onnx")
             os.replace(tmp_path / "bare.onnx", path)
         else:
-            put(detector(tmp_path / "codes.onnx", task="detect"), path)
+            put(one_box_path, path)
         wait_until(lambda: server.metrics()["arclight_reloads_total", "a", "refused"] == 1, "it is refused")
         assert factor(server, "a") == 2
         assert server.get("/v2/models/a").json() == before
@@ -206,8 +205,8 @@ def test_only_programs_of_trusted_keys_replace_each_other(folder, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    return language(tmp_path_factory.mktemp("texts") / "lm.onnx")
+def lm(language_path):
+    return Program.load(language_path)
 
 
 def test_no_text_fails_while_its_program_is_replaced(folder, lm, tmp_path):

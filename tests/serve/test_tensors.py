@@ -13,15 +13,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import LOOPBACK, running
-from tests.serve.test_program import exported
-from torch import nn
 
 from arclight import cli
-from arclight.deploy import Program, export
+from arclight.deploy import Program
 from arclight.fabric.listening import reserve_address
 from arclight.serve import Limits, models
 from arclight.serve.admission import Pace
@@ -39,18 +36,11 @@ raise SystemExit(main(["serve", *models, "--port", options.port, "--limits.queue
 """
 
 
-class Affine(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x + 1
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(tmp_path_factory, one_box_path, affine_path):
     folder = tmp_path_factory.mktemp("two")
     (folder / "serve.py").write_text(SERVE)
-    detector = exported(folder / "one-box.onnx", task="detect")
-    export(Affine(), folder / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"], output_names=["y"])
-    with running(f"codes={detector}", f"affine={folder / 'affine.onnx'}", program=str(folder / "serve.py")) as server:
+    with running(f"codes={one_box_path}", f"affine={affine_path}", program=str(folder / "serve.py")) as server:
         yield server
 
 
@@ -162,9 +152,8 @@ def test_answers_are_counted_by_model(two):
     assert not [name for name in after if "made-up" in name]
 
 
-def test_programs_are_warmed_up_before_the_server_is_ready(tmp_path, monkeypatch):
-    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
-    program = Program.load(tmp_path / "affine.onnx")
+def test_programs_are_warmed_up_before_the_server_is_ready(affine_path, monkeypatch):
+    program = Program.load(affine_path)
     ready: list[tuple[int, ...]] = []
     compute = Program.__call__
 
@@ -262,10 +251,9 @@ def test_answers_on_kept_connections_do_not_wait_for_acknowledgements():
     assert asyncio.run(no_delay()) != 0
 
 
-def test_programs_share_the_cores_among_the_workers(tmp_path):
-    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3))
+def test_programs_share_the_cores_among_the_workers(affine_path):
     threads = [
-        models.load("affine", tmp_path / "affine.onnx", limits).loaded.threads
+        models.load("affine", affine_path, limits).loaded.threads
         for limits in (Limits(workers=1), Limits(workers=1000), Limits(workers=1, threads=3))
     ]
     assert threads == [len(psutil.Process().cpu_affinity()), 1, 3]
@@ -302,9 +290,8 @@ def test_a_model_is_quick_by_the_median_of_its_recent_requests():
     [(1, False, True), (2000, False, False), (1, True, False)],
     ids=["small", "large", "slow"],
 )
-def test_only_small_requests_to_quick_models_are_computed_on_the_loop(tmp_path, rows, slow, is_here):
-    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
-    program, threads = Program.load(tmp_path / "affine.onnx"), []
+def test_only_small_requests_to_quick_models_are_computed_on_the_loop(affine_path, rows, slow, is_here):
+    program, threads = Program.load(affine_path), []
 
     class Watched(Program):
         def __call__(self, *inputs: np.ndarray) -> object:
@@ -346,9 +333,8 @@ def test_many_clients_get_their_own_answers(two):
             assert data == ([] if number % 7 == 3 else [2 * number + 1] * 6)
 
 
-def test_refusals_of_a_full_server_are_held_back_and_others_are_not(tmp_path, monkeypatch):
-    export(Affine(), tmp_path / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"])
-    model, going, slept = models.load("affine", tmp_path / "affine.onnx", Limits()), threading.Event(), []
+def test_refusals_of_a_full_server_are_held_back_and_others_are_not(affine_path, monkeypatch):
+    model, going, slept = models.load("affine", affine_path, Limits()), threading.Event(), []
     begun = threading.Event()
     app = build_app([model], Limits(workers=1, queue=0, refusal_s=0.25), Access())
     content = {"inputs": [tensor(shape=[2000, 3], data=[0.25] * 6000)]}  # too large for the loop, which must go on

@@ -10,14 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
-import torch
 from starlette.testclient import TestClient
 from tests.serve.conftest import LOOPBACK, running
-from tests.serve.test_tensors import SERVE, Affine
+from tests.serve.test_tensors import SERVE
 from tests.waiting import wait_until
 
-from arclight.deploy import Program, ProgramError, export
-from arclight.parallel import initialize
+from arclight.deploy import Program, ProgramError
 from arclight.serve import Limits
 from arclight.serve.admission import Refusal
 from arclight.serve.app import ServedModel, build_app
@@ -25,10 +23,10 @@ from arclight.serve.middleware import Access
 from arclight.serve.tasks import scheduler
 from arclight.serve.tasks.scheduler import Generation, Piece, Scheduler
 from arclight.serve.tasks.text import ChatRequest, decode
-from arclight.text import build_model, generate
+from arclight.text import generate
 from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.generation import GenerationSettings
-from arclight.text.language_program import export_language_model, tokenizer_of
+from arclight.text.language_program import tokenizer_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}"
@@ -39,41 +37,21 @@ PROMPTS = ["hello", "a", "The quick brown fox", "x" * 40, "zz"]
 NEW = 24
 
 
-def built(positions: int = 256):
-    model = build_model(
-        "llama3-debug", dim=64, layers=2, heads=4, kv_heads=2, hidden=128, vocab_size=259, max_positions=positions
-    )
-    initialize(model, 0)
-    model.eval().requires_grad_(False)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.mul_(3)  # so that texts differ
-    model.output.weight[ByteTokenizer().eos] = 0  # and do not end early
-    return model
-
-
-def exported(path, *, positions: int = 256):
-    model = built(positions)
-    texts = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
-    return export_language_model(model, path, [texts], tokenizer=ByteTokenizer())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("text")
     (path / "serve.py").write_text(SERVE)
-    exported(path / "lm.onnx")
     return path
 
 
 @pytest.fixture(scope="module")
-def program(folder):
-    return Program.load(folder / "lm.onnx", threads=1)
+def program(language_path):
+    return Program.load(language_path, threads=1)
 
 
 @pytest.fixture(scope="module")
-def lm(folder):
-    with running(f"lm={folder / 'lm.onnx'}", "--limits.streams=3", program=str(folder / "serve.py")) as server:
+def lm(folder, language_path):
+    with running(f"lm={language_path}", "--limits.streams=3", program=str(folder / "serve.py")) as server:
         yield server
 
 
@@ -427,9 +405,8 @@ def test_a_chat_is_answered_and_streamed(program):
     assert ("".join(delta["content"] for delta in deltas), last) == (text, "[DONE]")
 
 
-def test_clients_that_do_not_read_lose_their_connections(folder):
-    export(Affine(), folder / "affine.onnx", example_inputs=torch.rand(2, 3), input_names=["x"], output_names=["y"])
-    words = [f"a={folder / 'affine.onnx'}", "--limits.reader_stall_s=1"]
+def test_clients_that_do_not_read_lose_their_connections(folder, affine_path):
+    words = [f"a={affine_path}", "--limits.reader_stall_s=1"]
     item = {"name": "x", "datatype": "FP32", "shape": [2_000_000, 3], "parameters": {"binary_data_size": 24_000_000}}
     head = json.dumps({"inputs": [item], "parameters": {"binary_data_output": True}}).encode()
     request = (
