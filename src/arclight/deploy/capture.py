@@ -202,11 +202,13 @@ def dimensions_to_export(
 
 
 def capture(
-    model: nn.Module, example: Inputs, *, dynamic_batch: bool = True, free: FreeDimensions | None = None
-) -> ExportedProgram:
+    model: nn.Module, example: Inputs, *, dynamic_batch: bool = True, free: FreeDimensions | None = None,
+    functional: bool = True,
+) -> ExportedProgram:  # fmt: skip
     """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
 
-    ``free`` names the dimensions that may, in place of the first ones. Raises ExportError where the model cannot be
+    ``free`` names the dimensions that may, in place of the first ones. ``functional``: no operator writes in place, which takes as long
+    again as the capture; the conversion to ONNX sees to that itself. Raises ExportError where the model cannot be
     captured, say because it turns its batch size into a plain number, and for inputs that hold no sample, or do not share
     a batch size that is to be free.
     """
@@ -222,7 +224,7 @@ def capture(
     try:
         with torch.no_grad(), quiet():
             exported = torch.export.export(model, example, dynamic_shapes=_as_passed(model, shapes))
-            if _writes_in_place(exported.graph_module.graph.nodes):
+            if functional and _writes_in_place(exported.graph_module.graph.nodes):
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         hint = "; a model that needs a fixed batch size is exported with dynamic_batch=False" if dynamic_batch else ""

@@ -128,7 +128,7 @@ def export(
     module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
     sizes = _Sizes.of(quantized.reference if quantized else module, inputs, compared, dynamic, dynamic_batch)
     described |= _tried(module, inputs, input_names, output_names)
-    captured = Captured(sizes.capture(module), sizes.names(), input_names, output_names)
+    captured = Captured(sizes.capture(module, form), sizes.names(), input_names, output_names)
 
     with _disk_named(path), _staging(path) as staging:
         draft = _Draft(captured, staging, path, form, runtime, key)
@@ -339,8 +339,11 @@ class _Sizes:
         batches = {f"batch size {n}": resized(inputs, n) if dynamic_batch else inputs for n in batch_sizes}
         return cls(example, None, dynamic_batch, {**batches, **compared})
 
-    def capture(self, module: nn.Module) -> ExportedProgram:
-        exported = capture(module, self.example, dynamic_batch=self.dynamic_batch, free=self.free)
+    def capture(self, module: nn.Module, form: Format) -> ExportedProgram:
+        functional = form in ("pt2", "aoti")  # others are written by way of ONNX
+        exported = capture(
+            module, self.example, dynamic_batch=self.dynamic_batch, free=self.free, functional=functional
+        )
         return without_absent_outputs(exported)
 
     def names(self) -> FreeDimensions:
@@ -517,7 +520,7 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
-    exported = sizes.capture(frozen_copy(quantized.reference))
+    exported = sizes.capture(frozen_copy(quantized.reference), "onnx")
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
     # bfloat16 and AOTInductor are for speed over what runs anywhere, which is ONNX Runtime
