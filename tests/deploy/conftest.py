@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.shared import made_once
 from torch import Tensor, nn
 
 from arclight.deploy import Program, QuantizedModel, export, quantize
@@ -122,25 +124,21 @@ def quantized(model: nn.Module) -> QuantizedModel:
 
 @pytest.fixture(scope="session")
 def fp32_program(model: nn.Module, images: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return export(
-        model,
-        tmp_path_factory.mktemp("programs") / "fp32.onnx",
-        example_inputs=images,
-        input_names=["images"],
-        output_names=["predictions"],
-        metadata={"task": "detect", "names": ["código", "二维码"], "image_size": SIDE},
-    )
+    about = {"task": "detect", "names": ["código", "二维码"], "image_size": SIDE}
+    path = made_once(tmp_path_factory, "fp32.onnx", lambda path: _export(model, path, images, metadata=about))
+    return Program.load(path, device="cpu")
 
 
 @pytest.fixture(scope="session")
-def int8_program(quantized: QuantizedModel, images: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    return export(
-        quantized,
-        tmp_path_factory.mktemp("programs") / "int8.onnx",
-        example_inputs=images,
-        input_names=["images"],
-        output_names=["predictions"],
-    )
+def int8_program(request: pytest.FixtureRequest, images: Tensor, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    def make(path: Path) -> None:
+        _export(request.getfixturevalue("quantized"), path, images)
+
+    return Program.load(made_once(tmp_path_factory, "int8.onnx", make), device="cpu")
+
+
+def _export(model: nn.Module | QuantizedModel, path: Path, images: Tensor, **options: Any) -> None:
+    export(model, path, example_inputs=images, input_names=["images"], output_names=["predictions"], **options)
 
 
 @pytest.fixture
