@@ -15,6 +15,7 @@ from tests.test_readme import ROOT, block
 from tests.vision.conftest import write_dataset
 from tests.vision.drawn import corner_row, cornered_row, draw_folders, draw_objects, keypoint_row, polygon_row
 from tests.vision.mjpeg import Camera
+from tests.vision.test_tasks import CASES, TABLE
 
 import arclight as al
 from arclight.cli.command import main
@@ -24,6 +25,8 @@ from arclight.vision.tasks.processing import load_detector_program
 from arclight.vision.tasks.settings import DetectionTask
 
 GUIDE = ROOT / "docs" / "vision.md"
+TASKS = {"segment": "segmentation", "pose": "pose", "corners": "corners", "obb": "obb", "classify": "classification"}
+HEADS = {verb: CASES[task].head for verb, task in TASKS.items()}
 
 
 def test_python(tmp_path: Path) -> None:
@@ -90,8 +93,9 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(Path("found.jsonl").read_text().splitlines()) == 4
 
 
-def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the section run one after the other, on drawn shapes and for a step."""
+@pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the section run one after the other, on drawn shapes and for a step, with a tiny network or that of the task."""
     shown = commands("Tasks")
     assert len(shown) == 17
     monkeypatch.chdir(tmp_path)
@@ -104,7 +108,11 @@ def test_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
     quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
     for verb, *words in shown:
-        assert not main([verb, *words, *(short + quick if verb == "train" else [])]), (verb, words)
+        added = short + quick if verb == "train" else []
+        if tiny and verb == "train":
+            Path(f"{words[0]}.yaml").write_text(TABLE.replace("HEAD", HEADS[words[0]]))
+            added = [*added, "--task.model", f"{words[0]}.yaml"]
+        assert not main([verb, *words, *added]), (verb, words)
     assert len(list(Path("marked").iterdir())) == 6
     assert all(
         Path(name).stat().st_size for name in ("segmenter.onnx", "classifier.onnx", "found.json", "classes.json")
