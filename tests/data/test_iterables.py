@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -306,3 +309,54 @@ def test_isolated_rng_restores_after_an_error_and_nests() -> None:
             assert torch.equal(torch.rand(1), first)
         raise RuntimeError
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+def test_isolated_rng_of_threads_follow_each_other_and_leave_the_generators_as_they_were() -> None:
+    np.random.seed(0)
+    expected = np.random.rand(2)
+    np.random.seed(0)
+    begun, drawn = threading.Event(), {}
+
+    def draw(seed: int, pause: float) -> None:
+        with isolated_rng(seed):
+            begun.set()
+            first = np.random.rand()
+            time.sleep(pause)
+            drawn[seed] = (first, np.random.rand())
+
+    early, late = (threading.Thread(target=draw, args=given) for given in ((0, 0.05), (1, 0.15)))
+    early.start()
+    begun.wait(60)
+    late.start()
+    for thread in (early, late):
+        thread.join()
+    assert drawn[0] == tuple(expected)
+    with isolated_rng(2):
+        pass
+    assert np.array_equal(np.random.rand(2), expected)
+
+
+def test_a_fork_while_another_thread_isolates_its_rng_can_do_so_too() -> None:
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with isolated_rng(1):
+            held.set()
+            free.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=_isolate)
+    child.start()
+    child.join(30)
+    ended = not child.is_alive()
+    child.kill()
+    free.set()
+    thread.join()
+    assert ended
+
+
+def _isolate() -> None:
+    with isolated_rng(2):
+        pass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +14,18 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+_lock = threading.RLock()
 _spare: list[np.random.MT19937] = []  # building one takes longer than all the rest of `isolated_rng`
 
 OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
 
 
 def derive_seed(*parts: int) -> int:
@@ -28,8 +39,14 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     """Seed the global CPU generators of python, numpy and torch (and the generators in `own`); put all back afterwards.
 
     numpy's bit generator is swapped rather than copied, which is 30 times faster. The one thing this does not keep is
-    the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call.
+    the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
+    process's: other threads that would isolate theirs wait.
     """
+    with _lock:
+        yield from _isolated(seed, own)
+
+
+def _isolated(seed: int, own: Iterable[OwnGenerator]) -> Iterator[None]:
     python_state = random.getstate()
     torch_state = torch.default_generator.get_state()
     numpy_generator = get_bit_generator()
