@@ -187,18 +187,14 @@ class DetectionDataset(Dataset[Sample]):
             raise DatasetError(
                 f"{len(images)} images and labels of {len(labels)}: each image needs its own, and one must be"
             )
-        if mix is not None and image_weights:
-            raise ValueError("image_weights and mix both say how often an image is drawn: leave one of them out")
-        if mix is not None and augment is None:
-            raise ValueError("mix is for training images: give augment, or leave mix out")
-        if cache and augment is None:
-            raise ValueError(
-                "cache=True keeps training images; without augment each image is read once: leave it False"
-            )
-        if rect and outlines is not None:
-            raise ValueError("rect=True is for boxes alone: leave it False")
-        if rect and image_weights:
-            raise ValueError("rect and image_weights both say which images share a batch: leave one of them out")
+        _refuse_together(
+            mix=mix is not None,
+            training=augment is not None,
+            image_weights=image_weights,
+            cache=cache,
+            rect=rect,
+            outlined=outlines is not None,
+        )
         self.images, self.labels, self.report = list(images), list(labels), report
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
@@ -530,6 +526,22 @@ class DetectionDataset(Dataset[Sample]):
         if not self._damaged[index]:
             self._damaged[index] = 1
             log.warning("%s: %s; %s", self.images[index], error, consequence)
+
+
+def _refuse_together(
+    *, mix: bool, training: bool, image_weights: bool, cache: bool, rect: bool, outlined: bool
+) -> None:
+    """Raise ValueError for options of a data set that contradict each other."""
+    if mix and image_weights:
+        raise ValueError("image_weights and mix both say how often an image is drawn: leave one of them out")
+    if mix and not training:
+        raise ValueError("mix is for training images: give augment, or leave mix out")
+    if cache and not training:
+        raise ValueError("cache=True keeps training images; without augment each image is read once: leave it False")
+    if rect and outlined:
+        raise ValueError("rect=True is for boxes alone: leave it False")
+    if rect and image_weights:
+        raise ValueError("rect and image_weights both say which images share a batch: leave one of them out")
 
 
 def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], size: int) -> NDArray[np.float32]:
