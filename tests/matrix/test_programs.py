@@ -32,12 +32,14 @@ from arclight.deploy import (
     QuantizeError,
     convert,
     export,
+    prepare_qat,
 )
 from arclight.deploy.capture import as_inputs, as_outputs, frozen_copy
 from arclight.deploy.deployment import Deployment, configured, ship
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.parity import compare
 from arclight.deploy.programs.fresh import FreshRun
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.signing import SigningKey
 from arclight.text import ByteTokenizer
 from arclight.text.language_program import of_texts
@@ -305,7 +307,7 @@ class Taught(Own):
 
 
 def train_shards(rank: int, root: Path) -> dict[str, Any]:
-    """Train under FSDP with rounding, convert on every rank, and export what rank 0 has."""
+    """Train under FSDP with rounding, convert on every rank, and give what rank 0 has learnt."""
     module, images = Taught(), torch.rand(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     qat = QuantizationAwareTraining(
         Int8(min_sqnr_db=-50), target="openvino", example_inputs=images, freeze_batch_norm_at=1
@@ -316,17 +318,10 @@ def train_shards(rank: int, root: Path) -> dict[str, Any]:
     shares = [parameter.to_local().numel() for parameter in module.parameters()]
     sizes = [parameter.numel() for parameter in module.parameters()]
     quantized = convert(module.model)
-    found = {"share": sum(shares) / sum(sizes), "layers": len(quantized.quantized_layers)}
     with torch.no_grad():
         outputs = as_outputs(quantized(images))
-    if rank == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exporting, "TIMED_ROUNDS", 2)
-            patch.setattr(exporting, "run_fresh", in_this_process)
-            program = export(quantized, root / "program", example_inputs=images)
-        report = program.metadata["quantization"]
-        found |= {"integer": sum(report["integer_kernels"].values()), "sqnr_db": program.metadata["parity"]["sqnr_db"]}
-    return found | {"outputs": [output.tolist() for output in outputs]}
+    state = {name: full_tensor(value).tolist() for name, value in module.model.state_dict().items()}
+    return {"share": sum(shares) / sum(sizes), "outputs": [output.tolist() for output in outputs], "state": state}
 
 
 @pytest.fixture(scope="module")
@@ -336,12 +331,25 @@ def ranks() -> Iterator[Ranks]:
     pair.close()
 
 
-def test_shards_trained_with_rounding_are_a_program(ranks: Ranks, tmp_path: Path) -> None:
+def test_shards_trained_with_rounding_are_a_program(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = ranks(train_shards, tmp_path)
     assert first["outputs"] == second["outputs"]
     assert 0.3 < first["share"] < 0.7
-    assert first["integer"] >= 0.9 * first["layers"] > 0
-    assert first["sqnr_db"] is None or first["sqnr_db"] > 30
+    images = torch.rand(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    prepared = prepare_qat(Taught().model, images, recipe=Int8(min_sqnr_db=-50), target="openvino").eval()
+    prepared.load_state_dict({name: torch.tensor(value) for name, value in first["state"].items()})
+    quantized = convert(prepared)
+    for output, told in zip(as_outputs(quantized(images)), first["outputs"], strict=True):
+        torch.testing.assert_close(output, torch.tensor(told))
+    monkeypatch.setattr(exporting, "TIMED_ROUNDS", 2)
+    monkeypatch.setattr(exporting, "run_fresh", in_this_process)
+    # here: OpenVINO's threads do not outlive the fork by which ranks are made
+    program = export(quantized, tmp_path / "program", example_inputs=images)
+    assert sum(program.metadata["quantization"]["integer_kernels"].values()) >= 0.9 * len(quantized.quantized_layers)
+    sqnr_db = program.metadata["parity"]["sqnr_db"]
+    assert sqnr_db is None or sqnr_db > 30
 
 
 def test_every_task_and_format_is_in_the_diagonal() -> None:

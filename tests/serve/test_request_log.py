@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.testclient import TestClient
+from tests import warm
 from tests.waiting import wait_until
 
 from arclight.cli import main
@@ -219,16 +220,12 @@ def test_a_log_that_cannot_be_opened_is_said_before_the_server_starts(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["-", "log"])
-def test_a_log_on_standard_output_shares_it_with_nothing(tmp_path, capfd, monkeypatch, name):
+def test_a_log_on_standard_output_shares_it_with_nothing(tmp_path, name):
     from tests.serve.test_reload import bare
 
-    from arclight.serve.draining import DrainingServer
-
     bare(tmp_path / "m.onnx")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(DrainingServer, "run", lambda self, sockets: setattr(self, "started", True))
-    assert main(["serve", f"m={tmp_path / 'm.onnx'}", "--port", "0", "--request-log", name]) == 0
-    told = capfd.readouterr()
-    address = told.err if name == "-" else told.out
-    assert address.startswith("open http://127.0.0.1:")
-    assert (told.out if name == "-" else told.err) == ""
+    words = ("-m", "arclight.cli", "serve", "m=m.onnx", "--port", "0", "--request-log", name)
+    with warm.Program(*words, cwd=tmp_path) as server:
+        wait_until(lambda: "open http://127.0.0.1:" in "".join(server.said()), "the address is said")
+        out, err = server.said()
+    assert (out if name == "-" else err) == "", "no request was made"

@@ -97,7 +97,7 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
 def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the section run one after the other, on drawn shapes and for a step, with a tiny network or that of the task."""
     shown = commands("Tasks")
-    assert len(shown) == 17
+    assert len(shown) == 19
     monkeypatch.chdir(tmp_path)
     draw_objects(Path("shapes"), polygon_row)
     draw_objects(Path("dots"), keypoint_row, head="kpt_shape: [3, 3]\n")

@@ -16,6 +16,7 @@ from tests.vision.drawn import box_row, corner_row, cornered_row, draw_folders, 
 from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
 from arclight.cli.command import main
+from arclight.deploy import Int8, QuantizationAwareTraining, convert, export
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer import Trainer
@@ -190,6 +191,42 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
         assert run.global_step == 7
         ends.append({name: value.clone() for name, value in module.state_dict().items()})
     assert equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "detection" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set")))
+    rounding = QuantizationAwareTraining(Int8(min_sqnr_db=-50), example_inputs=torch.rand(2, 3, 64, 64))
+    run = trainer(tmp_path, max_steps=2, callbacks=[rounding])
+    scored: list[Any] = []
+    measure = module.metrics.update_output
+    module.metrics.update_output = lambda output, batch: (scored.append((output, batch)), measure(output, batch))
+    run.fit(module, datamodule=data)
+    assert module.model.called, "the loss is of the rounded network"
+    assert case.score in run.callback_metrics
+    in_training, batch = scored[-1]
+    with torch.no_grad():
+        unrounded = module.model.float_model.eval()(module.prepare(batch["images"]))
+    module.model = convert(module.model)
+    trainer(tmp_path).validate(module, datamodule=data)
+    at_end = scored[-1][0]
+    assert distance(in_training, at_end) < 0.2 * distance(unrounded, at_end)
+    photos = [decode_image(path) for path in data.val.images]
+    program = export(
+        module.model, tmp_path / "int8.onnx", example_inputs=torch.rand(2, 3, 64, 64), output_names=module.output_names,
+        parts=module.output_parts,
+    ).with_processing(module.processing)  # fmt: skip
+    assert len(program.predict(photos)) == len(photos)
+    assert sum(program.metadata["quantization"]["integer_kernels"].values())
+
+
+def distance(one: Any, other: Any) -> float:
+    """Root mean square of the difference of the first outputs."""
+    first, second = (output if isinstance(output, torch.Tensor) else output[0] for output in (one, other))
+    return float((first - second).square().mean().sqrt())
 
 
 def test_mixed_precision_and_a_smaller_last_batch(case: Case, tmp_path: Path) -> None:

@@ -43,30 +43,26 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     process's: other threads that would isolate theirs wait.
     """
     with _lock:
-        yield from _isolated(seed, own)
-
-
-def _isolated(seed: int, own: Iterable[OwnGenerator]) -> Iterator[None]:
-    python_state = random.getstate()
-    torch_state = torch.default_generator.get_state()
-    numpy_generator = get_bit_generator()
-    numpy_isolated = _spare.pop() if _spare else np.random.MT19937(0)
-    own_states = [(generator, _get_state(generator)) for generator in own]
-    try:
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        set_bit_generator(numpy_isolated)
-        np.random.seed(seed % 2**32)
-        for number, (generator, _) in enumerate(own_states):
-            _seed(generator, derive_seed(seed, number))
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        set_bit_generator(numpy_generator)
-        _spare.append(numpy_isolated)
-        for generator, state in own_states:
-            _set_state(generator, state)
+        python_state = random.getstate()
+        torch_state = torch.default_generator.get_state()
+        numpy_generator = get_bit_generator()
+        numpy_isolated = _spare.pop() if _spare else np.random.MT19937(0)
+        own_states = [(generator, _get_state(generator)) for generator in own]
+        try:
+            random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            set_bit_generator(numpy_isolated)
+            np.random.seed(seed % 2**32)
+            for number, (generator, _) in enumerate(own_states):
+                _seed(generator, derive_seed(seed, number))
+            yield
+        finally:
+            random.setstate(python_state)
+            torch.default_generator.set_state(torch_state)
+            set_bit_generator(numpy_generator)
+            _spare.append(numpy_isolated)
+            for generator, state in own_states:
+                _set_state(generator, state)
 
 
 def own_generators(*objects: object) -> list[OwnGenerator]:

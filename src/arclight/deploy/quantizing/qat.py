@@ -101,7 +101,16 @@ class PreparedModel(NamedGraphs):
                 with torch.inference_mode(False), torch.autocast(inputs[0].device.type, enabled=False):
                     self.__dict__["_int8"] = _converted(self).to(inputs[0].device)
             return self._int8(*inputs)  # type: ignore[misc]
-        return self.graphs["training" if self.training else "inference"](*inputs)
+        try:
+            return self.graphs["training" if self.training else "inference"](*inputs)
+        except RuntimeError as error:
+            captured, given = ([tuple(value.shape[1:]) for value in values] for values in (self.example, inputs))
+            if captured == given:
+                raise
+            raise QuantizeError(
+                f"the graph was captured on inputs whose samples have shapes {captured}, and cannot compute those of {given}: give samples of one "
+                "shape (photos: task.rect = false), or example inputs of this one"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -470,9 +470,9 @@ class PoseEstimator(Detector):
         """``keypoints``: how many, and numbers of each, 2 for x y, 3 for x y and how likely it is there, as ``kpt_shape`` says."""
         super().__init__(settings, names, table, {"keypoints": list(keypoints)})
 
-    @property
+    @functools.cached_property
     def keypoints(self) -> tuple[int, int]:
-        """Number of keypoints of each box, and numbers of each."""
+        """Number of keypoints of each box, and numbers of each. Read once: a quantized network in the place of this one has no head."""
         head = self.model.head
         assert isinstance(head, PoseHead)
         return head.keypoints

@@ -438,7 +438,7 @@ class VisionModule(Module, abc.ABC):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self._inference = None
         images = self.prepare(batch["images"])
-        raw = self.model.raw(images)
+        raw = self.model(images) if self.model.training else self.model.raw(images)
         loss, parts = self.loss(raw, batch)
         if (teacher := self.teacher()) is not None:
             added, part = self.distillation_loss(raw, teacher(images))
@@ -462,7 +462,13 @@ class VisionModule(Module, abc.ABC):
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
         if not len(batch["images"]):
             return  # every image of the batch was damaged
-        raw = self.model.raw(self.prepare(batch["images"]))
+        images = self.prepare(batch["images"])
+        if not isinstance(
+            self.model, Yolo
+        ):  # a quantized network, which gives decoded output alone: no loss can be told
+            self.metrics.update_output(self.model(images), batch)
+            return
+        raw = self.model.raw(images)
         _, parts = self.loss(raw, batch)
         self.log(f"{stage}/loss", sum(parts.values()), batch_size=len(batch["images"]))
         self.metrics.update_output(self.model.decode(raw), batch)
