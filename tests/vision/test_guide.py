@@ -108,10 +108,16 @@ def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
     quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
     for verb, *words in shown:
+        if words[0] == "qris":  # in the place of the drawn ones, and not a thousand
+            shutil.rmtree("turned")
+            words[words.index("--count") + 1] = "4"
         added = short + quick if verb == "train" else []
         if tiny and verb == "train":
-            Path(f"{words[0]}.yaml").write_text(TABLE.replace("HEAD", HEADS[words[0]]))
-            added = [*added, "--task.model", f"{words[0]}.yaml"]
+            kind = Path(words[0]).stem
+            Path(f"{kind}.yaml").write_text(TABLE.replace("HEAD", HEADS[kind]))
+            added = [*added, "--task.model", f"{kind}.yaml"]
+        if words[0].startswith("recipes/"):
+            words[0] = str(GUIDE.parents[1] / words[0])
         assert not main([verb, *words, *added]), (verb, words)
     assert len(list(Path("marked").iterdir())) == 6
     assert all(

@@ -206,24 +206,32 @@ class RoundLogging:
         self._patience_s = patience_s
         self._calls: list[tuple[Logger, _Calls]] = [(logger, queue.SimpleQueue()) for logger in loggers]
         self._history: History | None = None
+        self._lock = threading.Lock()
+        self._early: list[RecordOrCommand] = []
+        """What was observed before `opened`: the run's threads may be quicker."""
         for logger in loggers:
             if logger.needs_folder:
                 logger.use_folder(folder)
 
     def observe(self, what: RecordOrCommand) -> None:
         """Note a record of the journal: a round was committed, or the mean of its measurements is known."""
+        with self._lock:
+            if self._history is None:
+                self._early.append(what)
+                return
+        self._log(what, self._history)
+
+    def _log(self, what: RecordOrCommand, history: History) -> None:
         from arclight.federated.coordination import records
         from arclight.federated.rounds.history import metrics_row
 
-        if self._history is None or not self._calls:
-            return
         match what:
             case records.RoundCommitted():
-                here = self._history.at(what.round)
+                here = history.at(what.round)
                 row = {name: value for name, value in metrics_row(here).items() if name != "step"}
                 self._row(what.round, row, here.clock)
             case records.RoundEvaluated(client=None):
-                self._row(what.round, {"round": what.round, **what.metrics}, self._history.at(what.round).clock)
+                self._row(what.round, {"round": what.round, **what.metrics}, history.at(what.round).clock)
 
     def _row(self, number: int, row: dict[str, Any], step: int) -> None:
         self._call(f"round {number} could not be logged", lambda logger: logger.log_metrics(dict(row), step))
@@ -235,10 +243,10 @@ class RoundLogging:
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
         """Log what is observed until the block ends, beginning behind the rounds that ``history`` has already."""
-        self._history = history
         steps = max((here.clock for here in history.rounds), default=0)
         self._call("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe))
         self._call(f"logging could not go on from step {steps}", lambda logger: logger.resume(steps))
+        self._log_early(history)
         threads = [
             threading.Thread(target=_log_until_end, args=pair, name="arclight-loggers", daemon=True)
             for pair in self._calls
@@ -262,6 +270,17 @@ class RoundLogging:
                         type(logger).__name__,
                         self._patience_s,
                     )
+
+    def _log_early(self, history: History) -> None:
+        """Log what was observed so far; what comes from now on is logged as it comes."""
+        while True:
+            with self._lock:
+                early, self._early = self._early, []
+                if not early:
+                    self._history = history
+                    return
+            for what in early:
+                self._log(what, history)
 
 
 _Calls = queue.SimpleQueue[tuple[str, Callable[["Logger"], None]] | None]
