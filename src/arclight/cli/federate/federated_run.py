@@ -215,6 +215,8 @@ class RoundLogging:
 
     def observe(self, what: RecordOrCommand) -> None:
         """Note a record of the journal: a round was committed, or the mean of its measurements is known."""
+        if not self._calls:
+            return
         with self._lock:
             if self._history is None:
                 self._early.append(what)

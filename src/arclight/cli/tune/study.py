@@ -100,10 +100,8 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
         self._study, self._kind, self._seed, self._parallel = study, kind, seed, parallel
         self._ranges = [parameter for parameter in parameters if isinstance(parameter, Range)]
         self._own: Any = None
-        if kind == "cmaes":
-            require(
-                "cmaes", extra="tune"
-            )  # before a trial, and only here: it imports scipy's statistics, which take seconds
+        if kind == "cmaes":  # before a trial, and only where it is used: scipy's statistics take seconds to import
+            require("cmaes", extra="tune")
 
     def before_trial(self, study: Any, trial: Any) -> None:
         killed = [

@@ -22,7 +22,7 @@ from arclight.fabric.extras import require
 from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.images import Image
 from arclight.vision.data.labels import KeypointShape
-from arclight.vision.data.letterbox import GREY
+from arclight.vision.data.letterbox import GREY, Frame
 
 cv2 = require("cv2", extra="vision")
 
@@ -30,7 +30,7 @@ Boxes = NDArray[np.float32]
 Points = NDArray[np.floating]
 Matrix = NDArray[np.float64]
 LabelledImage = tuple[Image, Boxes]
-Frame = int | tuple[int, int]
+Size = int | Frame
 """Side of a square, or height and width, pixels."""
 Keypoints = bool | Literal["corners"]
 
@@ -147,7 +147,7 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def random_affine(
-    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: Frame, *, keypoints: Keypoints = False
+    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: Size, *, keypoints: Keypoints = False
 ) -> LabelledImage:
     """Place one whole image in a square of ``size`` pixels, under a random transform about its centre.
 
@@ -165,12 +165,12 @@ def random_affine(
     return canvas, warp_boxes(labels, matrix, size, keypoints=keypoints)
 
 
-def _sides(size: Frame) -> tuple[int, int]:
+def _sides(size: Size) -> tuple[int, int]:
     """Return width and height."""
     return (size, size) if isinstance(size, int) else (size[1], size[0])
 
 
-def random_transform(rng: np.random.Generator, augment: Augment, size: Frame, *, reach: float) -> Matrix:
+def random_transform(rng: np.random.Generator, augment: Augment, size: Size, *, reach: float) -> Matrix:
     """Draw a transform (3, 3) from places around the origin to a square of ``size`` pixels, or a rectangle.
 
     Perspective, then rotation and scale, then shear, then a shift of the origin to about the middle of the square.
@@ -190,7 +190,7 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: Frame, *,
     return result
 
 
-def warp_boxes(boxes: Boxes, matrix: Matrix, size: Frame, *, keypoints: Keypoints = False) -> Boxes:
+def warp_boxes(boxes: Boxes, matrix: Matrix, size: Size, *, keypoints: Keypoints = False) -> Boxes:
     """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels or a rectangle, without those hardly seen.
 
     The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
@@ -225,7 +225,7 @@ def _forget_outside(points: Points, low: Points | float, high: Points | NDArray[
     points[~((points >= low) & (points <= high)).all(-1)] = np.nan
 
 
-def clip_outline(points: Points, size: Frame) -> Points:
+def clip_outline(points: Points, size: Size) -> Points:
     """Cut the outline (k, 2) at the sides of the square of ``size`` pixels (Sutherland and Hodgman 1974); empty if all is outside."""
     width, height = _sides(size)
     for axis, limit, sign in ((0, 0, 1), (0, width, -1), (1, 0, 1), (1, height, -1)):

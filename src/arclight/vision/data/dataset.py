@@ -34,9 +34,9 @@ from arclight.vision.data.labels import (
     TaskGeometry,
     check_labels,
 )
-from arclight.vision.data.letterbox import Letterbox, letterbox
+from arclight.vision.data.letterbox import Frame, Letterbox, letterbox, scaled_shape
 from arclight.vision.data.mix import EpochMix, MixedData
-from arclight.vision.data.rectangles import AspectOrder, Frame, FramedIndex, smallest_frame
+from arclight.vision.data.rectangles import AspectOrder, FramedIndex, smallest_frame
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
 
@@ -565,8 +565,7 @@ def _shape_of(path: Path) -> tuple[int, int]:
 def decode_at(path: Path, size: int) -> Image:
     """Decode an image so that its longer side has ``size`` pixels."""
     image, (full_height, full_width) = decode_reduced(path, size)
-    scale = size / max(full_height, full_width)
-    height, width = max(round(full_height * scale), 1), max(round(full_width * scale), 1)
+    _, height, width = scaled_shape((full_height, full_width), size)
     if image.shape[:2] != (height, width):
         # After a reduced decode little is left to shrink, where bilinear is as good as area and many times faster.
         far = max(image.shape[:2]) > 2 * size

@@ -12,6 +12,8 @@ cv2 = require("cv2", extra="vision")
 GREY = 114
 """Padding around an image; close to the mean of photographs, so that it excites nothing."""
 
+Frame = tuple[int, int]
+"""(height, width) of a batch, pixels."""
 Letterbox = tuple[float, int, int]
 """(scale, pad_x, pad_y): ``x_square = x_original * scale + pad_x``, all in pixels."""
 
@@ -23,9 +25,7 @@ def scaled_shape(shape: tuple[int, int], size: int) -> tuple[float, int, int]:
     return scale, max(round(height * scale), 1), max(round(width * scale), 1)
 
 
-def letterbox(
-    image: NDArray[np.uint8], size: int, frame: tuple[int, int] | None = None
-) -> tuple[NDArray[np.uint8], Letterbox]:
+def letterbox(image: NDArray[np.uint8], size: int, frame: Frame | None = None) -> tuple[NDArray[np.uint8], Letterbox]:
     """Scale and centre ``image`` (height, width, 3) in a grey square of ``size`` pixels.
 
     ``frame`` (height, width) in place of the square cuts grey margins off; it must hold the scaled image. Returns the square

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
-Frame = tuple[int, int]
-"""(height, width) of a batch, pixels."""
+from arclight.vision.data.letterbox import Frame, scaled_shape
 
 
 class FramedIndex(NamedTuple):
@@ -25,10 +24,9 @@ class FramedIndex(NamedTuple):
 
 def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
     """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size`` pixels, at least 1."""
-    sides = np.asarray(shapes, np.int64).reshape(-1, 2)
-    scaled = sides * (size / sides).min(1, keepdims=True)
-    whole: NDArray[np.int64] = scaled.round().astype(np.int64).clip(min=1)
-    return whole
+    different, place = np.unique(np.asarray(shapes, np.int64).reshape(-1, 2), axis=0, return_inverse=True)
+    scaled = np.array([scaled_shape((height, width), size)[1:] for height, width in different.tolist()], np.int64)
+    return scaled[place.reshape(-1)]
 
 
 def smallest_frame(shapes: ArrayLike, size: int, stride: int) -> Frame:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arclight.fabric.distributed.dtensor import is_dtensor
+from arclight.fabric.extras import require
 from arclight.trainer import Callback
 from arclight.trainer.run.folder import read_json
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
-from arclight.vision.results.draw import PALETTE, draw_boxes, draw_keypoints, draw_lines, grid, resized
+from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_lines, draw_masks, grid, resized
+from arclight.vision.results.masks import Masks, Patch
 from arclight.vision.results.metrics import (
     CONFUSION_CONFIDENCE,
     CONFUSION_IOU,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from arclight.trainer import Trainer
     from arclight.vision.results.metrics import ClassificationResults
 
+
+cv2 = require("cv2", extra="vision")
 
 SAMPLES = 12
 """Validation photos shown with their predictions."""
@@ -111,7 +115,9 @@ def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask:
         low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
         xyxy = np.concatenate((low, high), 1) * (width, height, width, height)
     if mask is not None:
-        image = _shaded(image, mask, classes)
+        numbers = cv2.resize(mask, (width, height), interpolation=cv2.INTER_NEAREST)
+        patches = tuple(Patch(0, 0, numbers == number) for number in range(1, len(classes) + 1))
+        image = draw_masks(image, Masks(patches, (height, width)), classes)
     texts = [names[c] for c in classes] if len(names) > 1 else [""] * len(classes)
     image = draw_boxes(image, xyxy, texts, classes, corners)
     if head in ("pose", "corners"):
@@ -120,16 +126,6 @@ def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask:
         marks = np.concatenate((np.where(there, points, 0) * (width, height), there), -1)
         image = draw_keypoints(image, marks, classes)
     return image
-
-
-def _shaded(image: Image, mask: Ints, classes: Sequence[int]) -> Image:
-    """Shade the objects of a mask (h, w) of their numbers from 1, half transparent in the colours of their classes."""
-    import cv2
-
-    numbers = cv2.resize(mask, (image.shape[1], image.shape[0]), interpolation=cv2.INTER_NEAREST)
-    colours = np.array([(0, 0, 0), *(PALETTE[c % len(PALETTE)] for c in classes)], np.uint16)[numbers]
-    mixed: Image = np.where(numbers[..., None] > 0, (image + colours) // 2, image).astype(np.uint8)
-    return mixed
 
 
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:

@@ -438,6 +438,7 @@ class VisionModule(Module, abc.ABC):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         self._inference = None
         images = self.prepare(batch["images"])
+        # called where that gives what is not decoded: one that is quantized rounds in its forward alone
         raw = self.model(images) if self.model.training else self.model.raw(images)
         loss, parts = self.loss(raw, batch)
         if (teacher := self.teacher()) is not None:
@@ -463,9 +464,7 @@ class VisionModule(Module, abc.ABC):
         if not len(batch["images"]):
             return  # every image of the batch was damaged
         images = self.prepare(batch["images"])
-        if not isinstance(
-            self.model, Yolo
-        ):  # a quantized network, which gives decoded output alone: no loss can be told
+        if not isinstance(self.model, Yolo):  # quantized: its output is decoded, and tells no loss
             self.metrics.update_output(self.model(images), batch)
             return
         raw = self.model.raw(images)
