@@ -130,8 +130,11 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
 def fold_linear_weights(graph: GraphModule) -> GraphModule:
     """Store the weights that linear layers make of a stored tensor by views and permutations, in place, and return ``graph``.
 
-    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix.
+    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix. What torch.export adds to
+    check a tensor's type goes: it would count as another reader of the weight, which then could not be quantized.
     """
+    for check in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.graph.erase_node(check)
     sources = _constant_sources(graph)
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         made = node.args[1]
