@@ -181,16 +181,19 @@ def test_rounds_go_to_every_logger_and_a_broken_one_stops_nothing(
     logging = RoundLogging([broken, good], tmp_path)
     # by a thread of the run, which may be quicker than what opens the log
     logging.observe(records.RoundCommitted(round=0, base="", checkpoint="", norm=0.5))
+    logging.observe(records.RoundEvaluated(round=0, client=None, samples=1, metrics={"val/loss": 3.0}))
+    history.rounds[0].metrics = {"val/loss": 3.0}
     with logging.opened(history, {"seed": 1}):  # type: ignore[arg-type]
         logging.observe(records.RoundCommitted(round=1, base="", checkpoint="", norm=0.5))
         logging.observe(records.RoundEvaluated(round=1, client="a", samples=1, metrics={"val/loss": 9.0}))
         logging.observe(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 2.0}))
     assert [(step, row["round"], row.get("val/loss")) for step, row in good.rows] == [
         (0, 0, None),
+        (0, 0, 3.0),
         (4, 1, None),
         (4, 1, 2.0),
     ]
-    assert [row["round"] for _, row in broken.rows] == [0]
+    assert [row["round"] for _, row in broken.rows] == [0, 0]
     assert "round 1 could not be logged with Rows: the service is away" in caplog.text
     assert (good.status, good.resumed) == ("success", 4)
 

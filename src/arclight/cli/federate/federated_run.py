@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,8 @@ class RoundLogging:
 
         match what:
             case records.RoundCommitted():
-                here = history.at(what.round)
-                row = {name: value for name, value in metrics_row(here).items() if name != "step"}
+                here = history.at(what.round)  # measured already, where it was observed early: that has a row of its own
+                row = {name: value for name, value in metrics_row(replace(here, metrics={})).items() if name != "step"}
                 self._row(what.round, row, here.clock)
             case records.RoundEvaluated(client=None):
                 self._row(what.round, {"round": what.round, **what.metrics}, history.at(what.round).clock)
