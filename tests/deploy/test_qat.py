@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from arclight.deploy import (
 )
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.batch_norm import literals
+from arclight.deploy.quantizing.observers import MovingRange
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
@@ -615,6 +617,22 @@ def resume_on_rank(rank: int, folder: Path) -> list[str]:
 def test_shards_resume_exactly(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(resume_on_rank, tmp_path) == [[], []]
     assert (tmp_path / "half.ckpt").is_dir()
+
+
+def observe_on_rank(rank: int, odd: float) -> list[Any]:
+    spec = pt2e.activation_spec(MovingRange)
+    made = spec.observer_or_fake_quant_ctr.with_args(
+        dtype=spec.dtype, qscheme=spec.qscheme, quant_min=spec.quant_min, quant_max=spec.quant_max
+    )()
+    made.synchronized = True
+    made.train()(torch.tensor([-1.0, 1.0]))
+    made(torch.tensor([odd if rank else -2.0, 2.0]))
+    return [made.low.item(), made.high.item(), made.batches.item()]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_batch_that_is_not_finite_on_one_rank_counts_on_none(ranks: Ranks, odd: float) -> None:
+    assert ranks(observe_on_rank, odd) == [[-1.0, 1.0, 1]] * 2
 
 
 def refuse_on_rank(rank: int) -> list[str]:

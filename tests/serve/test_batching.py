@@ -270,6 +270,19 @@ def test_tensors_for_a_detector_are_computed_together(program):
     assert photos.batcher.rows > 1
 
 
+def test_a_detector_whose_program_takes_no_such_batch_is_served(program, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise ProgramError("no batch of two")
+
+    monkeypatch.setattr(batching, "measure", fail)
+    photos = models.ServedModel(
+        name="d", precision="fp32", detector=lambda photo: None, program=program, loaded=program, batcher=Batcher(16)
+    )
+    models.start(photos)
+    assert photos.batcher.rows == 1
+    assert "its first request may be slow: no batch of two" in caplog.text
+
+
 def test_deadlines_and_leaving_clients_within_a_batch():
     async def scenario() -> None:
         workers, gate, gone = Workers(1, 16), Gate(8), asyncio.Event()

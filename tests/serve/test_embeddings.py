@@ -191,6 +191,14 @@ def test_a_new_version_is_of_the_same_model(path, model, tmp_path):
     other = export_embedding_model(retrained, tmp_path / "other.onnx", [TEXTS], tokenizer=ByteTokenizer())
     with pytest.raises(ProgramError, match=r"its vectors are another model's .* serve it by another name"):
         models.check_replacement(old, models.load("embed", other.path, Limits()))
+    short, unlike = models.load("embed", path, Limits()), models.load("embed", other.path, Limits())
+    for one in (old, unlike):  # no probe fits whole
+        one.embedder.max_positions = 8
+    with pytest.raises(ProgramError, match="its vectors are another model's"):
+        models.check_replacement(old, unlike)
+    short.embedder.max_positions = 7
+    with pytest.raises(ProgramError, match="at most 7 tokens, and those that are served have 8"):
+        models.check_replacement(old, short)
 
 
 def test_a_program_without_vectors_embeds_nothing(path):

@@ -25,7 +25,8 @@ def _renew_lock() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
+if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
 
 
 def derive_seed(*parts: int) -> int:
@@ -40,7 +41,7 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
 
     numpy's bit generator is swapped rather than copied, which is 30 times faster. The one thing this does not keep is
     the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
-    process's: other threads that would isolate theirs wait.
+    process's: other threads that would isolate theirs wait. A block must therefore wait for no thread that isolates generators, too.
     """
     with _lock:
         python_state = random.getstate()

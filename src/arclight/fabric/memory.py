@@ -13,7 +13,7 @@ import gc
 import torch
 
 _TRIM_FROM, _MAPPED_FROM, _ARENAS = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h
-_NEVER, _LARGEST_POOLED, _LARGE = 2**31 - 1, 32 << 20, 1 << 20
+_NEVER, _LARGEST_POOLED, _LARGE, _TRIMMED = 2**31 - 1, 32 << 20, 1 << 20, 128 << 10
 _returns_freed = False
 
 
@@ -66,7 +66,7 @@ def return_freed_memory() -> bool:
     A server that handles many clients' tensors would otherwise hold more with every client, in a pool for each few threads.
     """
     global _returns_freed
-    _returns_freed = _tune((_ARENAS, 2), (_MAPPED_FROM, _LARGE))
+    _returns_freed = _tune((_ARENAS, 2), (_MAPPED_FROM, _LARGE), (_TRIM_FROM, _TRIMMED))
     return _returns_freed
 
 

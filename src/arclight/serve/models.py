@@ -134,18 +134,20 @@ def start(model: ServedModel) -> None:
         model.embedder.embed([[0]])
     elif model.detector is not None:
         model.detector(np.full((64, 64, 3), 114, dtype=np.uint8))
-        if model.program is not None:  # tensors may be sent to it, too
-            model.batcher.measure(model.program)
-    elif model.program is not None:
-        try:
-            program, given = model.program, zeros(model.program)
-            program(*given)
-            if "parity" in program.metadata:  # of our export: what it computes is bounded by the sizes of its inputs
-                for _ in range(model.pace.RECENT):
-                    model.pace.timed(lambda: program(*given))
-                model.batcher.measure(program)
-        except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
-            log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
+    if model.program is None or model.text is not None or model.embedder is not None:
+        return
+    try:
+        program, given = model.program, zeros(model.program)
+        if model.detector is not None:  # tensors may be sent to it, too
+            model.batcher.measure(program)
+            return
+        program(*given)
+        if "parity" in program.metadata:  # of our export: what it computes is bounded by the sizes of its inputs
+            for _ in range(model.pace.RECENT):
+                model.pace.timed(lambda: program(*given))
+            model.batcher.measure(program)
+    except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
+        log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
 
 
 # -- replacing -----------------------------------------------------------------------------------------------------
@@ -215,11 +217,12 @@ def _check_vectors(old: Embedder, new: Embedder) -> None:
     """Raise ProgramError if ``new`` is of another model than ``old``: clients hold vectors of ``old`` that theirs are compared with."""
     from arclight.deploy import ProgramError
 
+    if new.max_positions < old.max_positions:
+        raise ProgramError(
+            f"its texts have at most {new.max_positions} tokens, and those that are served have {old.max_positions}"
+        )
     for text in PROBES:
-        try:
-            before, after = (one.embed([one.encode(text)[: one.max_positions]])[0] for one in (old, new))
-        except ValueError:  # longer than the model's positions
-            continue
+        before, after = (one.embed([one.tokenizer.encode(text)[: old.max_positions]])[0] for one in (old, new))
         if not (cosine := float(before @ after)) >= SIMILAR:
             raise ProgramError(
                 f"its vectors are another model's (the cosine to the one that is served is {cosine:.2f} for {text!r}), and clients may hold "

@@ -162,9 +162,8 @@ class MovingRange(pt2e.ObserverBase):
         low, high = (value.float() for value in x.aminmax())
         low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
         if self.synchronized:
-            bounds = torch.stack([-low, high]).nan_to_num(
-                nan=torch.inf
-            )  # the largest of NaN and a number is not defined
+            # the largest of NaN and a number is not defined; what is infinite stays so, and then counts on no rank
+            bounds = torch.stack([-low, high]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
             low, high = -bounds[0], bounds[1]
         counts = low.isfinite() & high.isfinite()

@@ -27,7 +27,9 @@ class WholeUnit(nn.Module):
 
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     """Return ``chosen`` with each `WholeUnit` in the place of what was chosen inside it; inner modules stay first."""
-    for whole in [part for part in module.modules() if isinstance(part, WholeUnit) and part is not module]:
+    if isinstance(module, WholeUnit):
+        return []
+    for whole in [part for part in module.modules() if isinstance(part, WholeUnit)]:
         inside = set(whole.modules())
         if any(part in inside for part in chosen):
             first = next(place for place, part in enumerate(chosen) if part in inside)
