@@ -192,6 +192,33 @@ def test_every_room_says_what_it_is_for() -> None:
     assert not missing
 
 
+LISTS = {
+    "cli.commands",
+    "compat.lightning",
+    "text.families",
+    "trainer.callbacks",
+    "trainer.loggers",
+    "vision.models.heads",
+}
+"""Folders that are a list of one thing: a verb, a callback, a family in each file, which its name says."""
+
+
+def test_every_room_is_a_map_of_its_files() -> None:
+    unnamed = []
+    for folder in PACKAGES:
+        if PACKAGE.name_of(folder / "__init__.py").removeprefix("arclight.") in LISTS:
+            continue
+        text = ast.get_docstring(tree(folder / "__init__.py")) or ""
+        files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__", "errors", "settings"}
+        rooms = {path.parent.name for path in folder.glob("*/__init__.py")}
+        unnamed += [
+            f"{place(folder)}: {name}"
+            for name in sorted(files | rooms)
+            if not name.startswith("_") and not re.search(rf"\b{name}\b", text)
+        ]
+    assert not unnamed
+
+
 NAMES: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Name: ("id",), ast.Attribute: ("attr",), ast.arg: ("arg",), ast.keyword: ("arg",), ast.alias: ("name", "asname"),
     ast.ImportFrom: ("module",), ast.FunctionDef: ("name",), ast.AsyncFunctionDef: ("name",), ast.ClassDef: ("name",),

@@ -4,7 +4,8 @@ In: a tree of tensors and plain values; out: a folder, and the same tree back, b
 ``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``stored_tensor`` reads them when they are
 needed, ``manifest`` names files and hashes, ``files`` and ``remote`` are the
 calls to the file system. ``sharded`` does it from several ranks, ``async_saver`` in the background, ``conversion`` (with ``dcp``) from and
-to other formats; ``filters``, ``inspection`` and ``retention`` select, summarise and prune.
+to other formats; ``filters`` and ``retention`` select and prune. ``inspection`` reads step and entries of a manifest, for ``arclight
+checkpoint``, for resuming and for the first weights of federated runs; ``pickled_modules`` opens other projects' pickles as inert tensors.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Save while training goes on: copy tensors to host memory, write them in the background."""
+"""Save while training goes on: copy tensors to host memory, write them in the background, for the Trainer's ``AsyncCheckpointIO``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Refer to tensors still in a checkpoint's files, so that each rank reads only its own shards."""
+"""Refer to tensors still in a checkpoint's files, so that each rank reads only its own shards.
+
+An operation on a StoredTensor reads it whole, and none may change it in place; ``read`` gives a slice. Loading of sharded checkpoints and
+aggregation in federated runs rely on both.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the run folder, and the checkpoint in it, that a command-line argument names."""
+"""Find the run folder, and the checkpoint in it, that a command-line argument names, and tell programs from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from arclight.cli.arguments import RECIPE, UsageError
 if TYPE_CHECKING:
     from arclight.text import LanguageModel
     from arclight.vision.tasks.module import VisionModule
+
+
+def is_program(path: Path) -> bool:
+    """Return True for an .onnx file and a program's folder."""
+    from arclight.deploy.programs.folder import NAME
+
+    return path.suffix == ".onnx" or (path / NAME).is_file()
 
 
 def run_folder(place: Path) -> Path | None:

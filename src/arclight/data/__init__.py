@@ -2,7 +2,8 @@
 
 In: a user's DataLoader or token shards; out: batches from any position of any epoch. Open ``loader`` first; ``sampling`` assigns samples
 to batches and ranks, ``seeding`` isolates generators, ``fetching`` loads in workers, ``combined`` reads several loaders as one.
-``token_shards``, ``packing``, ``token_samples``, ``mixture`` and ``computed_order`` are the way of a text corpus, ``remote`` that of one
+``permutation`` computes any element of a shuffled sequence. ``token_shards``, ``packing``, ``token_samples``, ``mixture`` and
+``computed_order`` are the way of a text corpus, ``remote`` that of one
 at an address; ``unigrams`` counts its tokens, ``ray_tasks`` spreads work over machines. ``sites`` splits data among federated clients.
 """
 

@@ -1,8 +1,9 @@
 """Optimizers, learning-rate schedules and parameter groups.
 
-In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say. They
-assign parameters to rules, ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``; ``stochastic_rounding`` for weights and
-states in bfloat16), ``schedules`` are curves of the learning rate, ``outer`` is the optimizer of federated rounds and DiLoCo.
+In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say, and
+which rule steps which parameter. ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``; ``stochastic_rounding`` for
+weights and states in bfloat16). ``schedules`` are curves of the learning rate and the scheduler that the fit loop steps by them, as
+``schedule_settings`` say; ``outer`` is the optimizer of federated rounds and DiLoCo.
 """
 
 from __future__ import annotations

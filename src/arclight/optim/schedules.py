@@ -1,4 +1,6 @@
-"""Define learning-rate schedules as pure functions of the step: factors of the peak rate.
+"""Define learning-rate schedules as pure functions of the step, factors of the peak rate, and the scheduler that applies them.
+
+``FactorSchedule`` is what the fit loop steps; its state is in checkpoints, and a LambdaLR's state loads into it.
 
 The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
 step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).

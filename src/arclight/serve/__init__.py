@@ -1,9 +1,9 @@
 """Programs behind HTTP: photos, tensors and texts in, answers, a page to look at them, and an operator's counters out.
 
-A program and an address come in through `server`; `models` loads programs, and replaces them by newer ones. A request passes
-`middleware` and `admission` (bounds, queue) and is answered in `app`, within the limits of `settings`, and counted in `metrics`;
-`request_log` identifies it and writes a line about it.
-`draining` ends the server without failing requests. `servable` checks Lightning's servable modules. Open `app` first.
+A program and an address come in through `server`; `models` loads programs, and replaces them by newer ones. A request passes `middleware`
+and `admission` (bounds, queue) and is answered in `app` by one of the `tasks`, a protocol each, within the limits of `settings`, and
+counted in `metrics`; `request_log` identifies it and writes a line about it. `draining` ends the server without failing requests.
+`servable` checks Lightning's servable modules. Open `app` first.
 """
 
 from typing import TYPE_CHECKING

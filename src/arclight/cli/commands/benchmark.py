@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, trusted, write_json
+from arclight.cli.runs import is_program
 
 if TYPE_CHECKING:
     import torch
@@ -126,13 +127,6 @@ def _candidates(
     if options.dim or options.size is not None or options.values is not None:
         raise UsageError("--dim, --size and --values are of random inputs, and a model that is named brings its own")
     return found, example
-
-
-def is_program(path: Path) -> bool:
-    """Return True for an .onnx file and a program's folder, or for what is nothing else."""
-    from arclight.deploy.programs.folder import NAME
-
-    return path.suffix == ".onnx" or (path / NAME).is_file()
 
 
 def _deployment(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Any:

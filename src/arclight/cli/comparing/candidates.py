@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, trusted
-from arclight.cli.commands.benchmark import is_program
 from arclight.cli.commands.export import opened, run_of_own_module
-from arclight.cli.runs import load_vision_module, trained_language
+from arclight.cli.runs import is_program, load_vision_module, trained_language
 
 if TYPE_CHECKING:
     from arclight.deploy.comparison import Evaluation

@@ -1,4 +1,7 @@
-"""Define what a runtime offers a program: typed inputs and outputs, one call, and its kernels."""
+"""Define what a runtime offers a program: typed inputs and outputs, one call, and its kernels.
+
+``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`, whose ``run`` any number of threads may call; `Program` holds one.
+"""
 
 from __future__ import annotations
 

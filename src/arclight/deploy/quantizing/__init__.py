@@ -1,6 +1,8 @@
 """Quantization of captured graphs: which tensors become integers, in which ranges, with or without training.
 
 A model comes in with calibration batches (`ptq`) or to be trained (`qat`, and `callback` for a whole run); a `QuantizedModel`
-goes out. `placement` decides where integers begin and end, `observers` find the ranges, `batch_norm` fuses and folds batch
-norms, `graphs` gives tensors their names, and `pt2e` alone imports torchao. Open `ptq` first.
+goes out, which keeps the float model's state-dict names. `placement` decides where integers begin and end, `observers` find the ranges,
+`batch_norm` fuses and folds batch norms, `graphs` gives tensors their names, and `pt2e` alone imports torchao. `ptq` calls `linear` for
+weight-only and dynamic recipes (`formats.onnx_graph` writes its two operators as ONNX Runtime's), `bfloat16` for that type, and
+`sensitivity` where a metric asks for layers in float. Open `ptq` first.
 """

@@ -197,13 +197,13 @@ def quantize(
     batch (floating-point ones are taken in float32, as the model is); None for the recipes that need none (`DynamicInt8`,
     `WeightOnly`, `BFloat16`, `LowBit` with 8-bit activations), which need ``example``. ``example`` (default: the first of them) is
     what the graph is captured on; the batch size stays free, or the dimensions that ``dynamic`` names by input, as in `export`.
-    ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a
-    model on data of its own, more being better; with ``max_drop`` the quantized model, and its program in `export`, may score that
-    much less (a program of one batch size is given as its `Program.in_batches`): where it would score lower, the fewest layers that mend it stay in float, found in at most 16 scores;
-    ``scores.search`` names them, and the returned ``recipe`` has them in ``skip``. ``target`` is the runtime to place integers for
-    (default: onnxruntime). ``quantizer``: one of torchao's, such as X86InductorQuantizer, that places integers in our stead;
-    ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the program (default: what
-    the quantizer is for). ``model`` itself is not changed, whatever mode and device it is in.
+    ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model
+    on data of its own, more being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less (a
+    program of one batch size is given as its `Program.in_batches`): where it would score lower, the fewest layers that mend it stay in
+    float, found in at most 16 scores; ``scores.search`` names them, and the returned ``recipe`` has them in ``skip``. ``target`` is the
+    runtime to place integers for (default: onnxruntime). ``quantizer``: one of torchao's, such as X86InductorQuantizer, that places
+    integers in our stead; ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the
+    program (default: what the quantizer is for). ``model`` itself is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names nothing,
     a target without kernels for the recipe, signed activations for ONNX Runtime on an x86 processor without AVX-VNNI-INT8, a model

@@ -1,4 +1,7 @@
-"""Define server optimizers for pseudo-gradients. A strategy is its own settings: importing them imports no torch."""
+"""Define server optimizers for pseudo-gradients (``server_optimizers``).
+
+A strategy is its own settings: importing them imports no torch.
+"""
 
 from arclight.federated.strategies.server_optimizers import DiLoCo as DiLoCo
 from arclight.federated.strategies.server_optimizers import FedAdam as FedAdam

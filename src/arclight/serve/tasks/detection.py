@@ -1,4 +1,7 @@
-"""Answer a photo with the boxes that a detector finds and the payment codes read in them."""
+"""Answer a photo with the boxes that a detector finds and the payment codes read in them.
+
+The dataclasses are the JSON answer of ``POST /detect``; ``records`` is that of YOLOv5's REST interface.
+"""
 
 from __future__ import annotations
 

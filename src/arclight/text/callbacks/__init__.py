@@ -1,1 +1,1 @@
-"""Callbacks of language runs that recipes switch on: evaluation of a suite while training, measures of experts."""
+"""Callbacks of language runs that recipes switch on: ``suite_evaluation`` while training, ``expert_monitor`` for choices of experts."""

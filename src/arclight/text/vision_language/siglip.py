@@ -1,7 +1,7 @@
 """SigLIP 2's image encoder at native resolution (Tschannen et al. 2025), on one sequence of patches.
 
 Images of any sizes lie in one sequence of patches, N in all, and do not see one another. Letters: P values of a patch, W width
-of the encoder.
+of the encoder. ``text.hf.families`` maps the names of parameters to those of Siglip2VisionModel.
 """
 
 from __future__ import annotations

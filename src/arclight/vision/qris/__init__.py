@@ -1,7 +1,7 @@
 """QRIS, Indonesia's payment code: read and write payloads, read codes in photos, draw training scenes.
 
 Text comes in through `payload`, photos through `reading`; `verification` holds what was read against a registry of places, and
-`scenes` draws photos. Open `reading.scanner` first.
+`scenes` draws photos; `poster` lays out a printable sheet, for ``arclight data poster``. Open `reading.scanner` first.
 """
 
 from typing import TYPE_CHECKING

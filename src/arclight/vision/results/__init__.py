@@ -1,8 +1,8 @@
 """Results of a vision model: what was found, how good that is, and pictures of both.
 
-`detections` are the boxes of one photo, whatever produced them, with their `masks` if they have any; `image_class` is what a
-classifier says of one. `metrics` scores many of them against the truth, and `records` keeps them for `analysis`, which breaks
-scores down. `draw` puts them on photos, `writers` writes those of many images and videos as they come, `plots` a run's charts,
-and `validation_page` the page of an evaluation; `comparison` sets two detectors side by side, and `labelling` finds what to
-label next. Open `detections` first.
+`detections` are the boxes of one photo, whatever produced them, with their `masks` if they have any; `image_class` is what a classifier
+says of one. `metrics` scores many of them against the truth (`pose_metrics` keypoints, `obb_metrics` rotated boxes), and `records` keeps
+them for `analysis`, which breaks scores down. `draw` puts them on photos, `writers` writes those of many images and videos as they come,
+`plots` a run's charts, and `validation_page` the page of an evaluation; `comparison` sets two detectors side by side, and `labelling`
+finds what to label next. Open `detections` first.
 """

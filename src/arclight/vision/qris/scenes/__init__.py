@@ -1,7 +1,7 @@
 """Synthetic photos of payment codes, for training and for measuring readers.
 
-`generate` writes a data set, each scene of it drawn by `scene` from (seed, number) alone: `contents` says what a code holds,
-`symbols` prints it, `posters` and `prints` are the things that carry it (with the tools of `drawing`), `backgrounds` and
-`distractors` what is around and in front of it, `camera` how all of it is seen, and `merchants` the habits of one place.
-Open `scene` first.
+`generate` writes a data set, each scene of it drawn by `scene` from (seed, number) alone: `contents` says what a code holds, `symbols`
+prints it, `posters` and `prints` are the things that carry it (with the tools of `drawing`), `backgrounds` and `distractors` what is
+around and in front of it, `camera` how all of it is seen, and `merchants` the habits of one place. `fraud` draws pairs with a sticker
+over a code, `motion` clips of a moving camera. Open `scene` first.
 """
