@@ -73,7 +73,7 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> No
 )
 def test_ranks_do_not_outlive_the_process_that_started_them(start_method: str, number: int, tmp_path: Path) -> None:
     """One of them waits in a collective, the other does not mind SIGTERM."""
-    with warm.Program(SCRIPT, "orphan", start_method) as program:
+    with warm.Program(SCRIPT, "orphan", start_method, spawns=True) as program:
         wait_until(lambda: "now" in program.said()[0], "rank 1 is asleep")
         ranks = [int(found) for found in re.findall(r"process (\d+)", program.said()[0])]
         assert len(ranks) == 2
