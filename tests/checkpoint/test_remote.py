@@ -121,8 +121,8 @@ def _shares(fabric: al.Fabric, address: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     table = distribute_tensor(torch.arange(70.0).reshape(10, 7), mesh, [Shard(0)])
     for step in (1, 2):
-        checkpoint.save_shares(address, {"model": {"w": table}, "step": step}, fabric.strategy)
-    found = checkpoint.load_shares(address, fabric.strategy)
+        checkpoint.save_shards(address, {"model": {"w": table}, "step": step}, fabric.strategy)
+    found = checkpoint.load_shards(address, fabric.strategy)
     columns = found["model"]["w"].read((0, 2), (10, 3))
     assert torch.equal(columns, torch.arange(70.0).reshape(10, 7)[:, 2:5])
 

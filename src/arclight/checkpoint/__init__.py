@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from arclight.checkpoint.retention import find_last as find_last
     from arclight.checkpoint.retention import prune as prune
     from arclight.checkpoint.retention import remove as remove
-    from arclight.checkpoint.sharded.reader import load_shares as load_shares
-    from arclight.checkpoint.sharded.writer import save_shares as save_shares
+    from arclight.checkpoint.sharded.reader import load_shards as load_shards
+    from arclight.checkpoint.sharded.writer import save_shards as save_shards
     from arclight.checkpoint.store import load as load
     from arclight.checkpoint.store import save as save
     from arclight.checkpoint.store import verify as verify
@@ -40,12 +40,12 @@ __getattr__, __dir__, __all__ = lazy(
         "inspect": "arclight.checkpoint.inspection",
         "load_weights": "arclight.checkpoint.conversion",
         "load": "arclight.checkpoint.store",
-        "load_shares": "arclight.checkpoint.sharded.reader",
+        "load_shards": "arclight.checkpoint.sharded.reader",
         "read_pickled": "arclight.checkpoint.conversion",
         "prune": "arclight.checkpoint.retention",
         "remove": "arclight.checkpoint.retention",
         "save": "arclight.checkpoint.store",
-        "save_shares": "arclight.checkpoint.sharded.writer",
+        "save_shards": "arclight.checkpoint.sharded.writer",
         "verify": "arclight.checkpoint.store",
     },
 )

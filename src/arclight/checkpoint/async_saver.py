@@ -42,7 +42,7 @@ class AsyncSaver:
         self._in_flight: Future[Any] | None = None
         self._closed = False
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self._shares: ShardedSaver | None = None
+        self._sharded: ShardedSaver | None = None
         self._exchange: StoreGather | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -64,16 +64,16 @@ class AsyncSaver:
         self._in_flight = self._thread.submit(_write, target, lambda: write(target, encoded), event)
         return self._in_flight
 
-    def save_shares(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
-        """Save as `arclight.checkpoint.save_shares` does; which rank writes what is agreed on at once, by every rank.
+    def save_shards(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
+        """Save as `arclight.checkpoint.save_shards` does; which rank writes what is agreed on at once, by every rank.
 
         Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
         another rank's when its own part is written. Raises the error of a save before on every rank.
         """
         _, problem = capture_error(self._ready)
-        if self._shares is None or self._shares.processes is not processes:
-            self._shares, self._exchange = ShardedSaver(processes), processes.exchange("checkpoint", _PARTS_TIMEOUT_S)
-        job = self._shares.begin(path, state, problem)
+        if self._sharded is None or self._sharded.processes is not processes:
+            self._sharded, self._exchange = ShardedSaver(processes), processes.exchange("checkpoint", _PARTS_TIMEOUT_S)
+        job = self._sharded.begin(path, state, problem)
         event = self._stage(job.own)
 
         def write_part() -> None:

@@ -265,11 +265,11 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 
 
 def _decode_sharded(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the whole tensor. Raises ValueError where its shares do not cover it."""
+    """Return the whole tensor. Raises ValueError where its shards do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
     check_shape(node["shape"])
     if not boxes_cover([(offset, part.shape) for part, offset in parts], node["shape"]):
-        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it once")
+        raise ValueError(f"the shards of a tensor of shape {node['shape']} do not cover it once")
     if parts and hasattr(parts[0][0], "joined"):  # of tensors that are still in their files
         joined: torch.Tensor = parts[0][0].joined(parts, node["shape"])
         return joined

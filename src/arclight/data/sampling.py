@@ -218,7 +218,7 @@ class EpochSampler:
         return items + -items % self.world_size if self.train else items
 
 
-class RankShare:
+class RankShard:
     """One rank's share of a loader's samples, for a loader that reads its samplers in a way of its own."""
 
     def __init__(self, sampler: EpochSampler) -> None:
@@ -236,7 +236,7 @@ class RankShare:
 
 def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
     """Return a copy of `loader` that reads only the share that `sampler` has of its samples."""
-    twin, share = copy.copy(loader), RankShare(sampler)
+    twin, share = copy.copy(loader), RankShard(sampler)
     _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": share})
     return twin
 

@@ -120,7 +120,7 @@ def _momentum(
 
 
 def _as_stack(tensor: torch.Tensor) -> torch.Tensor:
-    """(E, r, c), with E = 1 for one matrix; a share may have no elements."""
+    """(E, r, c), with E = 1 for one matrix; a shard may have no elements."""
     return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
@@ -198,7 +198,7 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
         raise NotImplementedError(f"Muon cannot gather a matrix with placements {placements}: gather it by hand")
     lengths, found = list(tensor.shape), []
     plain = [n for n in range(len(placements)) if n not in strided]
-    for number in (*plain, *strided):  # a strided share is a share of what the dimensions behind it left
+    for number in (*plain, *strided):  # a strided shard is a shard of what the dimensions behind it left
         placement, size = placements[number], mesh.size(number)
         if isinstance(placement, Replicate) or size == 1:
             continue

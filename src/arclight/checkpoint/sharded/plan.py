@@ -113,16 +113,16 @@ class EncodedShards(tree.Encoder):
 class ShardPlan:
     """Files and writers of every tensor of a state."""
 
-    shares: dict[Path, tuple[ShardFile, ...]]
+    shards: dict[Path, tuple[ShardFile, ...]]
     places: dict[Path, TensorShards] = field(repr=False)
 
     def own(self, rank: int) -> dict[Path, list[ShardFile]]:
         """Select the boxes that process ``rank`` writes."""
-        mine = {path: [share for share in shares if share.writer == rank] for path, shares in self.shares.items()}
-        return {path: shares for path, shares in mine.items() if shares and self.places[path].same_as is None}
+        mine = {path: [shard for shard in shards if shard.writer == rank] for path, shards in self.shards.items()}
+        return {path: shards for path, shards in mine.items() if shards and self.places[path].same_as is None}
 
     def filled(self, node: Any) -> Any:
-        """Return a JSON value with, in the place of each tensor, where its shares are."""
+        """Return a JSON value with, in the place of each tensor, where its shards are."""
         if isinstance(node, list):
             return [self.filled(item) for item in node]
         if not isinstance(node, dict):
@@ -130,8 +130,8 @@ class ShardPlan:
         if node.get("$") != "spread":
             return {key: self.filled(value) for key, value in node.items()}
         path = tuple(node["path"])
-        place, shares = self.places[path], self.shares[path]
-        where = [[share.file, share.name, list(share.box[0])] for share in shares]
+        place, shards = self.places[path], self.shards[path]
+        where = [[shard.file, shard.name, list(shard.box[0])] for shard in shards]
         return {"$": "spread", "dtype": place.dtype, "shape": list(place.shape), "shares": where}
 
 
@@ -154,20 +154,20 @@ def make_plan(everyones: list[dict[Path, TensorShards]], leading: Collection[int
             boxes = holders.setdefault(path, {})
             for box in place.boxes:
                 boxes.setdefault(box, []).append(rank)
-    shares: dict[Path, tuple[ShardFile, ...]] = {}
+    shards: dict[Path, tuple[ShardFile, ...]] = {}
     load, taken, world_size = [0] * len(everyones), set[tuple[str, str]](), len(everyones)
     for path, boxes in holders.items():
         place = places[path]
         if place.same_as is None:
             _check_cover(path, place, boxes)
-            shares[path] = tuple(
+            shards[path] = tuple(
                 _assign(path, place, box, [rank for rank in ranks if rank in leading] or ranks, load, taken, world_size)
                 for box, ranks in boxes.items()
             )
     for path, place in places.items():
         if place.same_as is not None:
-            shares[path] = shares[place.same_as]
-    return ShardPlan(shares, places)
+            shards[path] = shards[place.same_as]
+    return ShardPlan(shards, places)
 
 
 def _check_cover(path: Path, place: TensorShards, boxes: dict[Box, list[int]]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
 
-def load_shares(
+def load_shards(
     path: str | Path,
     processes: Strategy,
     *,
@@ -62,7 +62,7 @@ def open_state(
     exclude: Iterable[str] | None = None,
     stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Open as `load_shares`, in one process and without comparing hashes of what is not read. Raises CheckpointError."""
+    """Open as `load_shards`, in one process and without comparing hashes of what is not read. Raises CheckpointError."""
     return _opened(path, only, exclude, stored)[1]
 
 

@@ -1,7 +1,7 @@
 """Save a sharded state: each rank writes its parts, rank 0 the manifest that names them.
 
 The result is a checkpoint as any other, which loads on any number of processes: `arclight.checkpoint.load` gathers
-the shards, `load_shares` reads only this rank's. All processes must see the same folder.
+the shards, `load_shards` reads only this rank's. All processes must see the same folder.
 No tensor is gathered: a process holds its own parts and one of them a second time, while it is written.
 """
 
@@ -29,7 +29,7 @@ GatherToRankZero = Callable[[Any], list[Any]]
 """Gives every process's value to rank 0 at least."""
 
 
-def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
+def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
     """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
 
     Tensors that are sharded (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
@@ -87,11 +87,11 @@ class ShardedSaver:
                 raise
         entries, meshes = self._unite(taken, [told[1] for told in everyones])
         own: dict[str, dict[str, torch.Tensor]] = {}
-        for where, shares in self._plan.own(processes.global_rank).items():
+        for where, shards in self._plan.own(processes.global_rank).items():
             part, regions = taken.held[where]
             boxes = {(region.offset, region.shape): region for region in regions}
-            for share in shares:
-                own.setdefault(share.file, {})[share.name] = boxes[share.box].of_part(part.detach())
+            for shard in shards:
+                own.setdefault(shard.file, {})[shard.name] = boxes[shard.box].of_part(part.detach())
         encoded = None
         if processes.is_global_zero:
             encoded = tree.Encoded(

@@ -70,7 +70,7 @@ def _candidates(
 ) -> list[list[_Runs]]:
     """Own indexes along every dimension.
 
-    Uneven shares under a strided placement are cut in another order by FSDP than by ``distribute_tensor``; their shapes
+    Uneven shards under a strided placement are cut in another order by FSDP than by ``distribute_tensor``; their shapes
     tell which it was, for the shapes are equal only where the indexes are.
     """
     spec: list[_Runs] = [[(0, size)] for size in shape]

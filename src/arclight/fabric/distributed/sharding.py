@@ -56,9 +56,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return the share of ``full`` that this process keeps, sharded as ``like`` is; ``full`` itself where ``like`` is not sharded. No communication.
+    """Return the shard of ``full`` that this process keeps, sharded as ``like`` is; ``full`` itself where ``like`` is not sharded. No communication.
 
-    It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that share is read. Shapes
+    It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that shard is read. Shapes
     that differ are left for the caller's ``load_state_dict`` to name.
     """
     stored = hasattr(full, "read")
@@ -133,7 +133,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter]) -> None:
-    """Point ``optimizer`` from parameters that were replaced by shares to those; its state becomes shares too."""
+    """Point ``optimizer`` from parameters that were replaced by shards to those; its state becomes shards too."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in replaced]:
@@ -187,7 +187,7 @@ def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_no
 
 @torch.no_grad()
 def scale_tensors(parts: list[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply ``parts`` in place by ``factor``, which may lie on another device than they (shares that are kept on the host)."""
+    """Multiply ``parts`` in place by ``factor``, which may lie on another device than they (shards that are kept on the host)."""
     if isinstance(factor, torch.Tensor):
         factor = factor.to(parts[0].device)
     torch._foreach_mul_(parts, factor)
@@ -224,8 +224,8 @@ def materialize(
     With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``apart`` says that
     processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
 
-    The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its share
-    kept. (Drawing into shares would give every process the same numbers on some devices.) Warns of modules that have no
+    The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its shard
+    kept. (Drawing into shards would give every process the same numbers on some devices.) Warns of modules that have no
     ``reset_parameters``: their values are arbitrary until a checkpoint is loaded.
     """
     without, made = set(), dict[torch.Tensor, torch.Tensor]()

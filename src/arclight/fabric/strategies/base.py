@@ -269,7 +269,7 @@ class Strategy:
     # -- model: for the Trainer ------------------------------------------------------------------------------------
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
-        """Move ``module`` to its device, or this process's share of it. Optimizers are made after this.
+        """Move ``module`` to its device, or this process's shard of it. Optimizers are made after this.
 
         ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
         wrap; otherwise, in manual optimization, there is no such function.
@@ -439,7 +439,7 @@ class Strategy:
         return self.bare(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Whole weights, into what may be a share of them."""
+        """Whole weights, into what may be shards of them."""
         self.bare(module).load_state_dict(state_dict, strict=strict)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class FSDPStrategy(ShardedStrategy):
                 else [activation_checkpointing]
             )
             self.activation_checkpointing_policy = set(kinds)
-        self.saves_shares = state_dict_type == "sharded"
+        self.saves_shards = state_dict_type == "sharded"
         self.options = _checked(kwargs)
         self.device_mesh = device_mesh
         self._roots: dict[nn.Module, StepRoot] = {}
@@ -122,7 +122,7 @@ class FSDPStrategy(ShardedStrategy):
     # -- model -----------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return self._share(module, whole=True)
+        return self._shard(module, whole=True)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -130,7 +130,7 @@ class FSDPStrategy(ShardedStrategy):
         from arclight.fabric.distributed.sharding import replace_parameters
 
         before = dict(module.named_parameters())
-        root = self._share(module, whole=True)
+        root = self._shard(module, whole=True)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
             replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
@@ -150,7 +150,7 @@ class FSDPStrategy(ShardedStrategy):
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
         if module not in self._roots:
-            self._share(module, whole_step)
+            self._shard(module, whole_step)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         root = self._roots[module]
@@ -167,8 +167,8 @@ class FSDPStrategy(ShardedStrategy):
     def bare(self, module: nn.Module) -> nn.Module:
         return module.module if isinstance(module, StepRoot) else module
 
-    def _share(self, module: nn.Module, whole: bool) -> StepRoot:
-        """Share ``module`` out in place; the module that gathers what no unit of its own has.
+    def _shard(self, module: nn.Module, whole: bool) -> StepRoot:
+        """Shard ``module`` in place; the module that gathers what no unit of its own has.
 
         Without ``whole``, where the model's own forward need not be called, every part that runs is a unit of its own.
         """

@@ -24,7 +24,7 @@ class ModelParallelStrategy(ShardedStrategy):
     its parts; under a Trainer the module's ``configure_model`` may do that instead, on ``self.device_mesh``. Processes of
     one tensor-parallel group see the same data. ``"auto"`` sizes are the number of nodes for data and of devices in a
     node for tensors. A model that was made on the meta device gets its values after it was spread.
-    ``save_distributed_checkpoint`` lets each process write its shares; False lets rank 0 write whole tensors. Both open on
+    ``save_distributed_checkpoint`` lets each process write its shards; False lets rank 0 write whole tensors. Both open on
     any number of processes.
     """
 
@@ -43,7 +43,7 @@ class ModelParallelStrategy(ShardedStrategy):
         check("data_parallel_size", data_parallel_size, PositiveInt | str)
         check("tensor_parallel_size", tensor_parallel_size, PositiveInt | str)
         self.data_parallel_size, self.tensor_parallel_size = data_parallel_size, tensor_parallel_size
-        self.saves_shares = save_distributed_checkpoint
+        self.saves_shards = save_distributed_checkpoint
         self._device_mesh: Any = None
         self._placed: set[nn.Module] = set()
 

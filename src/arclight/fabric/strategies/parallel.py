@@ -265,7 +265,7 @@ class ReplicaStrategy(ParallelStrategy):
     """Every process trains its own copy on its own share of the data; steps exchange nothing.
 
     Something else has to bring the copies together, such as :class:`arclight.trainer.callbacks.DiLoCo`. In a checkpoint
-    plain tensors are those of rank 0; what differs between processes is saved by each as its share of a DTensor.
+    plain tensors are those of rank 0; what differs between processes is saved by each as its shard of a DTensor.
     """
 
     name = "replicas"
@@ -286,7 +286,7 @@ class ReplicaStrategy(ParallelStrategy):
         return gather_tree(tree, keep=self.is_global_zero)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if hasattr(io, "save_shares"):
-            io.save_shares(checkpoint, path, self)
+        if hasattr(io, "save_shards"):
+            io.save_shards(checkpoint, path, self)
         else:
             super().write_checkpoint(io, checkpoint, path, storage_options)

@@ -18,17 +18,17 @@ from arclight.fabric.strategies.parallel import ParallelStrategy
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Processes that hold shares of a model (DTensors), or different parts of it. Checkpoints open on any number of them."""
+    """Processes that hold shards of a model (DTensors), or different parts of it. Checkpoints open on any number of them."""
 
     evaluates_in_inference_mode = False
-    saves_shares = True
-    """Whether each process writes its own shares into a checkpoint, in the place of rank 0 gathering and writing all."""
+    saves_shards = True
+    """Whether each process writes its own shards into a checkpoint, in the place of rank 0 gathering and writing all."""
 
     def module_to_device(self, module: nn.Module) -> None:
         """Done with the sharing out: a whole model may be too large for one device."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the host, or nowhere yet if ``empty_init``: memory on the device is for shares."""
+        """New modules on the host, or nowhere yet if ``empty_init``: memory on the device is for shards."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -84,14 +84,14 @@ class ShardedStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError(
                 f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not supported: processes write their "
-                "shares into a folder that all of them see"
+                "shards into a folder that all of them see"
             )
         super().save_checkpoint(path, state, filter=filter)
 
     def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
         """Tensors stay in the files of a checkpoint folder: each process reads the part that it keeps."""
-        if getattr(io, "load_shares", None) is not None and not self.broadcast(os.path.isfile(path)):
-            found: dict[str, Any] = io.load_shares(path, self)
+        if getattr(io, "load_shards", None) is not None and not self.broadcast(os.path.isfile(path)):
+            found: dict[str, Any] = io.load_shards(path, self)
             return found
         return super().read_checkpoint(io, path, **options)
 
@@ -115,8 +115,8 @@ class ShardedStrategy(ParallelStrategy):
         return named if len(set(everyones)) == 1 else key_by_name(named)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if self.saves_shares and getattr(io, "save_shares", None) is not None:
-            io.save_shares(checkpoint, path, self)
+        if self.saves_shards and getattr(io, "save_shards", None) is not None:
+            io.save_shards(checkpoint, path, self)
         else:
             super().write_checkpoint(io, checkpoint, path, storage_options)
 

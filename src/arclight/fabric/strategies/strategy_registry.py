@@ -37,8 +37,8 @@ def _built_in() -> StrategyRegistry:
                 start_method=start_method,
                 find_unused_parameters=unused,
             )
-    names.register("fsdp", FSDPStrategy, "FSDP2: shares of parameters, gradients and moments")
-    names.register("fsdp_cpu_offload", FSDPStrategy, "FSDP2 with the shares in host memory", cpu_offload=True)
+    names.register("fsdp", FSDPStrategy, "FSDP2: shards of parameters, gradients and moments")
+    names.register("fsdp_cpu_offload", FSDPStrategy, "FSDP2 with the shards in host memory", cpu_offload=True)
     names.register("model_parallel", ModelParallelStrategy, "tensor parallelism and FSDP2 by hand, on a mesh")
     names.register("replicas", ReplicaStrategy, "copies that train alone; the DiLoCo callback synchronises them")
     return names

@@ -155,7 +155,7 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Pro
     return received
 
 
-class _OwnShare:
+class _OwnShard:
     """A weight's part on this process, whose gradient is divided by the number of processes whose rows meet in it."""
 
     def __init__(self, size: int) -> None:
@@ -250,10 +250,10 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = Non
         for weight, parameter in list(experts.named_parameters(recurse=False)):
             dimensions = {"ep": 0, "tp": _dimensions(experts, weight)[0]}
             placements = [Shard(dimensions[name]) for name in names]
-            share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-            setattr(experts, weight, nn.Parameter(share, requires_grad=parameter.requires_grad))
+            shard = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            setattr(experts, weight, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         sizes = dict(zip(names, mesh.shape, strict=True))
-        experts.share, experts.parts = _OwnShare(sizes.get("ep", 1)), sizes.get("tp", 1)  # type: ignore[assignment]
+        experts.shard, experts.parts = _OwnShard(sizes.get("ep", 1)), sizes.get("tp", 1)  # type: ignore[assignment]
         if "ep" in sizes:
             layer.dispatcher = AllToAllDispatcher(mesh.get_group("ep"), capacity)  # type: ignore[assignment]
 

@@ -36,7 +36,7 @@ _measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """The sizes that decide how fast the paths of a layer are: of experts in feed-forward parts, of this process's share of them."""
+    """The sizes that decide how fast the paths of a layer are: of experts in feed-forward parts, of this process's shard of them."""
 
     kind: str
     config: MoEConfig | SwitchHeadConfig

@@ -347,14 +347,14 @@ class Experts(nn.Module):
         """Rows of an expert are padded to a multiple of this where a kernel asks for it (float8: 16)."""
         self.parts = 1
         """Processes that each have a part of the hidden width of every expert here."""
-        self.share: Callable[[Tensor], Tensor] | None = None
+        self.shard: Callable[[Tensor], Tensor] | None = None
         """What turns a weight into the tensor that this process multiplies with; None where weights are whole."""
         self.path: Path = "grouped" if config.path == "auto" else config.path
         self.precision = config.precision
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the first, the second and the gate's maps that this process multiplies with, in ``dtype``."""
-        own = (None if w is None else w if self.share is None else self.share(w) for w in (self.w1, self.w2, self.w3))
+        own = (None if w is None else w if self.shard is None else self.shard(w) for w in (self.w1, self.w2, self.w3))
         w1, w2, w3 = (None if w is None else w.to(dtype) for w in own)
         assert w1 is not None
         assert w2 is not None

@@ -1,4 +1,4 @@
-"""Gather and load full (unsharded) tensors by parameter name, whatever share of them each process holds.
+"""Gather and load full (unsharded) tensors by parameter name, whatever shard of them each process holds.
 
 For federated clients and other users outside the trainer: tensors have the names of ``module.named_parameters`` and of
 saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
@@ -31,7 +31,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy ``weights`` into ``module``, each process its share. No communication.
+    """Copy ``weights`` into ``module``, each process its shard. No communication.
 
     Raises WeightsMisfitError for a name that the module has not, and for another shape; the module is as before then.
     """

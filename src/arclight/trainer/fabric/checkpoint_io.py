@@ -71,13 +71,13 @@ class FolderCheckpointIO(CheckpointIO):
         _refuse_options(storage_options, "FolderCheckpointIO")
         checkpoints.save(path, to_tree(checkpoint))
 
-    def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
         """Save tensors that are sharded over processes, each of which writes its part."""
-        checkpoints.save_shares(path, to_tree(checkpoint), processes)
+        checkpoints.save_shards(path, to_tree(checkpoint), processes)
 
-    def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
+    def load_shards(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
         """Read what :meth:`load_checkpoint` gives, with weights, their averages and optimizer states still in their files."""
-        tree = checkpoints.load_shares(path, processes)
+        tree = checkpoints.load_shards(path, processes)
         names = set(tree.get("model", ()))
         large = {"model", "optimizers"} | {
             key for key, entry in tree.items() if isinstance(entry, dict) and entry and names >= set(entry)
@@ -133,12 +133,12 @@ class StateIO(FolderCheckpointIO):
         else:
             checkpoints.save(path, checkpoint)
 
-    def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
-        checkpoints.save_shares(path, checkpoint, processes)
+    def save_shards(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+        checkpoints.save_shards(path, checkpoint, processes)
 
-    def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
+    def load_shards(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
         """Load as :meth:`load_checkpoint` does, with tensors that are still in their files."""
-        return checkpoints.load_shares(path, processes)
+        return checkpoints.load_shards(path, processes)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -285,19 +285,19 @@ class AsyncCheckpointIO(CheckpointIO):
         self.in_flight = self._saver.submit(partial(self.wrapped.save_checkpoint, copied(checkpoint), path, **options))
 
     @property
-    def save_shares(self) -> Callable[[dict[str, Any], str | Path, Strategy], None] | None:
+    def save_shards(self) -> Callable[[dict[str, Any], str | Path, Strategy], None] | None:
         """Like :meth:`save_checkpoint`, each process its own part; None where what writes cannot do that."""
-        return self._save_shares if type(self.wrapped) is FolderCheckpointIO else None
+        return self._save_shards if type(self.wrapped) is FolderCheckpointIO else None
 
-    def _save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+    def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
         self._saver = self._saver or AsyncSaver()
-        self.in_flight = self._saver.save_shares(path, to_tree(checkpoint), processes)
+        self.in_flight = self._saver.save_shards(path, to_tree(checkpoint), processes)
 
     @property
-    def load_shares(self) -> Callable[[str | Path, Strategy], dict[str, Any]] | None:
+    def load_shards(self) -> Callable[[str | Path, Strategy], dict[str, Any]] | None:
         """Like :meth:`load_checkpoint`, each process its own part; None where what reads cannot do that."""
         self.wait()
-        found: Callable[[str | Path, Strategy], dict[str, Any]] | None = getattr(self.wrapped, "load_shares", None)
+        found: Callable[[str | Path, Strategy], dict[str, Any]] | None = getattr(self.wrapped, "load_shards", None)
         return found
 
     def limit_wait(self) -> None:

@@ -216,7 +216,7 @@ class CheckpointWriter:
     """One save at a time: :meth:`write` begins it, :meth:`take` gives the plan back once it is complete."""
 
     asynchronous: bool | None
-    """None: where processes write their own shares, and there is more than one."""
+    """None: where processes write their own shards, and there is more than one."""
     plan: SavePlan | None = None
     """What is being written."""
     _future: Future[Any] | None = None
@@ -226,7 +226,7 @@ class CheckpointWriter:
         """Let ``trainer`` write in the background, if asked to."""
         self.plan = self._future = None
         strategy = trainer.strategy
-        sharded = strategy.world_size > 1 and isinstance(strategy, ShardedStrategy) and strategy.saves_shares
+        sharded = strategy.world_size > 1 and isinstance(strategy, ShardedStrategy) and strategy.saves_shards
         wanted = sharded if self.asynchronous is None else self.asynchronous
         if wanted and not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
             self._before, trainer.checkpoint_io = trainer.checkpoint_io, AsyncCheckpointIO(trainer.checkpoint_io)

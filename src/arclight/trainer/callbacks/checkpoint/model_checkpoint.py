@@ -149,7 +149,7 @@ class ModelCheckpoint(Checkpoint):
     * ``save_on_train_epoch_end``: at the end of training epochs rather than after validation. By default it is so
       where validation runs once per epoch.
     * ``asynchronous``: write from a copy in host memory while training goes on; by default where several processes write
-      their shares. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
+      their shards. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be an address such as ``s3://bucket/name``.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is

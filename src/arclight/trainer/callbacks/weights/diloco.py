@@ -84,7 +84,7 @@ class DiLoCo(Callback):
         else:
             group = self._mesh.get_group(0)
             for weight in weights.values():
-                value = local_tensor(weight).to(trainer.strategy.device)  # shares may lie in host memory
+                value = local_tensor(weight).to(trainer.strategy.device)  # shards may lie in host memory
                 dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
                 local_tensor(weight).copy_(value)
             self.anchor = {name: local_tensor(weight).clone() for name, weight in weights.items()}
@@ -140,7 +140,7 @@ class DiLoCo(Callback):
                 checkpoint["state_dict"][name] = _beside(self.anchor[names[weight]], weight)
 
     def _stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` of this replica as its share of all replicas'."""
+        """Return ``tensor`` of this replica as its shard of all replicas'."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         spread = is_dtensor(tensor)

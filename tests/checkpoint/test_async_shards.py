@@ -39,7 +39,7 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
     gate, write = threading.Event(), writer._write
     writer._write = lambda *a: (gate.wait(60) or os._exit(3)) and write(*a)
     with AsyncSaver() as saver:
-        first = saver.save_shares(folder / "1", {"model": {"w": table}, "step": 1}, strategy)
+        first = saver.save_shards(folder / "1", {"model": {"w": table}, "step": 1}, strategy)
         places = {key: buffer.data_ptr() for key, buffer in saver._buffers.items()}
         table.to_local().fill_(-1)  # training goes on
         assert not first.done()
@@ -48,19 +48,19 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
         assert first.result(60) == folder / "1"
         for step in range(2, 5):
             table.to_local().fill_(step)
-            saver.save_shares(folder / str(step), {"model": {"w": table}, "step": step}, strategy)
+            saver.save_shards(folder / str(step), {"model": {"w": table}, "step": step}, strategy)
         assert {key: buffer.data_ptr() for key, buffer in saver._buffers.items()} == places
         saver.wait()
         fabric.barrier()
         # one rank's disk is full: rank 0 hears of it, and all of them at the next save
         broken = rank == 2
         writer._write = lambda *a: write(*a) if not broken else (_ for _ in ()).throw(OSError(28, "No space left"))
-        future = saver.save_shares(folder / "5", {"model": {"w": table}, "step": 5}, strategy)
+        future = saver.save_shards(folder / "5", {"model": {"w": table}, "step": 5}, strategy)
         assert (future.exception(60) is None) == (rank == 1)
         writer._write = write
         with pytest.raises(CheckpointError, match=r"5 could not be written by rank 2: .*No space left.* is intact"):
-            saver.save_shares(folder / "6", {"model": {"w": table}, "step": 6}, strategy)
-        saver.save_shares(folder / "4", {"model": {"w": table}, "step": 7}, strategy)
+            saver.save_shards(folder / "6", {"model": {"w": table}, "step": 6}, strategy)
+        saver.save_shards(folder / "4", {"model": {"w": table}, "step": 7}, strategy)
     fabric.barrier()
     assert [path.name for path in checkpoint.prune(folder, keep=2)] == ["1", "2"] if rank == 0 else True
 
@@ -79,7 +79,7 @@ def _one_never_comes(fabric: al.Fabric, folder: Path) -> str:
         writer._write = lambda *a: wait_until(told.exists, "rank 0 gives up") or write(*a)
     saver = AsyncSaver()
     mesh = init_device_mesh("cpu", (2,))
-    saver.save_shares(folder / "1", {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, fabric.strategy)
+    saver.save_shards(folder / "1", {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, fabric.strategy)
     if fabric.global_rank == 0:
         saver.limit_wait(0.5)
         with pytest.raises(CheckpointError, match="rank 1 did not say that its part is done"):
@@ -141,7 +141,7 @@ def fit(
     return ranks, {k: v.detach().clone() for k, v in model.state_dict().items()}, saver.best_model_path
 
 
-def test_a_trainer_saves_shares_in_the_background_and_goes_on_on_any_number_of_processes(tmp_path: Path) -> None:
+def test_a_trainer_saves_shards_in_the_background_and_goes_on_on_any_number_of_processes(tmp_path: Path) -> None:
     """20 steps of two processes; then from step 7 on three, one and two, with the same samples and the same losses."""
     ranks, wanted, last = fit(2, tmp_path / "0", 20)
     assert all(kind for _, _, kind in ranks)

@@ -139,8 +139,8 @@ def _placements(fabric: al.Fabric, path: Path) -> None:
     groups = [{"params": [f"layers.{rank}.weight", "shared"], "lr": 0.1}]
     numbers = {rank: torch.tensor(rank)}
     tree = {"model": state, "stages": {"state": own, "param_groups": groups}, "numbers": numbers, "a/b": 1, "step": 5}
-    checkpoint.save_shares(path, tree, fabric.strategy)
-    found = checkpoint.load_shares(path, fabric.strategy, stored=["model"])
+    checkpoint.save_shards(path, tree, fabric.strategy)
+    found = checkpoint.load_shards(path, fabric.strategy, stored=["model"])
     assert isinstance(found["model"]["0"], StoredTensor)
     assert not isinstance(found["stages"]["state"]["shared"], StoredTensor)
     for name, value in state.items():
@@ -179,20 +179,20 @@ def _disagreements(fabric: al.Fabric, path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"model\.w is float32 \(2,\) on one process and float32 \(3,\) on rank 1"
     ):
-        checkpoint.save_shares(path, {"model": {"w": torch.zeros(2 + rank)}}, fabric.strategy)
+        checkpoint.save_shards(path, {"model": {"w": torch.zeros(2 + rank)}}, fabric.strategy)
     with pytest.raises(CheckpointError, match=r"by rank 1: thing is a builtins|by rank 1: thing is a"):
-        checkpoint.save_shares(path, {"thing": object() if rank else 1}, fabric.strategy)
+        checkpoint.save_shards(path, {"thing": object() if rank else 1}, fabric.strategy)
     with pytest.raises(CheckpointError, match="nothing has that name"):
-        checkpoint.load_shares(path, fabric.strategy)
-    checkpoint.save_shares(path, {"model": {"w": torch.zeros(2)}}, fabric.strategy)
+        checkpoint.load_shards(path, fabric.strategy)
+    checkpoint.save_shards(path, {"model": {"w": torch.zeros(2)}}, fabric.strategy)
     fabric.barrier()
     if rank == 0:
         file = next(path.glob("model-*"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     fabric.barrier()
     with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        checkpoint.load_shares(path, fabric.strategy)
-    stored = checkpoint.load_shares(path, fabric.strategy, check=False)["model"]["w"]
+        checkpoint.load_shards(path, fabric.strategy)
+    stored = checkpoint.load_shards(path, fabric.strategy, check=False)["model"]["w"]
     assert (stored + 1).shape == (2,)
     with pytest.raises(CheckpointError, match=r"take a copy of it first"):
         stored.add_(1)
@@ -241,14 +241,14 @@ def _costs(fabric: al.Fabric, path: Path) -> list[dict[str, float]]:
         return result
 
     return_freed_memory()  # or blocks of before are kept, or not, as the allocator likes
-    checkpoint.save_shares(path.with_name("first"), {"w": tensors["0"]}, strategy)  # what is imported then is no buffer
-    measure("save", lambda: checkpoint.save_shares(path, {"model": tensors}, strategy))
-    state = measure("open", lambda: checkpoint.load_shares(path, strategy, check=False))
+    checkpoint.save_shards(path.with_name("first"), {"w": tensors["0"]}, strategy)  # what is imported then is no buffer
+    measure("save", lambda: checkpoint.save_shards(path, {"model": tensors}, strategy))
+    state = measure("open", lambda: checkpoint.load_shards(path, strategy, check=False))
     measure("load", lambda: [shard_like(state["model"][name], like) for name, like in tensors.items()])
     half = DTensor.from_local(torch.empty(SIZE[0], SIZE[1] // 4), mesh, [Shard(1)])
     columns = measure("columns", lambda: shard_like(state["model"]["0"], half))
     assert columns.to_local()[:: SIZE[0] // 4, 0].tolist() == [0, 1, 2, 3]
-    measure("checked", lambda: checkpoint.load_shares(path, strategy))
+    measure("checked", lambda: checkpoint.load_shards(path, strategy))
     return strategy.all_gather_object(found)
 
 
