@@ -16,11 +16,12 @@ from tests.vision.drawn import box_row, corner_row, cornered_row, draw_folders, 
 from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
 from arclight.cli.command import main
-from arclight.deploy import Int8, QuantizationAwareTraining, convert, export
+from arclight.deploy import ExportError, Int8, QuantizationAwareTraining, convert, export
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer import Trainer
 from arclight.trainer.callbacks import ModelCheckpoint
+from arclight.trainer.loggers import CSVLogger
 from arclight.vision.data.augment_settings import Augment, CropAugment
 from arclight.vision.data.dataset import DatasetError
 from arclight.vision.data.images import decode_image
@@ -200,13 +201,22 @@ def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: 
     case = CASES[name]
     module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set")))
     rounding = QuantizationAwareTraining(Int8(min_sqnr_db=-50), example_inputs=torch.rand(2, 3, 64, 64))
-    run = trainer(tmp_path, max_steps=2, callbacks=[rounding])
+    run = trainer(tmp_path, max_steps=2, callbacks=[rounding], logger=CSVLogger(tmp_path / "run"))
     scored: list[Any] = []
     measure = module.metrics.update_output
     module.metrics.update_output = lambda output, batch: (scored.append((output, batch)), measure(output, batch))
     run.fit(module, datamodule=data)
     assert module.model.called, "the loss is of the rounded network"
     assert case.score in run.callback_metrics
+    assert (run.run_folder.plots / "predictions.jpg").stat().st_size
+    photos = [decode_image(path) for path in data.val.images]
+    module.train()
+    module.model.model[1].eval()
+    modes = [part.training for part in module.modules()]
+    assert len(module.predict(photos)) == len(photos)
+    assert [part.training for part in module.modules()] == modes
+    with pytest.raises(ExportError, match=r"put deploy\.convert\(module\.model\) in its place"):
+        module.deployment(data.calibration_dataset())
     in_training, batch = scored[-1]
     with torch.no_grad():
         unrounded = module.model.float_model.eval()(module.prepare(batch["images"]))
@@ -214,12 +224,15 @@ def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: 
     trainer(tmp_path).validate(module, datamodule=data)
     at_end = scored[-1][0]
     assert distance(in_training, at_end) < 0.2 * distance(unrounded, at_end)
-    photos = [decode_image(path) for path in data.val.images]
+    assert module.deployment(data.calibration_dataset()).model is module.model
+    found = module.predict(photos)
+    if name == "detection":
+        module.stage_times(data.val.images[:2])
     program = export(
         module.model, tmp_path / "int8.onnx", example_inputs=torch.rand(2, 3, 64, 64), output_names=module.output_names,
         parts=module.output_parts,
     ).with_processing(module.processing)  # fmt: skip
-    assert len(program.predict(photos)) == len(photos)
+    assert [one.names for one in program.predict(photos)] == [one.names for one in found]
     assert sum(program.metadata["quantization"]["integer_kernels"].values())
 
 

@@ -88,13 +88,13 @@ def finder(candidate: Candidate) -> Finder:
         )  # fmt: skip
     import torch
 
-    from arclight.vision.tasks.module import InferenceCopy
+    from arclight.vision.tasks.module import inference_network
 
     module.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     weights = sum(tensor.numel() * tensor.element_size() for tensor in module.model.state_dict().values())
     return Finder(
         name=candidate.name, names=list(module.names), image_size=module.settings.image_size, size_bytes=weights,
-        one_to_one=module.one_to_one, network=InferenceCopy(module.model), stage_times=module.stage_times,
+        one_to_one=module.one_to_one, network=inference_network(module.model), stage_times=module.stage_times,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.rotated import smallest_rectangles
 from arclight.vision.tasks.distillation import anchored_distillation, one_to_one_distillation
-from arclight.vision.tasks.module import InferenceCopy, TaskMetrics, VisionData, VisionModule
+from arclight.vision.tasks.module import TaskMetrics, VisionData, VisionModule, inference_network
 from arclight.vision.tasks.processing import (
     DetectionProcessing,
     OrientedProcessing,
@@ -232,7 +232,7 @@ class Detector(VisionModule):
     def stage_times(self, paths: Sequence[Path | str]) -> dict[str, list[float]]:
         """Measure the stages of detection on single photos, in ms; the first is a warm-up. See `analysis.stage_times`."""
         self.check_weights()
-        return stage_times(paths, self.processing, InferenceCopy(self.model))
+        return stage_times(paths, self.processing, inference_network(self.model))
 
     def scores(self, results: Any) -> dict[str, float]:
         names = ("map50", "map50_95", "precision", "recall")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from arclight.checkpoint import CheckpointError
@@ -219,7 +219,7 @@ class VisionModule(Module, abc.ABC):
                 f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
             )
         return Deployment(
-            model=fuse(self.model),
+            model=self._shipped_network(),
             example_inputs=found[0][:EXAMPLES],
             calibration=found,
             capture_inputs=found[0],
@@ -234,6 +234,19 @@ class VisionModule(Module, abc.ABC):
                 "model": self.settings.model,
             },
         )
+
+    def _shipped_network(self) -> nn.Module:
+        """Fold batch norms of the network; one that is quantized is shipped as it is."""
+        if isinstance(self.model, Yolo):
+            return fuse(self.model)
+        from arclight.deploy import ExportError
+        from arclight.deploy.quantizing.qat import PreparedModel
+
+        if isinstance(self.model, PreparedModel):
+            raise ExportError(
+                f"{type(self).__name__}.model is trained with rounding and is no program yet: put deploy.convert(module.model) in its place"
+            )
+        return self.model
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -284,24 +297,23 @@ class VisionModule(Module, abc.ABC):
         """Return the result of each RGB uint8 photo, by the module's own ``processing`` or another, say with other thresholds.
 
         Photos may have any sizes. Runs a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may
-        call it together.
+        call it together. One that is trained with rounding runs itself, in evaluation mode meanwhile, and is for one thread.
         """
         self.check_weights()
         if not len(images):
             return []
         processing = processing or self.processing
         batch, context = processing.preprocess(images)
-        copy = self._inference
-        if copy is None or not copy.is_current(self.model):
+        network: Any = self._inference
+        if network is None or not network.is_current(self.model):
             if any(map(is_dtensor, self.model.parameters())):
                 raise RuntimeError(
                     f"this process has shards of the weights only: predict with a checkpoint of them, {type(self).__name__}.load"
                 )
-            copy = InferenceCopy(self.model)
-        self._inference = (
-            None if self.training else copy
-        )  # steps may come that count no version of the weights: fused ones
-        return list(processing.postprocess(copy(torch.from_numpy(batch)), context))
+            network = inference_network(self.model)
+        # steps may come that count no version of the weights: fused ones
+        self._inference = network if isinstance(network, InferenceCopy) and not self.training else None
+        return list(processing.postprocess(network(torch.from_numpy(batch)), context))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inference": None, "_teacher": None}
@@ -704,8 +716,32 @@ class InferenceCopy:
     def __call__(self, images: Tensor) -> Any:
         """Decode the output, float32 on the CPU, for images (N, 3, S, S) in [0, 1]."""
         moved = images.to(self._device, self._dtype, memory_format=torch.channels_last)
-        decoded = self._model(moved)
-        return tuple(part.float().cpu() for part in decoded) if isinstance(decoded, tuple) else decoded.float().cpu()
+        return _float_on_cpu(self._model(moved))
+
+
+def inference_network(model: nn.Module) -> Callable[[Tensor], Any]:
+    """Return what decodes images (N, 3, S, S) in [0, 1] by ``model``: float32 on the CPU.
+
+    That is an `InferenceCopy` of a network. A graph, of a model that is trained with rounding or is quantized, computes with the layers that
+    it was captured with, so nothing can be folded in it: such a model runs itself.
+    """
+    return InferenceCopy(model) if isinstance(model, Yolo) else partial(_run_itself, model)
+
+
+@torch.no_grad()
+def _run_itself(model: nn.Module, images: Tensor) -> Any:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        decoded = model(images.to(next(itertools.chain(model.parameters(), model.buffers())).device))
+    finally:
+        for module, training in modes:
+            module.training = training
+    return _float_on_cpu(decoded)
+
+
+def _float_on_cpu(decoded: Any) -> Any:
+    return tuple(part.float().cpu() for part in decoded) if isinstance(decoded, tuple) else decoded.float().cpu()
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int] | None:
