@@ -17,6 +17,7 @@ from arclight import seed_everything
 from arclight.checkpoint import CheckpointError
 from arclight.cli.command import main
 from arclight.deploy import ExportError, Int8, QuantizationAwareTraining, convert, export
+from arclight.fabric.errors import MisconfigurationError
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer import Trainer
@@ -234,6 +235,25 @@ def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: 
     ).with_processing(module.processing)  # fmt: skip
     assert [one.names for one in program.predict(photos)] == [one.names for one in found]
     assert sum(program.metadata["quantization"]["integer_kernels"].values())
+
+
+def test_frozen_layers_stay_while_a_graph_is_trained(tmp_path: Path) -> None:
+    case = CASES["detection"]
+    module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set"), freeze=2))
+    frozen, before = module.model.model[:2], {name: value.clone() for name, value in module.model.state_dict().items()}
+    example = torch.rand(2, 3, 64, 64)
+
+    def fit(**options: Any) -> None:
+        rounding = QuantizationAwareTraining(Int8(min_sqnr_db=-50), example_inputs=example, **options)
+        trainer(tmp_path, max_steps=2, limit_val_batches=0, callbacks=[rounding]).fit(module, datamodule=data)
+
+    with pytest.raises(MisconfigurationError, match=r"freeze = 2: .*give it freeze_batch_norm_at=0"):
+        fit()
+    after = module.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items()), "no step was taken"
+    fit(freeze_batch_norm_at=0)
+    assert all(torch.equal(value, before[f"model.{name}"]) for name, value in frozen.state_dict().items())
+    assert not torch.equal(module.model.model[2].state_dict()["cv1.conv.weight"], before["model.2.cv1.conv.weight"])
 
 
 def distance(one: Any, other: Any) -> float:

@@ -148,8 +148,9 @@ class PreparedModel(NamedGraphs):
             module.synchronized = enabled
 
     def running_statistics(self) -> list[Tensor]:
-        """List the running means and variances that the batch norms of the model move in training."""
-        moved = (node for node in self.graphs["training"].graph.nodes if node.target is aten.batch_norm.default)
+        """List the running means and variances that the batch norms of the model move in training: not those of frozen ones."""
+        norms = (node for node in self.graphs["training"].graph.nodes if node.target is aten.batch_norm.default)
+        moved = (node for node in norms if node.args[batch_norm.TRAINING])
         stored = {
             str(node.args[place].target) for node in moved for place in (3, 4) if isinstance(node.args[place], Node)
         }

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from arclight.checkpoint import CheckpointError
 from arclight.fabric.distributed.dtensor import is_dtensor
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
 from arclight.optim.schedules import phase
 from arclight.optim.settings import Mixed
@@ -437,6 +438,17 @@ class VisionModule(Module, abc.ABC):
     def on_train_epoch_start(self) -> None:
         for layer in list(self.model.model)[: self.settings.freeze]:
             layer.eval()  # frozen layers keep their statistics too
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Refuse to train a graph that would move the statistics of frozen layers: its batch norms heed no mode of a layer."""
+        if not self.settings.freeze or isinstance(self.model, Yolo):
+            return
+        kept = {id(value) for layer in list(self.model.model)[: self.settings.freeze] for value in layer.buffers()}
+        if any(id(value) in kept for value in self.model.running_statistics()):
+            raise MisconfigurationError(
+                f"freeze = {self.settings.freeze}: QuantizationAwareTraining would move the batch norms of frozen layers: give it "
+                "freeze_batch_norm_at=0, with which all batch norms stay, or leave freeze at 0"
+            )
 
     def prepare(self, images: Tensor) -> Tensor:
         """Bytes (N, 3, S, S) as floats in [0, 1], in the layout that the model computes in."""
