@@ -197,6 +197,21 @@ def test_frozen_batch_norms_and_ranges_stay(trained: tuple[Normed, Tensor]) -> N
     assert {"bn.running_mean", "bn.num_batches_tracked", "fake_quantize.input_x.high"} <= changed
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.distributed.DistBackendError, RuntimeError])
+def test_errors_that_another_size_did_not_cause_are_told_as_they_are(
+    trained: tuple[Normed, Tensor], kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare_qat(*trained).train()
+
+    def fail(*_: Tensor) -> None:
+        raise kind("no luck")
+
+    monkeypatch.setitem(prepared.graphs, "training", fail)
+    told, words = (QuantizeError, "the graph was captured on inputs") if kind is RuntimeError else (kind, "no luck")
+    with pytest.raises(told, match=words):
+        prepared(trained[1][..., 1:])
+
+
 def test_infinite_activations_do_not_widen_ranges(trained: tuple[Normed, Tensor]) -> None:
     prepared = prepare_qat(*trained).train()
     (first, *_), image = prepared.ranges(), trained[1].clone()

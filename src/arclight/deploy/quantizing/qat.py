@@ -33,11 +33,13 @@ from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, m
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, placement
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
 from arclight.fabric.distributed.sharding import full_tensor
+from arclight.fabric.memory import is_out_of_memory
 
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 LARGEST_BATCH = 2**20
+_NOT_OF_SHAPES = (torch.AcceleratorError, torch.distributed.DistError)
 RANGES = "fake_quantize"
 """Name under which a prepared model holds its ranges."""
 
@@ -105,7 +107,7 @@ class PreparedModel(NamedGraphs):
             return self.graphs["training" if self.training else "inference"](*inputs)
         except RuntimeError as error:
             captured, given = ([tuple(value.shape[1:]) for value in values] for values in (self.example, inputs))
-            if captured == given:
+            if captured == given or is_out_of_memory(error) or isinstance(error, _NOT_OF_SHAPES):
                 raise
             raise QuantizeError(
                 f"the graph was captured on inputs whose samples have shapes {captured}, and cannot compute those of {given}: give samples of one "
