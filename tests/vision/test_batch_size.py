@@ -172,6 +172,21 @@ def test_a_small_device_ends_the_measuring_early() -> None:
         largest(Device(lambda n: 100 * MIB * n, 900 * MIB), 50 * MIB)
 
 
+def test_sizes_beyond_the_budget_or_the_data_set_are_not_measured() -> None:
+    device = Device(lambda n: 100 * MIB + 50 * MIB * n, 10_000 * MIB)
+    assert largest(device, 320 * MIB) == 4
+    assert device.runs == [2, 4, 8]
+    device.runs.clear()
+    assert largest(device, 9_000 * MIB, images=5) == 4
+    assert largest(device, 9_000 * MIB, images=1) == 1
+    assert device.runs == [2, 4, 2, 1]
+    device.runs.clear()
+    assert largest(device, 160 * MIB) == 1
+    with pytest.raises(BatchSizeError, match=r"takes 0\.15 GiB, and there are 0\.14"):
+        largest(device, 140 * MIB)  # half of what two take would fit
+    assert device.runs == [2, 1, 2, 1]
+
+
 def test_other_errors_of_a_step_are_no_lack_of_memory() -> None:
     def broken(count: int) -> int:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")

@@ -109,7 +109,7 @@ def fitting_batch_size(
 
     budget_gib: memory for a step; where not given, ``share`` of what is free on the model's device, less what gradients and an
     optimizer's moments will take. images: of the data set, of which a batch has at most all. meter: the device's own where not given.
-    A few batches are measured under ``context`` until one is too large, a straight line that lies on or above all of them says what
+    A few batches are measured under ``context`` until one takes more or the images end, a straight line that lies on or above all of them says what
     larger ones take, and on a GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics,
     gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
     """
@@ -150,10 +150,14 @@ def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int
     found: dict[int, int] = {}
     most = min(images, meter.most)
     for size in meter.tried:
+        if found and size > most:
+            break
         if (taken := _unless_out_of_memory(measure, size)) is None:
             most = min(most, size - 1)
             break
         found[size] = taken
+        if taken > budget:
+            break
     if not found and (taken := _unless_out_of_memory(measure, 1)) is not None:
         found[1] = taken
     if not found:
