@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from arclight.checkpoint import CheckpointError
 from arclight.data import ResumableLoader
 from arclight.trainer import Callback, Trainer
 from arclight.vision.data.augment_settings import Augment, NoAugment
@@ -19,7 +20,7 @@ from arclight.vision.data.dataset import DetectionDataset, collate, read_data_ya
 from arclight.vision.data.labels import label_path
 from arclight.vision.data.letterbox import scaled_shape
 from arclight.vision.data.mix import EpochMix
-from arclight.vision.data.rectangles import AspectOrder, scaled_sides, smallest_frame
+from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, scaled_sides, smallest_frame
 from arclight.vision.tasks.detection import DetectionData, Detector, SegmentationData
 from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
 
@@ -58,7 +59,7 @@ def loader(
     group: int | None = None,
     workers: int = 0,
 ) -> ResumableLoader:
-    order = opened.aspect_order(batch * ranks, group)
+    order = opened.aspect_order(batch * ranks, None if group is None else BegunEpoch(0, group))
     loaded = DataLoader(opened, batch, sampler=order, num_workers=workers, collate_fn=collate, drop_last=True)
     return ResumableLoader(loaded, seed=11, rank=rank, world_size=ranks)
 
@@ -193,16 +194,32 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(yaml: Path, tmp_path: Path) 
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
-def test_a_resumed_run_keeps_its_groups(yaml: Path) -> None:
+def test_a_resumed_run_keeps_the_groups_of_the_epoch_that_was_begun(yaml: Path) -> None:
     task = DetectionTask(data=yaml, image_size=128, batch_size=8, workers=0, cache_labels=False, rect_train=True)
     first, second = DetectionData(task), DetectionData(task)
     for data in (first, second):
         data.setup("fit")
-    first.train_dataloader()
+    first.training_order().set_epoch(3)
     second.batch_size = 4
     second.load_state_dict(first.state_dict())
-    assert second.training_order().group == 8
+    order = second.training_order()
+    assert (order.epoch, order.group) == (3, 8)
+    assert second.state_dict() == first.state_dict(), "saved again before it has gone on"
+    order.set_epoch(4)
+    assert order.group == 4, "no batch has images of several groups, or of a half"
+    second.load_state_dict(first.state_dict())
+    assert order.group == 8, "whichever comes first"
     assert DetectionData(task).state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    "state", [{"order_group": 0}, {"order_group": True}, {"order_group": "8"}, {"order_epoch": -1}]
+)
+def test_an_order_that_is_none_is_refused(yaml: Path, state: dict[str, Any]) -> None:
+    data = DetectionData(DetectionTask(data=yaml, image_size=128, rect_train=True))
+    ((name, value),) = state.items()
+    with pytest.raises(CheckpointError, match=rf"the checkpoint has {name} = {value!r} .* whole number >= [01]"):
+        data.load_state_dict({"order_group": 8, "order_epoch": 0} | state)
 
 
 def test_what_cannot_be_rectangular_is_refused(

@@ -36,7 +36,7 @@ from arclight.vision.data.labels import (
 )
 from arclight.vision.data.letterbox import Frame, Letterbox, letterbox, scaled_shape
 from arclight.vision.data.mix import EpochMix, MixedData
-from arclight.vision.data.rectangles import AspectOrder, FramedIndex, smallest_frame
+from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, FramedIndex, smallest_frame
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
 
@@ -336,7 +336,7 @@ class DetectionDataset(Dataset[Sample]):
         self.images, self.labels = [self.images[i] for i in order], [self.labels[i] for i in order]
         return [shapes[i] for i in order]
 
-    def aspect_order(self, batch: int, group: int | None = None) -> AspectOrder:
+    def aspect_order(self, batch: int, begun: BegunEpoch | None = None) -> AspectOrder:
         """Return the order of training images in rectangular batches of ``batch`` on all ranks together; see `AspectOrder`."""
         shapes = self._shapes
         if shapes is None or self.augment is None:
@@ -348,7 +348,7 @@ class DetectionDataset(Dataset[Sample]):
             mix = self.mix
             return shapes if mix is None else [shapes[mix.image(place, epoch)] for place in range(len(mix))]
 
-        return AspectOrder(by_place, batch, sides=self._sides, stride=self._stride, group=group)
+        return AspectOrder(by_place, batch, sides=self._sides, stride=self._stride, begun=begun)
 
     def _frame(self, images: Sequence[int] | NDArray[np.int64], side: int) -> Frame:
         """Return the height and width of a batch whose images have a longer side of ``side`` pixels."""

@@ -22,6 +22,14 @@ class FramedIndex(NamedTuple):
     """Of the whole batch, on all ranks."""
 
 
+class BegunEpoch(NamedTuple):
+    """An epoch that was begun with batches of another size."""
+
+    epoch: int
+    group: int
+    """Samples that are grouped in it."""
+
+
 def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
     """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size`` pixels, at least 1."""
     different, place = np.unique(np.asarray(shapes, np.int64).reshape(-1, 2), axis=0, return_inverse=True)
@@ -42,8 +50,8 @@ class AspectOrder(Sampler[FramedIndex]):
     at random, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.
 
     shapes: gives (height, width) of the sample at each place of an epoch. batch: samples of a step on all ranks. sides: lengths of the
-    longer side, of which each batch draws one. group: samples that are grouped, where that is not ``batch``: a run that goes on in a
-    world of another size keeps the order that it had.
+    longer side, of which each batch draws one. begun: an epoch in which other than ``batch`` samples are grouped: a run that goes on in
+    the middle of it, in a world of another size, keeps its order to its end, so that each sample is read once.
     """
 
     def __init__(
@@ -53,11 +61,22 @@ class AspectOrder(Sampler[FramedIndex]):
         *,
         sides: Sequence[int],
         stride: int,
-        group: int | None = None,
+        begun: BegunEpoch | None = None,
     ) -> None:
         self._shapes, self._sides, self._stride = shapes, list(sides), stride
-        self.batch, self.group, self.epoch = batch, group or batch, 0
+        self.batch, self.epoch, self._begun = batch, 0, begun
         self._length = len(shapes(0))
+        if begun is not None:
+            self.go_on(begun)
+
+    def go_on(self, begun: BegunEpoch) -> None:
+        """Keep the groups of an epoch that was begun."""
+        self.epoch, self._begun = begun.epoch, begun
+
+    @property
+    def group(self) -> int:
+        """Return the number of samples that are grouped in this epoch."""
+        return self._begun.group if self._begun is not None and self._begun.epoch == self.epoch else self.batch
 
     def __len__(self) -> int:
         return self._length

@@ -18,7 +18,7 @@ from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import DatasetError, TaskGeometry
-from arclight.vision.data.rectangles import AspectOrder
+from arclight.vision.data.rectangles import AspectOrder, BegunEpoch
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
 from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
@@ -315,7 +315,7 @@ class DetectionData(VisionData):
         super().__init__(settings)
         self.spec = read_data_yaml(settings.data)
         self._order: AspectOrder | None = None
-        self._order_group: int | None = None  # of a run that is resumed
+        self._begun: BegunEpoch | None = None  # of a run that is resumed
 
     @property
     def names(self) -> list[str]:
@@ -346,18 +346,30 @@ class DetectionData(VisionData):
             return None
         if self.trainer is not None and self.trainer.strategy.in_stages:
             raise ValueError("rect_train = true: stages of a network take batches of one shape: leave it false")
-        self._order = self.train.aspect_order(self._global_batch, self._order_group)
+        self._order = self.train.aspect_order(self._global_batch, self._begun)
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order of training images goes by, beside seed and epoch."""
-        return {} if self._order is None else {"order_group": self._order.group}
+        return {} if self._order is None else {"order_group": self._order.group, "order_epoch": self._order.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the order of the run that is resumed, whatever the number of ranks is now."""
-        self._order_group = state_dict.get("order_group")
-        if self._order is not None and self._order_group is not None:
-            self._order.group = self._order_group
+        """Take the order of the epoch that is resumed, whatever the number of images per step is now; later ones are grouped by that.
+
+        Raises CheckpointError for an order that is none.
+        """
+        if "order_group" not in state_dict:
+            return
+        for name, least in (("order_group", 1), ("order_epoch", 0)):
+            value = state_dict.get(name)
+            if type(value) is not int or value < least:
+                raise CheckpointError(
+                    f"the checkpoint has {name} = {value!r} for the order of training images, which must be a whole number >= {least}: "
+                    "resume from another one"
+                )
+        self._begun = BegunEpoch(state_dict["order_epoch"], state_dict["order_group"])
+        if self._order is not None:
+            self._order.go_on(self._begun)
 
     def _coarsest_stride(self) -> int:
         with torch.device("meta"):
