@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import cv2
 import numpy as np
 import pytest
+import torch
 from tests.vision.drawn import (
     box_row,
     corner_row,
@@ -141,6 +143,35 @@ def test_the_first_batches_of_a_run_are_drawn_unless_turned_off(tmp_path: Path, 
     assert {path.name for path in plots.iterdir()} == wanted == set(captions)
     if batches:
         assert decode_image(plots / "train_batch0.jpg").shape == draw_batch(batch, names, "detect").shape
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), cv2.error("bad image")])
+def test_a_picture_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    warned: list[str] = []
+    trainer: Any = types.SimpleNamespace(
+        is_global_zero=True, loggers=[0], current_epoch=0, strategy=types.SimpleNamespace(in_stages=False), warn=warned.append,
+        datamodule=types.SimpleNamespace(train=types.SimpleNamespace(labels=[np.ones((1, 5), np.float32)])),
+        run_folder=types.SimpleNamespace(plots=tmp_path, caption_plot=fail),
+    )  # fmt: skip
+    module: Any = types.SimpleNamespace(names=["code", "text"], head="detect")
+    batch = {"images": torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "targets": torch.zeros(0, 6), "paths": ["a.jpg"]}
+    drawer = DetectionPlots(3)
+    for _ in range(2):  # fits
+        drawer.on_train_start(trainer, module)
+        for number in range(3):
+            drawer.on_train_batch_start(trainer, module, batch, number)
+    assert len(warned) == 2
+    assert not list(tmp_path.iterdir()), "no picture without a caption, or a part of one"
+    assert all(str(tmp_path / "labels.svg") in text and str(error) in text for text in warned)
+    trainer.run_folder.caption_plot = lambda *_: None
+    monkeypatch.setattr("arclight.vision.results.plots.draw_batch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        drawer.on_train_batch_start(trainer, module, batch, 0)
 
 
 def test_captions_of_batches_stay_behind_those_of_results(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class RunFolder:
     def caption_plot(self, name: str, caption: str) -> None:
         """Say in the report what the plot ``name`` shows."""
         path = self.plots / "captions.json"
-        path.write_text(json.dumps(read_json(path) | {name: caption}, indent=1), encoding="utf-8")
+        write_atomically(path, json.dumps(read_json(path) | {name: caption}, indent=1))
 
     def write_environment(self, **facts: Any) -> Path:
         """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started.

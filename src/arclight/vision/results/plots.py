@@ -53,22 +53,39 @@ class DetectionPlots(Callback):
 
     def __init__(self, batches: int = 0) -> None:
         self.batches = batches
+        self._warned = False
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._warned = False
         labels = getattr(getattr(trainer.datamodule, "train", None), "labels", None)
         if self.batches and trainer.is_global_zero and trainer.loggers and labels is not None and any(map(len, labels)):
-            (trainer.run_folder.plots / "labels.svg").write_text(label_chart(labels, pl_module.names), encoding="utf-8")
-            trainer.run_folder.caption_plot("labels.svg", "Boxes of the training images, before anything is changed.")
+            self._draw(
+                trainer, "labels.svg", "Boxes of the training images, before anything is changed.",
+                lambda: label_chart(labels, pl_module.names).encode(),
+            )  # fmt: skip
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx >= self.batches or trainer.current_epoch or not trainer.is_global_zero or not trainer.loggers:
             return
         if trainer.strategy.in_stages or not len(batch["images"]):
             return  # a stage need not have targets
-        name = f"train_batch{batch_idx}.jpg"
-        sheet = encode_jpeg(draw_batch(batch, pl_module.names, pl_module.head), 90)
-        (trainer.run_folder.plots / name).write_bytes(sheet)
-        trainer.run_folder.caption_plot(name, "What the network is shown: training images after augmentation.")
+        self._draw(
+            trainer, f"train_batch{batch_idx}.jpg", "What the network is shown: training images after augmentation.",
+            lambda: encode_jpeg(draw_batch(batch, pl_module.names, pl_module.head), 90),
+        )  # fmt: skip
+
+    def _draw(self, trainer: Trainer, name: str, caption: str, drawn: Callable[[], bytes]) -> None:
+        """Write a picture that training can do without: a full disk or a fault of OpenCV is warned of once."""
+        path = trainer.run_folder.plots / name
+        try:
+            path.write_bytes(drawn())
+            trainer.run_folder.caption_plot(name, caption)
+        except (OSError, cv2.error) as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)  # a part of it would be shown in the report
+            if not self._warned:
+                trainer.warn(f"{path} was not drawn ({error}); training goes on without pictures that cannot be")
+            self._warned = True
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero or not trainer.loggers or pl_module.results is None:
