@@ -261,6 +261,29 @@ def test_a_photo_that_is_chosen_while_the_browser_asks_keeps_the_camera_off(page
     ]
 
 
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("asks", [True, False])
+def test_watching_that_is_stopped_ends_once_also_while_the_browser_asks(page, runs, asks):
+    ends = page.run(
+        """
+        return (async ([runs, asks]) => {
+          const { Live } = await import("/live.js");
+          const ends = [];
+          const live = new Live({ video: document.createElement("video"), onEnd: (...end) => ends.push(end) });
+          if (runs) live.run = new AbortController();
+          if (asks) live.asked = {};
+          live.last = "picture";
+          live.stop();
+          live.stop();
+          return ends;
+        })(arguments)
+        """,
+        runs,
+        asks,
+    )
+    assert ends == ([["stopped", "picture"]] if runs else [["stopped", None]] if asks else [])
+
+
 def test_a_camera_that_may_not_be_used_is_said(page):
     page.run("navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', 'NotAllowedError'); }")
     page.click("#live")

@@ -39,8 +39,8 @@ export class Live {
   stop() {
     const waits = this.asked !== null;
     this.asked = null;
-    if (waits) this.onEnd("stopped", null);
-    this.end("stopped");
+    if (this.run) this.end("stopped");
+    else if (waits) this.onEnd("stopped", null);
   }
 
   async watch(open) {
