@@ -101,6 +101,18 @@ def test_without_any_change_an_image_is_letterboxed_exactly() -> None:
     np.testing.assert_allclose(moved, boxes + np.float32([0, pad_x, pad_y, pad_x, pad_y]))
 
 
+@pytest.mark.parametrize("size", [2 * SIZE, (2 * SIZE, 2 * SIZE)])
+@pytest.mark.parametrize("fit", [False, True])
+def test_an_image_is_enlarged_where_that_is_asked_for(size: int | tuple[int, int], fit: bool) -> None:
+    rng = np.random.default_rng(0)
+    image, boxes = np.zeros((SIZE // 2, SIZE, 3), np.uint8), np.array([[2, 0, 0, SIZE, SIZE // 2]], np.float32)
+    changed, moved = changes.random_affine((image, boxes), rng, STILL, size, fit=fit)
+    width, height = (2 * SIZE, SIZE) if fit else (SIZE, SIZE // 2)
+    assert (changed != GREY).any(-1).sum() == pytest.approx(width * height, rel=0.01)
+    left, top = SIZE - width / 2, SIZE - height / 2
+    np.testing.assert_allclose(moved, [[2, left, top, left + width, top + height]])
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_boxes_of_nine_images_follow_the_pixels(name: str) -> None:
     rng = np.random.default_rng(3)

@@ -147,16 +147,22 @@ def _hidden(boxes: Boxes, cover: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def random_affine(
-    tile: LabelledImage, rng: np.random.Generator, augment: Augment, size: Size, *, keypoints: Keypoints = False
+    tile: LabelledImage,
+    rng: np.random.Generator,
+    augment: Augment,
+    size: Size,
+    *,
+    keypoints: Keypoints = False,
+    fit: bool = False,
 ) -> LabelledImage:
-    """Place one whole image in a square of ``size`` pixels, under a random transform about its centre.
+    """Place one whole image in a square of ``size`` pixels, or a rectangle, under a random transform about its centre.
 
-    ``size`` (height, width): in a rectangle, of which the image first fills at least one side.
+    ``fit``: scale it first to the largest size that lies within; otherwise it is taken as large as it is.
     """
     image, labels = tile
     width, height = _sides(size)
     matrix = random_transform(rng, augment, size, reach=0.5 * max(width, height))
-    if not isinstance(size, int):
+    if fit:
         zoom = min(width / image.shape[1], height / image.shape[0])
         matrix = matrix @ np.diag([zoom, zoom, 1.0])
     matrix = matrix @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)

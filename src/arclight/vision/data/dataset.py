@@ -424,7 +424,7 @@ class DetectionDataset(Dataset[Sample]):
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment, frame: Frame | None
     ) -> augmentation.LabelledImage:
         if frame is not None:
-            return augmentation.random_affine(self._decoded(index)[:2], rng, augment, frame)
+            return augmentation.random_affine(self._decoded(index)[:2], rng, augment, frame, fit=True)
         if not (self.mosaic_open and rng.random() < augment.mosaic):
             return augmentation.random_affine(
                 self._decoded(index)[:2], rng, augment, self.image_size, keypoints=self._marks
