@@ -476,6 +476,9 @@ def test_programs_are_judged_by_scores_without_the_ones_beside_them(model: str, 
     wrong[..., 5:] = 0
     found = compare([rows], [wrong], detector.output_parts)
     assert detector.output_parts(rows)["scores"].shape[-1] == shown
+    beyond = torch.cat((rows[..., :2], rows[..., 2:4] * 400, rows[..., 4:]), dim=-1)  # 12,000 pixels, where nothing is
+    size = detector.output_parts(beyond)["boxes"][..., 2:]
+    assert size.max() == (detector.settings.image_size if model == "arc-n" else 12_000)
     assert (found["scores"].sqnr_db < 10) == (model == "arc-n")
     assert found["boxes"].sqnr_db == math.inf
 

@@ -246,8 +246,11 @@ class Detector(VisionModule):
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Split the output: boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
         (predictions,) = outputs
-        first = 5 if self.one_to_one else 4  # where objectness is always 1, it would hide them as well
-        return {"boxes": predictions[..., :4], "scores": predictions[..., first:]}
+        if not self.one_to_one:
+            return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
+        # Sizes have no bound where nothing is: those beyond the image say no more than its own. Objectness is always 1.
+        boxes = torch.cat((predictions[..., :2], predictions[..., 2:4].clamp(max=self.settings.image_size)), dim=-1)
+        return {"boxes": boxes, "scores": predictions[..., 5:]}
 
     def setup(self, stage: str) -> None:
         """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
