@@ -152,19 +152,25 @@ def test_a_picture_that_cannot_be_written_ends_no_run(
     def fail(*_: Any) -> None:
         raise error
 
-    warned: list[str] = []
     trainer: Any = types.SimpleNamespace(
-        is_global_zero=True, loggers=[0], current_epoch=0, strategy=types.SimpleNamespace(in_stages=False), warn=warned.append,
+        is_global_zero=True, loggers=[0], current_epoch=0, strategy=types.SimpleNamespace(in_stages=False),
         datamodule=types.SimpleNamespace(train=types.SimpleNamespace(labels=[np.ones((1, 5), np.float32)])),
         run_folder=types.SimpleNamespace(plots=tmp_path, caption_plot=fail),
     )  # fmt: skip
     module: Any = types.SimpleNamespace(names=["code", "text"], head="detect")
     batch = {"images": torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "targets": torch.zeros(0, 6), "paths": ["a.jpg"]}
     drawer = DetectionPlots(3)
-    for _ in range(2):  # fits
+
+    def fit() -> None:
         drawer.on_train_start(trainer, module)
         for number in range(3):
             drawer.on_train_batch_start(trainer, module, batch, number)
+
+    warned = []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="was not drawn") as caught:
+            fit()
+        warned += [str(one.message) for one in caught]
     assert len(warned) == 2
     assert not list(tmp_path.iterdir()), "no picture without a caption, or a part of one"
     assert all(str(tmp_path / "labels.svg") in text and str(error) in text for text in warned)

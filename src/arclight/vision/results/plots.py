@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.extras import require
 from arclight.trainer import Callback
-from arclight.trainer.run.folder import read_json
+from arclight.trainer.run.folder import RunFolder, read_json
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
 from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_lines, draw_masks, grid, resized
@@ -60,7 +61,7 @@ class DetectionPlots(Callback):
         labels = getattr(getattr(trainer.datamodule, "train", None), "labels", None)
         if self.batches and trainer.is_global_zero and trainer.loggers and labels is not None and any(map(len, labels)):
             self._draw(
-                trainer, "labels.svg", "Boxes of the training images, before anything is changed.",
+                trainer.run_folder, "labels.svg", "Boxes of the training images, before anything is changed.",
                 lambda: label_chart(labels, pl_module.names).encode(),
             )  # fmt: skip
 
@@ -70,21 +71,23 @@ class DetectionPlots(Callback):
         if trainer.strategy.in_stages or not len(batch["images"]):
             return  # a stage need not have targets
         self._draw(
-            trainer, f"train_batch{batch_idx}.jpg", "What the network is shown: training images after augmentation.",
+            trainer.run_folder, f"train_batch{batch_idx}.jpg", "What the network is shown: training images after augmentation.",
             lambda: encode_jpeg(draw_batch(batch, pl_module.names, pl_module.head), 90),
         )  # fmt: skip
 
-    def _draw(self, trainer: Trainer, name: str, caption: str, drawn: Callable[[], bytes]) -> None:
+    def _draw(self, folder: RunFolder, name: str, caption: str, drawn: Callable[[], bytes]) -> None:
         """Write a picture that training can do without: a full disk or a fault of OpenCV is warned of once."""
-        path = trainer.run_folder.plots / name
+        path = folder.plots / name
         try:
             path.write_bytes(drawn())
-            trainer.run_folder.caption_plot(name, caption)
+            folder.caption_plot(name, caption)
         except (OSError, cv2.error) as error:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)  # a part of it would be shown in the report
             if not self._warned:
-                trainer.warn(f"{path} was not drawn ({error}); training goes on without pictures that cannot be")
+                warnings.warn(
+                    f"{path} was not drawn ({error}); training goes on without pictures that cannot be", stacklevel=2
+                )
             self._warned = True
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
