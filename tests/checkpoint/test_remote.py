@@ -127,7 +127,7 @@ def _shares(fabric: al.Fabric, address: str) -> None:
     assert torch.equal(columns, torch.arange(70.0).reshape(10, 7)[:, 2:5])
 
 
-def test_shares_at_an_address(tmp_path: Path) -> None:
+def test_shards_at_an_address(tmp_path: Path) -> None:
     address = f"elsewhere://{tmp_path}/c"
     strategy = FSDPStrategy(start_method="fork")
     al.Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(_shares, address)

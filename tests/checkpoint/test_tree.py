@@ -51,7 +51,7 @@ def test_a_share_that_is_the_whole_is_not_copied() -> None:
     assert decode(*spread([2, 3], ([0, 0], whole)))["w"] is whole
 
 
-def test_shares_come_to_their_places() -> None:
+def test_shards_come_to_their_places() -> None:
     whole = torch.arange(12.0).view(3, 4)
     corners = [([0, 0], whole[:2, :3]), ([0, 3], whole[:2, 3:]), ([2, 0], whole[2:, :1]), ([2, 1], whole[2:, 1:])]
     assert torch.equal(decode(*spread([3, 4], *corners))["w"], whole)
@@ -70,7 +70,7 @@ class Lazy:
         return [part for part, _ in parts], shape
 
 
-def test_shares_that_are_still_in_their_files_stay_there() -> None:
+def test_shards_that_are_still_in_their_files_stay_there() -> None:
     one, left, right = Lazy(2, 3), Lazy(2, 2), Lazy(2, 1)
     assert decode(*spread([2, 3], ([0, 0], one)))["w"] == ([one], [2, 3])
     assert decode(*spread([2, 3], ([0, 0], left), ([0, 2], right)))["w"] == ([left, right], [2, 3])

@@ -192,14 +192,7 @@ def test_every_room_says_what_it_is_for() -> None:
     assert not missing
 
 
-LISTS = {
-    "cli.commands",
-    "compat.lightning",
-    "text.families",
-    "trainer.callbacks",
-    "trainer.loggers",
-    "vision.models.heads",
-}
+LISTS = {"cli.commands", "compat.lightning", "text.families", "trainer.callbacks", "trainer.loggers"}
 """Folders that are a list of one thing: a verb, a callback, a family in each file, which its name says."""
 
 

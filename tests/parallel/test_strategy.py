@@ -339,7 +339,7 @@ class Scores(al.Callback):
 @pytest.mark.parametrize(
     "plan", [Plan(dp_shard=2, tp=2), pytest.param(Plan(dp_shard=2, pp=2), marks=pytest.mark.slow)], ids=str
 )
-def test_shares_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
+def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
     sizes: dict[str, Any] = {"layers": 2 if plan.pp > 1 else 1, "limit_val_batches": 0}
 
     def run(number: int, steps: int, ckpt: str | None = None) -> tuple[list[float], list[str]]:

@@ -202,7 +202,7 @@ def test_in_a_bucket(tmp_path: Path, store: str) -> None:
     assert leftovers == []
 
 
-def test_shares_in_a_bucket(tmp_path: Path, store: str) -> None:
+def test_shards_in_a_bucket(tmp_path: Path, store: str) -> None:
     script = Path(__file__).with_name("bucket_script.py")
     done = warm.run(script, tmp_path, "s3://bucket/two", timeout=300)
     assert done.returncode == 0, done.stderr

@@ -236,8 +236,8 @@ class RankShard:
 
 def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
     """Return a copy of `loader` that reads only the share that `sampler` has of its samples."""
-    twin, share = copy.copy(loader), RankShard(sampler)
-    _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": share})
+    twin, shard = copy.copy(loader), RankShard(sampler)
+    _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": shard})
     return twin
 
 

@@ -1,4 +1,4 @@
-"""Create modules without initial values or on the meta device; find and restore tied parameters."""
+"""Create modules without initial values or on the meta device; switch modes for a while; find and restore tied parameters."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
         from arclight.fabric.distributed.sharding import materialize
 
         materialize(module, device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, then each back into its own: some may be frozen in another."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:

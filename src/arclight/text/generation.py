@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from arclight.deploy.programs.program import Program
+from arclight.fabric.modules import evaluating
 from arclight.text.data.tokenizer import Tokenizer
 from arclight.text.language_program import ProgramRun
 from arclight.text.model.decoder import Decoder
@@ -280,16 +280,3 @@ def _pieces(
         if len(going) < len(rows):
             run.keep(torch.tensor(going, device=device))
         rows, tokens = [rows[place] for place in going], chosen[going][:, None]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, then each back into its own: some may be frozen in another."""
-    training = [part for part in model.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

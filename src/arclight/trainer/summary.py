@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from arclight.fabric.batches import move_batch
+from arclight.fabric.modules import evaluating
 from arclight.fabric.rank_zero import rank_zero_warn
 
 UNKNOWN_SIZE = "?"
@@ -121,7 +122,7 @@ class ModelSummary:
         else:
             batch = move_batch(batch, _device(model))
         precision = trainer.precision_plugin.forward_context() if trainer is not None else nullcontext()
-        with _evaluating(model), torch.no_grad(), precision, self._flop_counter:
+        with evaluating(model), torch.no_grad(), precision, self._flop_counter:
             if isinstance(batch, (list, tuple)):
                 model(*batch)
             elif isinstance(batch, Mapping):
@@ -334,14 +335,3 @@ def _parameters_within(model: nn.Module) -> list[torch.Tensor]:
 def _device(model: nn.Module) -> torch.device:
     first = next(iter(model.parameters()), None)
     return torch.device("cpu") if first is None else first.device
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -54,9 +54,8 @@ def main(megabytes: int, clients: int, strategy: str) -> None:
                 done.set()
             elif isinstance(order, Fit):
                 receipt = _sent(link, order, session, Path(folder.name), megabytes)
-                if (
-                    receipt.reason == "damaged"
-                ):  # with blobs of the round before, which were being removed: as nodes do, once more
+                # with blobs of the round before, which were being removed: as nodes do, once more
+                if receipt.reason == "damaged":
                     receipt = _sent(link, order, session, Path(folder.name), megabytes)
                 assert receipt.accepted, receipt
             else:

@@ -230,9 +230,8 @@ class RoundLogging:
 
         match what:
             case records.RoundCommitted():
-                here = history.at(
-                    what.round
-                )  # measured already, where it was observed early: that has a row of its own
+                here = history.at(what.round)
+                # measured already, where it was observed early: that has a row of its own
                 row = {name: value for name, value in metrics_row(replace(here, metrics={})).items() if name != "step"}
                 self._row(what.round, row, here.clock)
             case records.RoundEvaluated(client=None):

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.modules import evaluating
 from arclight.text.data.tokenizer import Tokenizer
 from arclight.text.evaluation import answers, questions
 from arclight.text.evaluation.questions import Item
 from arclight.text.evaluation.suite_settings import Suite, SuiteTask, read_suite
-from arclight.text.generation import evaluating, generate
+from arclight.text.generation import generate
 from arclight.text.model.decoder import Decoder
 from arclight.text.multiple_choice import is_best, score_choices
 

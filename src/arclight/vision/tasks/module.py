@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from arclight.checkpoint import CheckpointError
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.modules import evaluating
 from arclight.fabric.seeding import isolate_rng
 from arclight.optim.schedules import phase
 from arclight.optim.settings import Mixed
@@ -742,14 +743,8 @@ def inference_network(model: nn.Module) -> Callable[[Tensor], Any]:
 
 @torch.no_grad()
 def _run_itself(model: nn.Module, images: Tensor) -> Any:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        decoded = model(images.to(next(itertools.chain(model.parameters(), model.buffers())).device))
-    finally:
-        for module, training in modes:
-            module.training = training
-    return _float_on_cpu(decoded)
+    with evaluating(model):
+        return _float_on_cpu(model(images.to(next(itertools.chain(model.parameters(), model.buffers())).device)))
 
 
 def _float_on_cpu(decoded: Any) -> Any:
