@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import logging
@@ -190,10 +191,15 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "git_commit": git_commit(),
-        "packages": {
-            d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower())
-        },
+        "packages": dict(installed_packages()),
     }
+
+
+@functools.cache
+def installed_packages() -> tuple[tuple[str, str], ...]:
+    """Return names and versions of what is installed, by name; the files of a hundred packages are read once in a process."""
+    about = [package.metadata for package in importlib.metadata.distributions()]
+    return tuple(sorted(((each["Name"], each["Version"]) for each in about), key=lambda package: package[0].lower()))
 
 
 def package_version(name: str) -> str:
