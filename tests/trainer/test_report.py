@@ -214,6 +214,19 @@ def test_fit_ends_with_a_report_and_so_does_a_failure(fit: Any, scripted: Any) -
     assert "The run did not finish. ValueError: no <more>" in Page(folder.report).text
 
 
+def test_a_report_that_cannot_be_written_ends_no_run(
+    fit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("arclight.trainer.run.report.write_report", fail)
+    trainer = fit({"val/score": [1.0, 2.0]}, RunReport(), ModelCheckpoint(save_last=True))
+    assert trainer.state.finished
+    assert f"the report of {trainer.run_folder.path} could not be written: [Errno 28] No space left" in caplog.text
+    assert "val/score" in trainer.run_folder.metrics.read_text()
+
+
 # -- curves and charts ---------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from tests.vision.drawn import (
     polygon_row,
 )
 
-from arclight.trainer.run.folder import read_json
+from arclight.trainer.run.folder import RunFolder, read_json
 from arclight.vision.data.augment_settings import NoAugment
 from arclight.vision.data.images import decode_image
 from arclight.vision.results.draw import PALETTE
@@ -178,6 +178,58 @@ def test_a_picture_that_cannot_be_written_ends_no_run(
     monkeypatch.setattr("arclight.vision.results.plots.draw_batch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         drawer.on_train_batch_start(trainer, module, batch, 0)
+
+
+def test_a_folder_that_cannot_be_made_ends_no_run(tmp_path: Path) -> None:
+    class Full:
+        @property
+        def plots(self) -> Path:
+            raise OSError(28, "No space left on device", str(tmp_path / "plots"))
+
+    trainer: Any = types.SimpleNamespace(
+        is_global_zero=True, loggers=[0], run_folder=Full(),
+        datamodule=types.SimpleNamespace(train=types.SimpleNamespace(labels=[np.ones((1, 5), np.float32)])),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"labels\.svg was not drawn .*No space left on device: .*plots"):
+        DetectionPlots(3).on_train_start(trainer, types.SimpleNamespace(names=["code", "text"], head="detect"))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_charts_that_cannot_be_written_end_no_run(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk is full from the start, or when the second, third or fourth file is written; what is there stays whole."""
+    task = DetectionTask(data=draw_objects(tmp_path, box_row), image_size=64, cache_labels=False, workers=0)
+    data = task.data_class()(task)
+    data.val = data.open_for_validation("val")
+    module = task.module_class()(task, **data.network_arguments)
+    folder = RunFolder(tmp_path, "run")
+    metrics = module._build_metrics()
+    module.results = metrics.compute()
+    for name in ("pr_curve.svg", "confusion_matrix.svg", "predictions.jpg"):
+        (folder.plots / name).write_text("of a run before")
+    folder.caption_plot("labels.svg", "labels")
+    trainer: Any = types.SimpleNamespace(
+        is_global_zero=True, loggers=[0], datamodule=data, strategy=types.SimpleNamespace(in_stages=False), run_folder=folder
+    )  # fmt: skip
+    write, written = Path.write_bytes, []
+
+    def limited(path: Path, content: bytes) -> int:
+        if len(written) == number:
+            write(path, content[:10])
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        return write(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", limited)
+        with pytest.warns(UserWarning, match="was not drawn .*No space left") as caught:
+            DetectionPlots().on_train_end(trainer, module)
+    assert len(caught) == 1
+    files = {path.name for path in folder.plots.iterdir()}
+    assert files == {"pr_curve.svg", "confusion_matrix.svg", "predictions.jpg", "captions.json"}
+    assert all(len((folder.plots / name).read_bytes()) > 10 for name in files)
+    assert read_json(folder.plots / "captions.json")["labels.svg"] == "labels"
+    replaced = [name for name in files if (folder.plots / name).read_bytes() != b"of a run before"]
+    assert len(replaced) == number + 1, "captions, and what was written"
 
 
 def test_captions_of_batches_stay_behind_those_of_results(tmp_path: Path) -> None:

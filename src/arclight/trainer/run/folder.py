@@ -232,11 +232,11 @@ def git_commit() -> str | None:
     return f"{commit}+changes" if changed.strip() else commit
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` in one step: a reader, or a crash, sees the old text or the new, never half."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` in one step: a reader, or a crash, sees the old content or the new, never half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

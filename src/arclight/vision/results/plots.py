@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.extras import require
 from arclight.trainer import Callback
-from arclight.trainer.run.folder import RunFolder, read_json
+from arclight.trainer.run.folder import RunFolder, read_json, write_atomically
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
 from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_lines, draw_masks, grid, resized
@@ -76,33 +76,49 @@ class DetectionPlots(Callback):
         )  # fmt: skip
 
     def _draw(self, folder: RunFolder, name: str, caption: str, drawn: Callable[[], bytes]) -> None:
-        """Write a picture that training can do without: a full disk or a fault of OpenCV is warned of once."""
-        path = folder.plots / name
+        """Write a picture with its caption, or neither."""
+        path: Path | None = None
+        with self._spared(lambda: path or name):
+            try:
+                path = folder.plots / name
+                path.write_bytes(drawn())
+                folder.caption_plot(name, caption)
+            except (OSError, cv2.error):
+                with contextlib.suppress(OSError):
+                    if path is not None:
+                        path.unlink(missing_ok=True)  # a part of it would be shown in the report
+                raise
+
+    @contextlib.contextmanager
+    def _spared(self, what: Callable[[], Path | str]) -> Iterator[None]:
+        """Warn, once, of pictures that a full disk or a fault of OpenCV prevents: a run can do without them."""
         try:
-            path.write_bytes(drawn())
-            folder.caption_plot(name, caption)
+            yield
         except (OSError, cv2.error) as error:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)  # a part of it would be shown in the report
             if not self._warned:
                 warnings.warn(
-                    f"{path} was not drawn ({error}); training goes on without pictures that cannot be", stacklevel=2
+                    f"{what()} was not drawn ({error}); the run goes on without pictures that cannot be", stacklevel=3
                 )
             self._warned = True
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero or not trainer.loggers or pl_module.results is None:
             return
-        folder = trainer.run_folder.plots
-        captions = pl_module.write_charts(folder)
+        self._warned = False
+        captions: dict[str, str] = {}
+        with self._spared(lambda: "a chart of the results"):
+            captions |= pl_module.write_charts(trainer.run_folder.plots)
         # no process of a pipeline, or of a sharded model, has a whole model to look at photos with
         whole = not trainer.strategy.in_stages and not any(map(is_dtensor, pl_module.parameters()))
         dataset = getattr(trainer.datamodule, "val", None) if whole else None
         if dataset is not None and len(dataset):
-            captions |= write_predictions(pl_module.predict, dataset, folder)
-        before = read_json(folder / "captions.json").items()  # of what was trained on: shown behind the results
-        captions |= {name: caption for name, caption in before if name not in captions}
-        (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")
+            with self._spared(lambda: "predictions.jpg"):
+                captions |= write_predictions(pl_module.predict, dataset, trainer.run_folder.plots)
+        with self._spared(lambda: "captions.json"):
+            place = trainer.run_folder.plots / "captions.json"
+            before = read_json(place).items()  # of what was trained on: shown behind the results
+            captions |= {name: caption for name, caption in before if name not in captions}
+            write_atomically(place, json.dumps(captions, indent=1))
 
 
 def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
@@ -151,8 +167,8 @@ def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask:
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:
     """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pr_curve.svg").write_text(pr_curve(results, names), encoding="utf-8")
-    (folder / "confusion_matrix.svg").write_text(confusion_matrix(results, names), encoding="utf-8")
+    write_atomically(folder / "pr_curve.svg", pr_curve(results, names))
+    write_atomically(folder / "confusion_matrix.svg", confusion_matrix(results, names))
     return {
         "pr_curve.svg": f"Precision against recall on the validation images, at an overlap of {of} of 0.5.",
         "confusion_matrix.svg": f"What was there (columns) and what was found (rows), at confidence 0.25 and overlap of {of} of 0.45.",
@@ -174,7 +190,7 @@ def write_predictions(
     if not photos:
         return {}
     sheet = grid([found.plot() for found in predict(photos)], columns=4, side=320)
-    (folder / "predictions.jpg").write_bytes(encode_jpeg(sheet, 85))
+    write_atomically(folder / "predictions.jpg", encode_jpeg(sheet, 85))
     return {"predictions.jpg": "Predictions on validation images."}
 
 

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 class RunReport(Callback):
     """``report.html`` in the run folder, and ``environment.json`` when training starts.
 
-    ``title`` defaults to the run's name and number. A report that cannot be written does not hide why training failed.
+    ``title`` defaults to the run's name and number. A report that cannot be written neither ends a run that is done nor hides why
+    training failed: it is a warning.
     """
 
     runs_last = True
@@ -44,7 +45,7 @@ class RunReport(Callback):
         self._fitting = False
         try:
             self._write(trainer, f"{type(exception).__name__}: {exception}")
-        except OSError as error:  # a full disk, most likely what the exception is about
+        except OSError as error:  # of a logger, which has a full disk, most likely what the exception is about
             log.warning("the report could not be written: %s", error)
 
     def _write(self, trainer: Trainer, failure: str | None) -> None:
@@ -53,5 +54,9 @@ class RunReport(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.save()
-            path = write_report(trainer.run_folder.path, self.title, failure=failure)
-            log.info("report: %s", path)
+            try:
+                path = write_report(trainer.run_folder.path, self.title, failure=failure)
+            except OSError as error:  # such as of a full disk: what is measured and trained is written already
+                log.warning("the report of %s could not be written: %s", trainer.run_folder.path, error)
+            else:
+                log.info("report: %s", path)
