@@ -187,6 +187,18 @@ def test_sizes_beyond_the_budget_or_the_data_set_are_not_measured() -> None:
     assert device.runs == [2, 1, 2, 1]
 
 
+def test_one_image_is_measured_where_the_first_batch_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where sizes are not tried out otherwise: half of what two take is less than one takes."""
+    monkeypatch.setattr(Device, "tries_out", False)
+    device = Device(lambda n: 100 * MIB + 50 * MIB * n, 10_000 * MIB)
+    assert largest(device, 160 * MIB) == 1
+    assert device.runs == [2, 1]
+    for images in (1, 100):
+        with pytest.raises(BatchSizeError, match=r"takes 0\.15 GiB, and there are 0\.14"):
+            largest(device, 140 * MIB, images=images)
+    assert largest(device, 200 * MIB, images=2) == 2
+
+
 def test_other_errors_of_a_step_are_no_lack_of_memory() -> None:
     def broken(count: int) -> int:
         raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")

@@ -167,7 +167,7 @@ def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int
     if fixed + each > budget:
         raise _no_size(what, f"takes {(fixed + each) / 2**30:.2f} GiB", budget)
     size = 1 << (max(1, fitting).bit_length() - 1)
-    while meter.tries_out and size not in found:
+    while (meter.tries_out or len(found) == 1) and size not in found:  # one point tells no line
         taken = _unless_out_of_memory(measure, size)
         if taken is not None and taken <= budget:
             break
