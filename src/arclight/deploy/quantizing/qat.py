@@ -32,6 +32,7 @@ from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRang
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, placement
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
+from arclight.fabric.distributed.hang_report import is_collective_error
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.memory import is_out_of_memory
 
@@ -39,7 +40,6 @@ aten = torch.ops.aten
 LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 LARGEST_BATCH = 2**20
-_NOT_OF_SHAPES = (torch.AcceleratorError, torch.distributed.DistError)
 RANGES = "fake_quantize"
 """Name under which a prepared model holds its ranges."""
 
@@ -107,7 +107,7 @@ class PreparedModel(NamedGraphs):
             return self.graphs["training" if self.training else "inference"](*inputs)
         except RuntimeError as error:
             captured, given = ([tuple(value.shape[1:]) for value in values] for values in (self.example, inputs))
-            if captured == given or is_out_of_memory(error) or isinstance(error, _NOT_OF_SHAPES):
+            if captured == given or _is_of_machine(error):
                 raise
             raise QuantizeError(
                 f"the graph was captured on inputs whose samples have shapes {captured}, and cannot compute those of {given}: give samples of one "
@@ -188,6 +188,11 @@ class PreparedModel(NamedGraphs):
         for module, mode in zip(modules, modes):
             module.rounding = True
             module.train(mode)
+
+
+def _is_of_machine(error: RuntimeError) -> bool:
+    """Return True for lack of memory, and for faults of the device and of other ranks, which gloo raises as RuntimeErrors."""
+    return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or is_collective_error(error)
 
 
 def prepare_qat(
