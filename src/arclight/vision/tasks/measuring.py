@@ -5,13 +5,11 @@ What is found is part of a run (docs/decisions/006): checkpoints hold it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,8 +190,12 @@ def memory_line(found: dict[int, int]) -> tuple[int, int]:
     if len(found) == 1:
         ((size, taken),) = found.items()
         return 0, max(1, -(-taken // size))
-    sizes, taken_bytes = np.array(list(found), np.float64), np.array(list(found.values()), np.float64)
-    each = max(1, math.ceil(np.polyfit(sizes, taken_bytes, 1)[0]))
+    count, sizes, taken_bytes = len(found), sum(found), sum(found.values())
+    rise = count * sum(size * taken for size, taken in found.items()) - sizes * taken_bytes
+    run = count * sum(size * size for size in found) - sizes * sizes
+    each = max(
+        1, -(-rise // run)
+    )  # in integers: floats would round up what lies a hair above one, differently on each processor
     return max(0, *(taken - each * size for size, taken in found.items())), each
 
 
