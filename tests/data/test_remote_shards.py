@@ -163,7 +163,7 @@ def test_what_will_not_change_is_asked_for_once(local: TokenShards, tmp_path: Pa
     with serving(local.folder, fault) as server:
         remote = RemoteTokenShards(server.address, reader(tmp_path, patience_s=60.0))
         remote.read(0, 10)
-        with pytest.raises((RemoteReadError, FileNotFoundError), match=r"00001\.tokens"):
+        with pytest.raises((RemoteReadError, TokenShardError), match=r"00001\.tokens"):
             remote.read(95_000, 95_010)
         assert server.requests["GET", "/00001.tokens"] == 1
 
@@ -216,6 +216,24 @@ def test_a_changed_shard_is_refused_by_name(tmp_path: Path) -> None:
         path.unlink()
         with pytest.raises(TokenShardError, match=r"00001\.tokens is missing"):
             RemoteTokenShards(server.address, reader(tmp_path / "blocks")).ends()
+
+
+@pytest.mark.parametrize("name", ["00000.tokens", "00000.tokens.sums"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_deleted_within_an_epoch_is_named(tmp_path: Path, name: str, ahead: bool) -> None:
+    write(tmp_path / "corpus")
+    with serving(tmp_path / "corpus") as server:
+        through = reader(tmp_path / "blocks")
+        remote = RemoteTokenShards(server.address, through)
+        if not name.endswith(".sums"):
+            remote.read(60_000, 60_010)  # of a later block
+        (tmp_path / "corpus" / name).unlink()
+        if ahead:
+            remote.expect([(0, 10)], boundaries=False)
+            wait_until(lambda: through._state()._failed, "the thread has failed")
+        with pytest.raises(TokenShardError, match=rf"{server.address}/{name} is missing, .* upload it"):
+            remote.read(0, 10)
+        through.close()
 
 
 def test_a_change_that_reading_ahead_meets_reaches_the_reader(tmp_path: Path) -> None:

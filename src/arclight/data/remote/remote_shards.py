@@ -98,7 +98,12 @@ class ShardBlocks:
         start = 0 if number == _SUMS else HEADER_BYTES + number * BLOCK_BYTES
         size = self.size(block) if number == _SUMS else listed.facts.file_bytes
         for _ in range(_ATTEMPTS):
-            content = self._files.read(name, start, start + self.size(block), size=size, cancel=cancel)
+            try:
+                content = self._files.read(name, start, start + self.size(block), size=size, cancel=cancel)
+            except FileNotFoundError as error:  # it was there when its size was asked for
+                raise TokenShardError(
+                    f"{self._files.address}/{name} is missing, though {INDEX} lists its shard: upload it"
+                ) from error
             if self.is_intact(content, digest):
                 return content
         now = self._files.find(listed.file, cancel)
