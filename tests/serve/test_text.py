@@ -375,6 +375,18 @@ def test_chats_are_written_by_the_template(program):
         decode(json.dumps(body).encode(), ChatRequest, lambda _: Chatting(program, tokenizer), Limits())
 
 
+@pytest.mark.parametrize(
+    "wrong", ["{{ messages[0].content + 1 }}", "{{ 1 / messages[0].content | int }}", "{{ range(messages[0].content | length * 100001) }}"]
+)  # fmt: skip
+def test_messages_that_a_template_fails_on_are_refused(program, wrong):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_templates = {"default": wrong}
+    body = {"model": "lm", "messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(Refusal, match="chat template refuses these messages: ") as caught:
+        decode(json.dumps(body).encode(), ChatRequest, lambda _: Chatting(program, tokenizer), Limits())
+    assert caught.value.status == 400
+
+
 class Chatting(Scheduler):
     """A scheduler whose tokenizer has a template of chats."""
 

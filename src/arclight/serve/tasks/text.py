@@ -134,7 +134,8 @@ def rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
     ]
     try:
         text: str = environment.from_string(template).render(messages=spoken, add_generation_prompt=True, **names)
-    except jinja2.TemplateError as error:  # such as of roles that do not alternate
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # such as of roles that do not alternate, or of a text that the template takes for something else
         raise Refusal(400, f"The model's chat template refuses these messages: {error}.") from None
     return text
 
