@@ -31,6 +31,7 @@ from arclight.deploy import (
     prepare_qat,
     quantize,
 )
+from arclight.deploy.programs import processor
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.batch_norm import literals
 from arclight.deploy.quantizing.observers import MovingRange
@@ -375,6 +376,16 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
     assert {name for name in state if "fake_quantize" not in name} == set(Task().state_dict())
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+def test_a_run_of_eight_bits_does_not_go_on_in_seven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx2", "avx512_vnni"}))
+    fit(Task(), tmp_path, 2).save_checkpoint(tmp_path / "begun.ckpt")
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx2"}))
+    with pytest.raises(
+        MisconfigurationError, match=r"reduce_range=False, which is True here.* give Int8\(reduce_range=False\)"
+    ):
+        fit(Task(), tmp_path, 4, ckpt_path=tmp_path / "begun.ckpt")
 
 
 class Saving(Task):

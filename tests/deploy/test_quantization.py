@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import subprocess
 import sys
 from collections import OrderedDict
@@ -17,7 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, prepare_qat, quantize
+from arclight.deploy import (
+    DynamicInt8,
+    ExportError,
+    Int8,
+    Program,
+    QuantizedModel,
+    QuantizeError,
+    export,
+    prepare_qat,
+    quantize,
+)
+from arclight.deploy.programs import processor
+from arclight.deploy.settings import Target
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:
@@ -191,13 +204,56 @@ def test_weights_are_rounded_per_channel(reduce_range: bool, largest: int, tmp_p
     with torch.no_grad():
         model.second.weight[3] *= 100  # one scale for all channels would crush the others
     quantized = quantize(model, [batch], recipe=Int8(reduce_range=reduce_range))
-    program = export(quantized, tmp_path / "q.onnx", example_inputs=batch)
+    program = export(
+        quantized, tmp_path / "q.onnx", example_inputs=batch, max_difference=1e3
+    )  # 8 bits overflow on some
     stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(program.path).graph.initializer]
     integers = next(a for a in stored if a.dtype == np.int8 and a.shape == (8, 8, 3, 3))
     weight = model.second.weight.detach().double().numpy()
     scale = np.abs(weight).max((1, 2, 3), keepdims=True) / largest
     assert np.abs(integers).max() == largest
     assert np.array_equal(integers, np.round(weight / scale).astype(np.int8))
+
+
+SEVEN_BITS: list[tuple[set[str], Target, bool]] = [
+    ({"avx", "avx2"}, "onnxruntime", True),
+    ({"avx", "avx2", "avx_vnni"}, "onnxruntime", False),
+    ({"asimd"}, "onnxruntime", False),
+    (set(), "onnxruntime", False),
+    ({"avx", "avx2"}, "openvino", True),
+    ({"avx", "avx2"}, "executorch", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "present", "target", "reduced"),
+    [(Int8(), *case) for case in SEVEN_BITS]
+    + [(DynamicInt8(min_sqnr_db=0), *case) for case in SEVEN_BITS if case[1] == "onnxruntime"],
+)
+def test_weights_have_seven_bits_where_sums_of_eight_would_overflow(
+    recipe: Int8 | DynamicInt8, present: set[str], target: Target, reduced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset(present))
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.rand(4, 8)
+    if isinstance(recipe, DynamicInt8):
+        quantized = quantize(model, recipe=recipe, example=batch)
+    else:
+        quantized = quantize(model, [batch], recipe=recipe, target=target)
+        assert prepare_qat(model, batch, target=target).recipe == quantized.recipe
+    assert quantized.recipe == dataclasses.replace(recipe, reduce_range=reduced)
+    largest = [int(tensor.abs().max()) for tensor in quantized.state_dict().values() if tensor.dtype == torch.int8]
+    assert largest == [63 if reduced else 127] * 2
+
+
+def test_a_program_that_overflows_is_refused_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx", "avx2"}))
+    model, batch = small(), torch.rand(4, 4, 16, 16)
+    eight = quantize(model, [batch], recipe=Int8(reduce_range=False))
+    with pytest.raises(ExportError, match=r"no VNNI, .* quantize with reduce_range=True"):
+        export(eight, tmp_path / "q.onnx", example_inputs=batch, max_difference=-1.0)
+    seven = quantize(model, [batch])
+    with pytest.raises(ExportError, match=r"no program was written$"):
+        export(seven, tmp_path / "q.onnx", example_inputs=batch, max_difference=-1.0)
 
 
 def test_a_nearly_dead_channel_does_not_overflow_the_bias(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ class Int8(Checked):
     """How ranges of activations are chosen: the extremes, or from a histogram, where rounding costs least."""
     calibration_batches: PositiveInt = 16
     """Most calibration batches that are run; the data may hold fewer."""
-    reduce_range: bool = False
-    """Weights of 7 bits: x86 processors without VNNI (before 2019) add 8-bit products in 16 bits, which overflow."""
+    reduce_range: bool | None = None
+    """Weights of 7 bits: x86 processors without VNNI (most before 2019) add 8-bit products in 16 bits, which overflow. None: if this one does."""
     skip: tuple[str, ...] = ()
     """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
     min_sqnr_db: FiniteFloat = 15.0
@@ -48,7 +48,7 @@ class DynamicInt8(Checked):
     """
 
     needs_calibration: ClassVar[bool] = False
-    reduce_range: bool = False
+    reduce_range: bool | None = None
     """Weights of 7 bits, for x86 processors without VNNI, as in Int8."""
     skip: tuple[str, ...] = ()
     """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""

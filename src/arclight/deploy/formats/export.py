@@ -56,7 +56,7 @@ from arclight.deploy.programs.metadata import seal, unseal
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
 from arclight.deploy.programs.openvino import INTEGERS, LAYERS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
-from arclight.deploy.programs.processor import instruction_sets
+from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
 from arclight.deploy.programs.session import NAMES, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
@@ -135,7 +135,7 @@ def export(
         described |= draft.write(precision)
         program = draft.opened()
         parity = _parity(program, module, sizes.batches, parts, fresh=True)
-        _accept(parity, max_difference, precision)
+        _accept(parity, max_difference, precision, _way_out(quantized))
         against = f"simulated {precision}" if quantized else "fp32"
         described |= {"parity": {"against": against, **sizes.described(), **_described(parity)}, "precision": precision}
         if quantized:
@@ -437,7 +437,15 @@ def precision_of(recipe: Quantization) -> str:
     )
 
 
-def _accept(found: Mapping[str, Parity], max_difference: float | None, precision: str) -> None:
+def _way_out(quantized: QuantizedModel | None) -> str:
+    """Return what to do about a program that differs, where the reason is known."""
+    eight_bits = quantized is not None and getattr(quantized.recipe, "reduce_range", True) is not True
+    if eight_bits and overflows():
+        return " (this processor has no VNNI, and its sums of 8-bit products overflow: quantize with reduce_range=True)"
+    return ""
+
+
+def _accept(found: Mapping[str, Parity], max_difference: float | None, precision: str, way_out: str) -> None:
     """Raise ExportError where an output of the program is further from the model's than allowed."""
     for name, parity in found.items():
         if max_difference is not None:
@@ -451,7 +459,7 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
         if not fits:
             raise ExportError(
                 f"output {name} of the program differs from the model's by up to {parity.max_difference:.3g} in values "
-                f"of up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written"
+                f"of up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written{way_out}"
             )
 
 

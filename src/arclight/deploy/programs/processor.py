@@ -30,6 +30,12 @@ def instruction_sets() -> frozenset[str]:
     return frozenset(_TOLD.intersection(flags.partition(":")[2].split()))
 
 
+def overflows() -> bool:
+    """Return whether this processor adds products of 8-bit activations and weights in 16 bits, where two large ones have no room."""
+    present = instruction_sets()
+    return "avx2" in present and not _VNNI & present
+
+
 def check_processor(description: Mapping[str, Any]) -> None:
     """Raise ProgramError for a program that needs other instructions; warn of one whose 8-bit sums may overflow here."""
     present = instruction_sets()
@@ -43,8 +49,11 @@ def check_processor(description: Mapping[str, Any]) -> None:
             f"the program was compiled for {', '.join(missing)}, which this processor lacks: compile it here, or take an onnx "
             "or openvino program"
         )
-    narrow = description.get("precision") == "int8" and "avx2" in present and not _VNNI & present
-    if narrow and not description.get("quantization", {}).get("reduce_range"):
+    if (
+        description.get("precision") == "int8"
+        and overflows()
+        and not description.get("quantization", {}).get("reduce_range")
+    ):
         warnings.warn(
             "this processor has no VNNI: it adds 8-bit products in 16 bits, which overflow with weights of 8 bits; quantize with "
             "Int8(reduce_range=True) for it",

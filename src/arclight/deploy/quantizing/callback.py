@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check
-from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target
+from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
 from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
 from arclight.deploy.settings import Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
@@ -58,6 +58,7 @@ class QuantizationAwareTraining(Callback):
         self.attribute, self.example_inputs = attribute, example_inputs
         self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
         self._frozen: tuple[bool, bool] | None = None
+        self._reduced: bool | None = None
         self._warned = False
 
     def prepared(self, pl_module: Module) -> PreparedModel:
@@ -74,6 +75,7 @@ class QuantizationAwareTraining(Callback):
         _check_strategy(trainer.strategy)
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel):
+            self._reduced = getattr(model.recipe, "reduce_range", None)
             return  # of the stage before
         if isinstance(model, QuantizedModel):
             if stage != "fit":
@@ -98,7 +100,20 @@ class QuantizationAwareTraining(Callback):
                 f"{type(pl_module).__name__}.{self.attribute} has no values yet (it is on the meta device), and the first ranges are taken "
                 "from what it computes: build it with values, say with trainer.init_module(empty_init=False)"
             )
-        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), self.recipe, self.target))
+        recipe = trainer.strategy.broadcast(for_processor(self.recipe, self.target))  # ranks may have unlike processors
+        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), recipe, self.target))
+        self._reduced = getattr(recipe, "reduce_range", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reduce_range": self._reduced}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        begun = state_dict.get("reduce_range")
+        if None not in (begun, self._reduced) and begun != self._reduced:
+            raise MisconfigurationError(
+                f"the run was trained with reduce_range={begun}, which is {self._reduced} here, by the recipe or this processor: "
+                f"give {type(self.recipe).__name__}(reduce_range={begun})"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._frozen, self._warned = None, False

@@ -218,6 +218,7 @@ def quantize(
         raise ValueError(f"max_drop must be a number from 0, in the unit of the metric, got {max_drop}")
     _check_float(model)
     target = chosen_target(recipe, target) if quantizer is None else foreign_target(quantizer, recipe, target)
+    recipe = for_processor(recipe, target) if quantizer is None else recipe
     start = time.perf_counter()
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
@@ -353,6 +354,10 @@ def _way_out(recipe: Quantization, target: Target) -> str:
     )
 
 
+_ON_X86 = ("onnxruntime", "openvino", "inductor")
+"""Targets whose programs run on processors such as this one, with products of unsigned activations and signed weights."""
+
+
 def chosen_target(recipe: Quantization, target: Target | None) -> Target:
     """Return the runtime to quantize for, by default ONNX Runtime; QuantizeError for one that has no kernels for ``recipe``."""
     alone: Target = "openvino" if isinstance(recipe, BFloat16) else "onnxruntime"
@@ -404,6 +409,16 @@ def _check_float(model: nn.Module) -> None:
             f"the model is a {type(model).__name__}, which is rounded already: quantize the float model, which a QuantizedModel has as "
             "its reference; a model that was trained with rounding is converted by convert(model)"
         )
+
+
+def for_processor(recipe: Quantization, target: Target) -> Quantization:
+    """Return the recipe with its weights' bits settled: 7 where it leaves them open, and a program of 8 would overflow on this processor."""
+    if not isinstance(recipe, Int8 | DynamicInt8) or recipe.reduce_range is not None:
+        return recipe
+    reduced = target in _ON_X86 and processor.overflows()
+    if reduced:
+        log.info("weights are rounded to 7 bits: this processor has no VNNI, and sums of 8-bit products would overflow")
+    return replace(recipe, reduce_range=reduced)
 
 
 def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> PlacementQuantizer:

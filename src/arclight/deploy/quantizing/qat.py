@@ -30,7 +30,7 @@ from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
-from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, placement
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, for_processor, placement
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
 from arclight.fabric.distributed.hang_report import is_collective_error
 from arclight.fabric.distributed.sharding import full_tensor
@@ -213,8 +213,9 @@ def prepare_qat(
     that torch.export cannot capture in training and in evaluation mode.
     """
     recipe = recipe or Int8()
+    target = chosen_target(recipe, target)
     inputs = inputs_on(model, example_inputs)
-    return PreparedModel(copy.deepcopy(model), inputs, recipe, chosen_target(recipe, target))
+    return PreparedModel(copy.deepcopy(model), inputs, for_processor(recipe, target), target)
 
 
 def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
