@@ -183,7 +183,7 @@ def test_an_exchange_after_every_step_of_sgd_is_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
-        ({}, 2), ({"dp_shard": 2}, 2), ({"tp": 2}, 1),
+        ({}, 2), ({"tp": 2}, 1), pytest.param({"dp_shard": 2}, 2, marks=pytest.mark.slow),
         *(pytest.param(sizes, 1, marks=pytest.mark.slow) for sizes in ({"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2})),
     ],
     ids=str,

@@ -337,7 +337,12 @@ class Scores(al.Callback):
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(dp_shard=2, tp=2), pytest.param(Plan(dp_shard=2, pp=2), marks=pytest.mark.slow)], ids=str
+    "plan",
+    [
+        Plan(dp_shard=2),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(dp_shard=2, tp=2), Plan(dp_shard=2, pp=2))),
+    ],
+    ids=str,
 )
 def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
     sizes: dict[str, Any] = {"layers": 2 if plan.pp > 1 else 1, "limit_val_batches": 0}
@@ -349,7 +354,7 @@ def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path
         _, losses, _ = fit(tmp_path / str(number), plan, ckpt, more=more, **options)
         kept = sorted((tmp_path / "c").iterdir())
         assert [checkpoint.verify(path) for path in kept] == [[]] * len(kept)
-        assert {checkpoint.inspect(path).ranks for path in kept} == {4}
+        assert {checkpoint.inspect(path).ranks for path in kept} == {plan.world_size}
         return losses, [path.name for path in kept]
 
     _, wanted, _ = fit(tmp_path / "0", plan, max_steps=6, **sizes)
@@ -360,8 +365,10 @@ def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path
     assert losses == wanted
 
 
-def test_windows_and_half_precision(tmp_path: Path) -> None:
-    plan = Plan(dp_shard=2, tp=2)
+@pytest.mark.parametrize(
+    "plan", [Plan(tp=2), pytest.param(Plan(dp_shard=2, tp=2), marks=pytest.mark.slow)], ids=str
+)
+def test_windows_and_half_precision(tmp_path: Path, plan: Plan) -> None:
     options = {"accumulate_grad_batches": 2, "max_steps": 2, "layers": 2, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)
     _, found, _ = fit(tmp_path / "2", plan, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import itertools
 import json
 import resource
@@ -76,9 +78,16 @@ def test_the_recorder_counts_by_hand() -> None:
 
 
 def llama(name: str, samples: int, sequence: int = 8192, **options: Any) -> Chain:
-    return Chain(
-        Workload(lambda: build_model(name), batch, options.pop("loss", whole_logits), samples, sequence, **options)
-    )
+    """A chain with its own number of samples; traces, which do not depend on it, are shared by all tests of such a model."""
+    chain = copy.copy(one_sample(name, sequence, **options))
+    chain.workload = dataclasses.replace(chain.workload, samples=samples)
+    return chain
+
+
+@functools.cache
+def one_sample(name: str, sequence: int, **options: Any) -> Chain:
+    loss = options.pop("loss", whole_logits)
+    return Chain(Workload(lambda: build_model(name), batch, loss, 1, sequence, **options))
 
 
 def whole_logits(model: nn.Module, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
