@@ -281,3 +281,11 @@ def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ModuleNotFoundError, match=r"arclight-torch\[track\]"):
         TQDMProgressBar()
+
+
+def test_a_bar_that_is_turned_off_is_not_imported(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and programs without a terminal would pay for it at every start."""
+    name = "arclight.trainer.callbacks.progress.rich_progress"
+    monkeypatch.delitem(sys.modules, name)
+    make_trainer(enable_progress_bar=False)
+    assert name not in sys.modules

@@ -167,7 +167,6 @@ class Trainer:
         from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
         from arclight.trainer.callbacks.monitoring.model_summary import ModelSummary, RichModelSummary
         from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
-        from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar
         from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar
         from arclight.trainer.callbacks.timer import Timer
 
@@ -184,6 +183,8 @@ class Trainer:
         if saves and not any(isinstance(c, Checkpoint) for c in callbacks):
             callbacks.append(ModelCheckpoint())
         if settings.enable_progress_bar and not bars:
+            from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar
+
             callbacks.append(RichProgressBar())
         summary = chosen["enable_model_summary"]
         summary = settings.enable_progress_bar if summary is None else summary
