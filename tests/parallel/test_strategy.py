@@ -365,9 +365,7 @@ def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path
     assert losses == wanted
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(tp=2), pytest.param(Plan(dp_shard=2, tp=2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("plan", [Plan(tp=2), pytest.param(Plan(dp_shard=2, tp=2), marks=pytest.mark.slow)], ids=str)
 def test_windows_and_half_precision(tmp_path: Path, plan: Plan) -> None:
     options = {"accumulate_grad_batches": 2, "max_steps": 2, "layers": 2, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)

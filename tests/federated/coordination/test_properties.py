@@ -255,9 +255,17 @@ TestAnything = Anything.TestCase
 
 
 @pytest.mark.parametrize("which", ["all", "sampled", "buffered", "streaming"])
-@pytest.mark.parametrize("written_first", [False, True])
-@pytest.mark.parametrize("lost", [(), ("0", "2", "3")], ids=["killed", "power"])
-@pytest.mark.parametrize("shortened", [False, True])
+@pytest.mark.parametrize(
+    ("written_first", "lost", "shortened"),
+    [
+        pytest.param(
+            written, lost, shortened,
+            marks=pytest.mark.slow if written ^ bool(lost) ^ shortened else (),  # the other four have every pair of choices
+            id=f"{written}-{'power' if lost else 'killed'}-{shortened}",
+        )
+        for written in (False, True) for lost in ((), ("0", "2", "3")) for shortened in (False, True)
+    ],
+)  # fmt: skip
 def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
     which: str, written_first: bool, lost: tuple[str, ...], shortened: bool
 ) -> None:
