@@ -122,7 +122,7 @@ def attention_errors(fabric: al.Fabric) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_equals_one_process(processes: int) -> None:
     alone()  # known to the processes, which are forked
     for errors in everywhere(processes, attention_errors):
