@@ -53,9 +53,9 @@ class TinyDetector(nn.Module):
         super().__init__()
         self.stem = ConvBNAct(3, 8, 3, 2)
         self.down1, self.stage1 = ConvBNAct(8, 16, 3, 2), Split(16, 16)
-        self.down2, self.stage2 = ConvBNAct(16, 32, 3, 2), Split(32, 32)
+        self.down2, self.stage2 = ConvBNAct(16, 32, 3, 2), ConvBNAct(32, 32)
         self.pool, self.after_pool = nn.MaxPool2d(5, 1, 2), ConvBNAct(64, 32)
-        self.up, self.neck = nn.Upsample(scale_factor=2), Split(48, 16)
+        self.up, self.neck = nn.Upsample(scale_factor=2), ConvBNAct(48, 16)
         self.head = nn.ModuleList([nn.Conv2d(16, 5 + classes, 1), nn.Conv2d(32, 5 + classes, 1)])
 
     def forward(self, images: Tensor) -> Tensor | list[Tensor]:
