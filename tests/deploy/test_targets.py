@@ -53,6 +53,13 @@ def residual() -> nn.Module:
     return Residual().eval()
 
 
+@pytest.fixture(scope="module")
+def by_default(residual: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The program of a model that was quantized for no target by name."""
+    path = tmp_path_factory.mktemp("residual") / "q.onnx"
+    return export(quantize(residual, [BATCH]), path, example_inputs=BATCH)
+
+
 def ops(graph: torch.fx.GraphModule, name: str) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "call_function" and name in str(node.target)]
 
@@ -77,11 +84,10 @@ def test_a_fused_activation_is_rounded_once(residual: nn.Module) -> None:
 
 
 def test_an_openvino_program_has_fewer_operators_than_one_placed_for_onnxruntime(
-    residual: nn.Module, tmp_path: Path
+    residual: nn.Module, by_default: Program, tmp_path: Path
 ) -> None:
     placed = export(quantize(residual, [BATCH], target="openvino"), tmp_path / "ov.onnx", example_inputs=BATCH)
-    other = export(quantize(residual, [BATCH]), tmp_path / "ort.onnx", example_inputs=BATCH)
-    there = Program.load(other.path, runtime="openvino")
+    there = Program.load(by_default.path, runtime="openvino")
 
     def operators(program: Program) -> int:
         return sum(
@@ -99,9 +105,8 @@ def test_an_openvino_program_has_fewer_operators_than_one_placed_for_onnxruntime
     np.testing.assert_array_equal(again(BATCH.numpy()), placed(BATCH.numpy()))
 
 
-def test_onnxruntime_stays_the_default_and_is_timed_there(residual: nn.Module, tmp_path: Path) -> None:
-    program = export(quantize(residual, [BATCH]), tmp_path / "q.onnx", example_inputs=BATCH)
-    report = program.metadata["quantization"]
+def test_onnxruntime_stays_the_default_and_is_timed_there(by_default: Program) -> None:
+    report = by_default.metadata["quantization"]
     assert report["target"] == "onnxruntime"
     assert report["integer_kernels"]["QLinearConv"] == 2
     assert report["speed"]["over_fp32"] > 0
