@@ -141,7 +141,7 @@ CELLS = [
 ]
 DIAGONAL = {
     "detection-openvino-int8", "segmentation-onnx-float", "pose-openvino-float", "corners-onnx-float", "obb-pt2-float",
-    "classification-onnx-int8", "language-openvino-int8", "sequence-classification-onnx-float", "token-classification-openvino-float",
+    "classification-onnx-float", "language-openvino-int8", "sequence-classification-onnx-float", "token-classification-openvino-float",
     "own-onnx-int8", "own-pt2-int8",
 }  # fmt: skip
 """A diagonal: each task once, each format that takes seconds, and a refusal."""
