@@ -114,6 +114,7 @@ def detector(folder: Path) -> Path:
     """A run of a detector that has learned nothing, and photos."""
     pytest.importorskip("cv2")
     import torch
+    from tests.vision.conftest import SMALL
 
     from arclight import Trainer
     from arclight.trainer.run.folder import RunFolder
@@ -121,7 +122,9 @@ def detector(folder: Path) -> Path:
     from arclight.vision.tasks.settings import DetectionTask
 
     run = RunFolder("runs", "detector")
-    detector = Detector(DetectionTask(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
+    (folder / "small.yaml").write_text(SMALL)
+    task = DetectionTask(data=Path("none.yaml"), model=str(folder / "small.yaml"), image_size=64)
+    detector = Detector(task, names=["cat", "dog"])
     trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(detector, torch.utils.data.DataLoader([0]))
     trainer.save_checkpoint(run.checkpoints / "last.ckpt")

@@ -22,6 +22,7 @@ seed = 1
 [task]
 kind = "detection"
 data = "photos/data.yaml"
+model = "small.yaml"
 image_size = 64
 batch_size = 4
 workers = 0
@@ -38,7 +39,7 @@ SITES = (
 ROUND = "runs/sites/1/rounds/000001"
 
 
-BIAS = "model.model.24.m.0.bias"
+BIAS = "model.model.5.m.0.bias"
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -48,8 +49,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture
 def photos(folder: Path) -> Path:
     pytest.importorskip("cv2")
+    from tests.vision.conftest import SMALL
+
     from arclight.vision.qris.scenes.generate import generate
 
+    (folder / "small.yaml").write_text(SMALL)
     (folder / "central.toml").write_text(CENTRAL)
     (folder / "sites.toml").write_text(SITES)
     return generate(folder / "photos", 12, 3, size=96, val_share=0.25, workers=1, merchants=4)

@@ -15,12 +15,18 @@ from arclight.vision.data.labels import label_path
 from arclight.vision.tasks.detection import DetectionData, Detector
 from arclight.vision.tasks.settings import DetectionTask
 
+SMALL = """
+anchors: [[20,20, 26,26], [30,30, 40,40]]
+backbone: [[-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [16, 3, 2]], [-1, 1, Conv, [24, 3, 2]], [-1, 1, C3, [24]]]
+head: [[-1, 1, Conv, [32, 3, 2]], [[3, 4], 1, Detect, [nc, anchors]]]
+"""
+"""A network of strides 8 and 16, for tests of what is done with a detector: exporting it takes a third of the time of yolov5n."""
 RECIPE = """
 name = "tiny"
 [task]
 kind = "detection"
 data = "{data}"
-model = "yolov5n"
+model = "{model}"
 image_size = 64
 batch_size = 4
 workers = 0
@@ -56,10 +62,12 @@ def detector_run(folder: Path, seed: int = 0) -> Path:
     data = folder.parent / "set"
     write_dataset(data, 6, "val")
     yaml = write_dataset(data, 8)
-    (folder / "recipe.toml").write_text(RECIPE.format(data=yaml))
+    model = folder.parent / "small.yaml"
+    model.write_text(SMALL)
+    (folder / "recipe.toml").write_text(RECIPE.format(data=yaml, model=model))
     task = DetectionTask(
-        data=yaml, image_size=64, batch_size=8, workers=0, memory_format="contiguous", cache_labels=False
-    )
+        data=yaml, model=str(model), image_size=64, batch_size=8, workers=0, memory_format="contiguous", cache_labels=False
+    )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         max_steps=1, limit_val_batches=0,

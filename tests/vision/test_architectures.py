@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,11 +46,17 @@ OWN = {f"arc-{size}" for size in "nsmlx"} | {
 # see test_one_to_one, test_pose, test_corners, test_obb
 
 
+def one_of_each_form(names: Iterable[str]) -> list[Any]:
+    """Mark the sizes m, l and x of a form slow, and its other names: n and s have its rows, and `test_zoo` counts every size."""
+    alike = re.compile(r"yolov5[mlx]6?(-\w+)?|yolov5-p(6|anet)")
+    return [pytest.param(name, marks=pytest.mark.slow) if alike.fullmatch(name) else name for name in names]
+
+
 def test_all_are_known() -> None:
     assert PUBLISHED.keys() | CLASSIFIERS.keys() | OWN == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", one_of_each_form(PUBLISHED))
 def test_parameters_and_operations_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name).eval()
@@ -59,7 +68,7 @@ def test_parameters_and_operations_are_the_published_ones(name: str) -> None:
     assert counter.get_total_flops() / 1e9 == pytest.approx(gflops, rel=0.03)
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("name", one_of_each_form(CLASSIFIERS))
 def test_classifiers_have_the_published_sizes(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name, 1000).eval()
@@ -73,7 +82,7 @@ def test_classifiers_have_the_published_sizes(name: str) -> None:
     assert 49 * counter.get_total_flops() / 1e9 == pytest.approx(gflops, rel=0.03)
 
 
-@pytest.mark.parametrize("name", FUSED_SEGMENTERS)
+@pytest.mark.parametrize("name", one_of_each_form(FUSED_SEGMENTERS))
 def test_folded_segmenters_have_the_published_sizes(name: str) -> None:
     with torch.device("meta"):
         folded = fuse(build_model(name))

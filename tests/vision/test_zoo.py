@@ -157,6 +157,7 @@ def test_boxes_are_float32_under_autocast_and_close_to_full_precision():
     assert (mixed[..., :2] - exact[..., :2]).abs().max() < 1
 
 
+@pytest.mark.slow  # test_detector exports the folded network with a free batch
 def test_torch_export_takes_any_batch():
     model = small()
     batch = torch.export.Dim("batch", min=1, max=64)
@@ -166,6 +167,7 @@ def test_torch_export_takes_any_batch():
         torch.testing.assert_close(program.module()(images), model(images))
 
 
+@pytest.mark.slow  # test_detector compares the same network in ONNX Runtime
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_onnx_runs_any_batch_with_the_same_boxes(tmp_path):
     pytest.importorskip("onnxscript")

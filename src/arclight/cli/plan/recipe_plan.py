@@ -33,6 +33,8 @@ def plan(arguments: list[str]) -> int:
             "arclight plan reads recipes of language models; for any other model, write arclight plan package.module:Model --example "
             "package.module:name (see arclight plan package.module:Model --help)"
         )
+    if options.write is not None:
+        _require_free(options.write)  # before the search, which takes its time
     from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import refined
@@ -219,6 +221,12 @@ def _plan_as_json(one: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _require_free(path: Path) -> None:
+    """Raise UsageError where there is a file already."""
+    if path.exists():
+        raise UsageError(f"{path} already exists: name another file, or remove it")
+
+
 def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
     """Write the recipe with ``best`` as its plan, and batches that make the same step. Never over a file that is there."""
     from arclight.recipe import write as text_of
@@ -226,8 +234,7 @@ def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
 
     assert isinstance(recipe.task, LanguageTask)
     path: Path = options.write
-    if path.exists():
-        raise UsageError(f"{path} already exists: name another file, or remove it")
+    _require_free(path)
     piped = best.plan.pp > 1
     task = with_batches(recipe.task, best.samples * (best.passes if piped else 1))
     trainer = dataclasses.replace(recipe.trainer, accumulate_grad_batches=1 if piped else best.passes, strategy="auto")
