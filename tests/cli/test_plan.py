@@ -79,7 +79,7 @@ def test_the_pipeline_of_a_plan_is_drawn_as_it_is_predicted(recipe: str, typed: 
     assert step["microseconds"] / 1e6 == pytest.approx(best["seconds"] - rest, rel=1e-3)
     assert f"{best['idle']:.1%}" in page
     assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
-    status, _, err = typed(f"plan {recipe} --gpus 2 --gpu cpu --fix pp=1 --timeline none.html")
+    status, _, err = typed(f"plan {recipe} --gpus 2 --gpu cpu --fix pp=1 --fix tp=1 --timeline none.html")
     assert status == 2
     assert "no plan above has one: decide it (--fix pp=4)" in err
     assert not Path("none.html").exists()
@@ -126,7 +126,7 @@ def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
     [
         ("--gpus 4 --gpu h1000", "did you mean h100"), ("--gpus 4 --memory 80", "write a number and a unit"),
         ("--gpus 4 --fix tq=2", "write a field of the plan"), ("--gpus 0", "must be at least 1"),
-        ("--gpus 2 --gpu cpu --memory 1MB", "fits into 0.0 GiB: the smallest"),
+        ("--gpus 2 --gpu cpu --fix tp=1 --memory 1MB", "fits into 0.0 GiB: the smallest"),
         ("--gpus 3 --gpu cpu --fix tp=3", "sequences of 128 tokens cannot be cut into tp = 3"),
         ("--gpus 4 --gpu cpu --fix tp=0", "tp: need int >= 1, got 0"),
         ("--gpus 4 --fix float8=rowwise", "float8 = rowwise"), ("--gpus 4 --task.model llama3-9b", "there is no model 'llama3-9b'"),

@@ -130,7 +130,7 @@ def minimise(search: Search, trials: int, value: Callable[[dict[str, object]], f
     return [one.params for one in study.trials]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes", "random"])
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes", pytest.param("random", marks=pytest.mark.slow)])
 def test_a_search_that_was_stopped_draws_the_values_of_one_that_was_not(tmp_path: Path, sampler: str) -> None:
     found = (Range("lr", 1e-4, 1.0, log=True), Range("width", 1, 64, integer=True), Choice("kind", ("a", "b")))
 

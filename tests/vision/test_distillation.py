@@ -44,8 +44,12 @@ def trainer(steps: int, folder: Path, **settings: Any) -> Trainer:
 
 
 def task(data: Path, **settings: Any) -> DetectionTask:
-    fixed: dict[str, Any] = {"model": str(data.with_name("small.yaml")), "memory_format": "contiguous"}
-    return DetectionTask(data=data, image_size=64, batch_size=3, workers=0, cache_labels=False, **{**fixed, **settings})
+    fixed: dict[str, Any] = {
+        "model": str(data.with_name("small.yaml")),
+        "image_size": 64,
+        "memory_format": "contiguous",
+    }
+    return DetectionTask(data=data, batch_size=3, workers=0, cache_labels=False, **{**fixed, **settings})
 
 
 def detector(data: Path, seed: int = 1, names: tuple[str, ...] = NAMES, **settings: Any) -> Detector:
@@ -271,9 +275,7 @@ MISFITS: dict[str, Change] = {
     r"has the classes \['disc', 'square'\], this network has \['square', 'disc'\]": lambda data, teacher: detector(
         data, names=NAMES[::-1], teacher=teacher
     ),
-    "has image_size 64, this network has 96": lambda data, teacher: Detector(
-        DetectionTask(data=data, image_size=96, teacher=teacher), NAMES
-    ),
+    "has image_size 64, this network has 96": lambda data, teacher: detector(data, image_size=96, teacher=teacher),
     "has the head DetectHead, this network has OneToOneHead": lambda data, teacher: detector(
         data, model="arc-n", teacher=teacher
     ),

@@ -26,7 +26,6 @@ from arclight.vision.tasks.settings import DetectionTask
 
 GUIDE = ROOT / "docs" / "vision.md"
 TASKS = {"segment": "segmentation", "pose": "pose", "corners": "corners", "obb": "obb", "classify": "classification"}
-SHALLOW = TABLE.replace("C3, [24]", "Conv, [24, 1, 1]").replace("C3, [32]", "Conv, [32, 1, 1]")
 HEADS = {verb: CASES[task].head for verb, task in TASKS.items()}
 
 
@@ -96,7 +95,10 @@ def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("tiny", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of the section run one after the other, on drawn shapes and for a step, with a tiny network or that of the task."""
+    """The commands of the section run one after the other, on drawn shapes and for a step, with a tiny network or that of the task.
+
+    Tiny ones leave out the program that finds corners, which `test_corner_detector` writes and scans with.
+    """
     shown = commands("Tasks")
     assert len(shown) == 19
     monkeypatch.chdir(tmp_path)
@@ -109,13 +111,15 @@ def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
     quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
     for verb, *words in shown:
+        if tiny and "corners.onnx" in words:
+            continue
         if words[0] == "qris":  # in the place of the drawn ones, and not a thousand
             shutil.rmtree("turned")
             words[words.index("--count") + 1] = "4"
         added = short + quick if verb == "train" else []
         if tiny and verb == "train":
             kind = Path(words[0]).stem
-            Path(f"{kind}.yaml").write_text(SHALLOW.replace("HEAD", HEADS[kind]))
+            Path(f"{kind}.yaml").write_text(TABLE.replace("HEAD", HEADS[kind]))
             added = [*added, "--task.model", f"{kind}.yaml"]
         if words[0].startswith("recipes/"):
             words[0] = str(GUIDE.parents[1] / words[0])

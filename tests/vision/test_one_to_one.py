@@ -368,18 +368,18 @@ def test_extreme_boxes_and_answers_give_finite_gradients(xy: tuple[float, float]
 def test_what_is_learnt_is_found_once_without_suppression() -> None:
     """Squares of two classes, two of them neighbours: as many boxes come out as there are squares."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.rand(4, 3, 64, 64, generator=generator) * 0.2
+    images = torch.rand(4, 3, 96, 96, generator=generator) * 0.2
     squares = [
-        (0, 0, 5, 5, 20),
-        (0, 1, 33, 27, 24),
-        (1, 0, 13, 20, 16),
-        (1, 0, 30, 20, 16),
-        (2, 1, 40, 40, 14),
+        (0, 0, 8, 8, 30),
+        (0, 1, 50, 40, 36),
+        (1, 0, 20, 30, 24),
+        (1, 0, 45, 30, 24),
+        (2, 1, 60, 60, 20),
     ]  # image 3: none
     for image, label, x, y, side in squares:
         images[image, label, y : y + side, x : x + side] = 1
     targets = torch.tensor(
-        [[i, label, (x + side / 2) / 64, (y + side / 2) / 64, side / 64, side / 64] for i, label, x, y, side in squares]
+        [[i, label, (x + side / 2) / 96, (y + side / 2) / 96, side / 96, side / 96] for i, label, x, y, side in squares]
     )
     model = quick_statistics(arc(num_classes=2).train())
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3)

@@ -202,10 +202,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
 )
 def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
-    shallow = TABLE.replace("C3, [24]", "Conv, [24, 1, 1]")  # one block with a sum is enough to round
-    (tmp_path / "tiny.yaml").write_text(shallow.replace("HEAD", case.head))
-    module, data = built(settings)
+    module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set")))
     rounding = QuantizationAwareTraining(Int8(min_sqnr_db=-50), example_inputs=torch.rand(2, 3, 64, 64))
     run = trainer(tmp_path, max_steps=2, callbacks=[rounding], logger=CSVLogger(tmp_path / "run"))
     scored: list[Any] = []
