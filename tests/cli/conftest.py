@@ -123,7 +123,9 @@ def detector(folder: Path) -> Path:
 
     run = RunFolder("runs", "detector")
     (folder / "small.yaml").write_text(SMALL)
-    task = DetectionTask(data=Path("none.yaml"), model=str(folder / "small.yaml"), image_size=64)
+    task = DetectionTask(
+        data=Path("none.yaml"), model=str(folder / "small.yaml"), image_size=64, memory_format="contiguous"
+    )
     detector = Detector(task, names=["cat", "dog"])
     trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(detector, torch.utils.data.DataLoader([0]))

@@ -114,7 +114,9 @@ def test_weights_carry_over_to_a_new_task(trained: Path, scenes: Path) -> None:
 def test_a_tuned_checkpoint_needs_no_other_file(trained: Path, scenes: Path, tmp_path: Path) -> None:
     weights = tmp_path / "w.ckpt"
     shutil.copytree(trained / "end.ckpt", weights)
-    task = DetectionTask(data=scenes, image_size=64, weights=weights, batch_size=8, workers=0)
+    task = DetectionTask(
+        data=scenes, image_size=64, weights=weights, batch_size=8, workers=0, memory_format="contiguous"
+    )
     tuned = Detector(task, names=["qr_code"])
     trainer = quiet(tmp_path, max_steps=1, limit_val_batches=0)
     trainer.fit(tuned, datamodule=DetectionData(task))
@@ -176,7 +178,7 @@ def test_freeze_leaves_something_to_train(scenes: Path) -> None:
 def test_mosaics_end_with_the_run_however_its_length_is_given(
     scenes: Path, tmp_path: Path, options: dict[str, int], epochs: int | None
 ) -> None:
-    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0)
+    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous")
     data = DetectionData(task)
     data.trainer = quiet(tmp_path, **options)
     data.setup("fit")
@@ -191,7 +193,14 @@ def test_the_last_epoch_of_a_run_by_steps_has_no_mosaics(scenes: Path, tmp_path:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             self.open.append(trainer.datamodule.train.mosaic_open)
 
-    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, augment=Augment(close_mosaic=0.5))
+    task = DetectionTask(
+        data=scenes,
+        image_size=64,
+        batch_size=8,
+        workers=0,
+        memory_format="contiguous",
+        augment=Augment(close_mosaic=0.5),
+    )
     seen = Seen()
     quiet(tmp_path, max_steps=4, max_epochs=-1, callbacks=[seen], limit_val_batches=0).fit(
         Detector(task, names=["qr_code"]), datamodule=DetectionData(task)
@@ -203,7 +212,9 @@ def test_background_alone_is_measured(scenes: Path, tmp_path: Path, caplog: pyte
     shutil.copytree(scenes.parent, tmp_path / "set")
     for label in (tmp_path / "set" / "labels" / "val").glob("*.txt"):
         label.write_text("")
-    task = DetectionTask(data=tmp_path / "set" / scenes.name, image_size=64, batch_size=8, workers=0)
+    task = DetectionTask(
+        data=tmp_path / "set" / scenes.name, image_size=64, batch_size=8, workers=0, memory_format="contiguous"
+    )
     (metrics,) = quiet(tmp_path).validate(Detector(task, names=["qr_code"]), datamodule=DetectionData(task))
     assert math.isfinite(metrics["val/loss"])
     assert "are background" in caplog.text
@@ -305,7 +316,7 @@ def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_pa
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             self.look(pl_module)
 
-    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, freeze=24)
+    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous", freeze=24)
     quiet(tmp_path, max_epochs=2, limit_val_batches=1, num_sanity_val_steps=1, callbacks=[Compare()]).fit(
         Detector(task, names=["qr_code"]), datamodule=DetectionData(task)
     )
@@ -319,7 +330,7 @@ def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_pa
 def test_ranks_that_read_the_same_data_make_an_epoch_no_shorter(
     scenes: Path, tmp_path: Path, ranks: int, shared: bool, epochs: int, drops: bool
 ) -> None:
-    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0)
+    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous")
     data = DetectionData(task)
     trainer: Any = types.SimpleNamespace(
         max_epochs=None, max_steps=7, world_size=8, limit_train_batches=1.0, accumulate_grad_batches=1,

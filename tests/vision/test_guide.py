@@ -52,7 +52,9 @@ def test_a_recipe_that_mixes_data_sets(tmp_path: Path, monkeypatch: pytest.Monke
         yaml = write_dataset(tmp_path / folder, 3)
         write_dataset(tmp_path / folder, 2, split="val")
         yaml.write_text(f"train: images/train\nval: images/val\nnames: {names}\n")
-    recipe = block("toml", "docs/vision.md").replace('weights = "runs/detect-qris/1"', "image_size = 64\nworkers = 0")
+    recipe = block("toml", "docs/vision.md").replace(
+        'weights = "runs/detect-qris/1"', "image_size = 64\nworkers = 0\nmemory_format = 'contiguous'"
+    )
     Path("photos.toml").write_text(recipe)
     flags = "--trainer.max_epochs 1 --task.batch_size 2 --trainer.log_every_n_steps 1"
     assert main(["train", "photos.toml", *flags.split()]) == 0
@@ -72,7 +74,7 @@ def commands(heading: str) -> list[list[str]]:
 def test_commands_of_videos_and_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run as they stand, but for the addresses of cameras, which are cameras of the test here, and end after some frames."""
     monkeypatch.chdir(tmp_path)
-    settings = DetectionTask(data=Path("none.yaml"), image_size=64)
+    settings = DetectionTask(data=Path("none.yaml"), image_size=64, memory_format="contiguous")
     trainer = al.Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(Detector(settings, names=["qr_code"]), torch.utils.data.DataLoader([0]))
     trainer.save_checkpoint("runs/detect-qris/1/checkpoints/last.ckpt")
@@ -109,6 +111,7 @@ def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     draw_folders(Path("folders"))
     shutil.copytree("codes/images/val", "photos")
     short = ["--trainer.max_steps", "1", "--task.batch_size", "4", "--task.workers", "0", "--task.image_size", "64"]
+    short += ["--task.memory_format", "contiguous"]
     quick = ["--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
     for verb, *words in shown:
         if tiny and "corners.onnx" in words:

@@ -195,7 +195,15 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(yaml: Path, tmp_path: Path) 
 
 
 def test_a_resumed_run_keeps_the_groups_of_the_epoch_that_was_begun(yaml: Path) -> None:
-    task = DetectionTask(data=yaml, image_size=128, batch_size=8, workers=0, cache_labels=False, rect_train=True)
+    task = DetectionTask(
+        data=yaml,
+        image_size=128,
+        batch_size=8,
+        workers=0,
+        memory_format="contiguous",
+        cache_labels=False,
+        rect_train=True,
+    )
     first, second = DetectionData(task), DetectionData(task)
     for data in (first, second):
         data.setup("fit")

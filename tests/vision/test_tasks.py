@@ -159,12 +159,16 @@ def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: P
             other.load(tmp_path / "end.ckpt")
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(name, marks=() if name in ("detection", "classification") else pytest.mark.slow) for name in CASES],
+)  # the guide's commands, in test_guide, train all and predict with all
 def test_from_the_command_line(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    case = CASES[kind]
     settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
-    kind = next(name for name, one in CASES.items() if one is case)
     flags = {
         "--task.data": settings.data, "--task.image_size": 64, "--task.batch_size": 6, "--task.workers": 0,
         "--task.memory_format": "contiguous", "--trainer.max_steps": 2, "--trainer.accelerator": "cpu", "--checkpoint.monitor": case.score,
