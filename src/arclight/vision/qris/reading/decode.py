@@ -233,8 +233,12 @@ GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True))
 LEAST_LONGEST = 400
 """Longest side of a box larger than 800 pixels, which is reduced to a quarter of its pixels at most otherwise: three pixels per module of
 the largest code."""
+MIN_GRID_SIDE = 30.0
+"""Smallest box, as the root of its area in pixels, in which a grid is searched for: of 200 smaller ones none was read."""
 MIN_PROMISING_SCORE = 0.55
-"""Least correlation of a grid that could not be decoded at which another view is worth its time."""
+"""Least correlation of a grid that could not be decoded at which the box uses up its share of a photo's tries."""
+MIN_PROMISE = 1.38
+"""Least promise of a grid that is worth finishing, the larger half of a search: see `_promise`. Those read later had 1.41 and more."""
 CLEAR_SCORE = 0.8
 """Correlation from which a grid is the code's beyond doubt, and may be refined in the next view instead of looked for again."""
 
@@ -244,22 +248,29 @@ def read_grid(
 ) -> tuple[list[DecodedCode], int]:
     """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
 
-    Returns what was read and how many views were tried: no further ones where not even a likely grid was found.
+    Returns what was read and how many tries are used up: all of them where the box is too small, or its grid likely but of
+    little promise.
     """
+    if (box[2] - box[0]) * (box[3] - box[1]) < MIN_GRID_SIDE**2:
+        return [], tries
     count = 0
-    for view, picture, grids in laid_grids(grey, box, tries, follow=follow):
+    for view, picture, near in laid_grids(grey, box, tries, follow=follow):
         count += 1
-        if code := _read_under(grids, view, picture):
+        if code := _read_at_once(near[:2], view, picture):
             return [code], count
-        if not grids or grids[0].score < MIN_PROMISING_SCORE:
+        if not near or near[0].score < MIN_PROMISING_SCORE:
             break
+        if _promise(LaidGrid(picture, near[0])) < MIN_PROMISE:
+            return [], tries
+        if code := _read_under(finish_grids(picture, near), view, picture):
+            return [code], count
     return [], count
 
 
 def laid_grids(
     grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, follow: bool = False
 ) -> Iterator[tuple[View, Floats, list[Grid]]]:
-    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first.
+    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first, to be finished.
 
     With ``follow``, a grid that is clear in one view is refined in the next, at half the work; a new search reads a little more.
     """
@@ -296,11 +307,7 @@ def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
     picture = _stretched(view.image)
     side = float(np.sqrt(cv2.contourArea(corners.astype(np.float32))))
     near = grids_near(picture, STRAIGHT_QUAD, largest_version(side))
-    for grid in near[:2]:
-        for dark in _guesses(LaidGrid(picture, grid)):
-            if code := decode_modules(dark, grid.version):
-                return [view.back(DecodedCode(decoded_text(code), grid.corners))]
-    code = _read_under(finish_grids(picture, near), view, picture)
+    code = _read_at_once(near[:2], view, picture) or _read_under(finish_grids(picture, near), view, picture)
     return [code] if code else []
 
 
@@ -327,6 +334,15 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
         laid = known if bow is None else refine(picture, known, rounds=12, bow=bow)
         if code := _read_under([laid], view, picture):
             return code
+    return None
+
+
+def _read_at_once(grids: Sequence[Grid], view: View | StraightView, picture: Floats) -> DecodedCode | None:
+    """Decode the modules under ``grids`` as `_read_under`, by the quick guesses alone."""
+    for grid in grids:
+        for dark in _guesses(LaidGrid(picture, grid)):
+            if code := decode_modules(dark, grid.version):
+                return view.back(DecodedCode(decoded_text(code), grid.corners))
     return None
 
 
@@ -487,6 +503,12 @@ def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
     for amount in (0.6, 1.2):
         crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
         yield crisp < cv2.blur(crisp, (7, 7))
+
+
+def _promise(laid: LaidGrid) -> float:
+    """Return how likely a grid is to be decoded, 0 to 2: its correlation, and how sure the equalizer is of its data modules."""
+    data = fixed_modules(laid.grid.version)[1:-1, 1:-1] == 0
+    return laid.grid.score + float(np.abs(PATIENT[1].soft(laid)[data]).clip(0, 1).mean())
 
 
 def decode_modules(dark: npt.NDArray[np.bool_], version: int) -> Any:

@@ -273,7 +273,7 @@ def _draws(rounds: int, count: int, size: int) -> npt.NDArray[np.float64]:
 
 
 def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
-    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first.
+    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first, to be finished.
 
     ``largest`` is the highest version tried.
 
@@ -284,7 +284,7 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
     soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
     rough = _rough(picture, soft, box, largest, quads)
     near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
-    return _finished(picture, _rivals(sorted(near, key=_worst_last))[:6], largest)
+    return _sharpened(picture, _rivals(sorted(near, key=_worst_last))[:6], largest)
 
 
 NEAR_SPREAD, LEAST_SOFT = 0.05, 0.5
@@ -315,13 +315,8 @@ def grids_near(picture: Floats, quad: Floats, largest: int) -> list[Grid]:
 
 
 def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
-    """Find grids again that were found in another view of the same code, given in pixels of ``picture``; best first."""
-    return _finished(picture, _rivals(list(grids))[:2], largest)
-
-
-def _finished(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
-    """Refine grids near the true one on the sharp picture until they fit; none where no likely one is left."""
-    return finish_grids(picture, _sharpened(picture, near, largest))
+    """Find grids again that were found in another view of the same code, given in pixels of ``picture``; as `find_grids`."""
+    return _sharpened(picture, _rivals(list(grids))[:2], largest)
 
 
 def _sharpened(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:

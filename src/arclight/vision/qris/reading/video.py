@@ -29,7 +29,7 @@ from arclight.vision.qris.reading.decode import (
     read_zxing,
     unread_quads,
 )  # fmt: skip
-from arclight.vision.qris.reading.grid import Box, cv2
+from arclight.vision.qris.reading.grid import Box, cv2, finish_grids
 from arclight.vision.qris.reading.scanner import (
     Code,
     DetectFn,
@@ -231,8 +231,8 @@ class VideoScanner:
         clearness = _clearness(grey, box.xyxy)
         is_clearest = clearness > CLEARER * track.clearness
         track.clearness = max(track.clearness, clearness)
-        for view, picture, grids in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
-            if not grids:
+        for view, picture, near in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
+            if not (grids := finish_grids(picture, near)):
                 return
             text, grid = None, grids[0]
             if grid.score >= LEAST_VOTING_SCORE:
