@@ -47,7 +47,7 @@ OWN = {f"arc-{size}" for size in "nsmlx"} | {
 
 
 def one_of_each_form(names: Iterable[str]) -> list[Any]:
-    """Mark the sizes m, l and x of a form slow, and its other names: n and s have its rows, and `test_zoo` counts every size."""
+    """Mark the sizes m, l and x of a form slow, and its other names: n and s have its rows."""
     alike = re.compile(r"yolov5[mlx]6?(-\w+)?|yolov5-p(6|anet)")
     return [pytest.param(name, marks=pytest.mark.slow) if alike.fullmatch(name) else name for name in names]
 
