@@ -16,6 +16,7 @@ from arclight import checkpoint
 from arclight.fabric.strategies import DDPStrategy, ModelParallelStrategy, ReplicaStrategy
 from arclight.optim import AdamW
 from arclight.trainer.callbacks import DiLoCo
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, TorchCheckpointIO
 
 
 class Model(al.Module):
@@ -93,6 +94,12 @@ def test_replicas_part_and_meet(tmp_path: Path) -> None:
     assert not torch.equal(apart[0]["layers.0.weight"], apart[1]["layers.0.weight"])
     together = fit(tmp_path / "b", replicas(), DiLoCo(4))
     assert_same(together[0], together[1])
+
+
+def test_a_writer_without_shards_writes_replicas_whole(tmp_path: Path) -> None:
+    written = AsyncCheckpointIO(TorchCheckpointIO())  # shards are of folders alone
+    fit(tmp_path, replicas(), DiLoCo(3), save_at=4, plugins=[written])
+    assert torch.load(tmp_path / "state", weights_only=True)["global_step"] == 4
 
 
 @pytest.mark.parametrize(("kind", "fragments"), [("ours", 1), ("adam", 1), ("ours", 2)])

@@ -286,7 +286,7 @@ class ReplicaStrategy(ParallelStrategy):
         return gather_tree(tree, keep=self.is_global_zero)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if hasattr(io, "save_shards"):
+        if getattr(io, "save_shards", None) is not None:
             io.save_shards(checkpoint, path, self)
         else:
             super().write_checkpoint(io, checkpoint, path, storage_options)
