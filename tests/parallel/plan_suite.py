@@ -52,7 +52,7 @@ class Case:
         """Of the loss and of any element of a gradient; in bfloat16 of a gradient's norm, as a part of that."""
         if self.half:  # where matrices or sequences are cut, parts of sums are rounded
             return (1e-4, 0.02) if self.plan.tp > 1 or self.plan.cp > 1 else (1e-6, 0.005)
-        return (1e-12, 1e-12) if self.dtype == torch.float64 else (1e-6, 1e-7)
+        return (1e-12, 1e-12) if self.dtype == torch.float64 else (1e-6, 2e-7)
 
     @property
     def name(self) -> str:

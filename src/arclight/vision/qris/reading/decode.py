@@ -237,7 +237,7 @@ MIN_GRID_SIDE = 30.0
 """Smallest box, as the root of its area in pixels, in which a grid is searched for: of 200 smaller ones none was read."""
 MIN_PROMISING_SCORE = 0.55
 """Least correlation of a grid that could not be decoded at which the box uses up its share of a photo's tries."""
-MIN_PROMISE = 1.3
+MIN_PROMISE = 1.35
 """Least promise of a grid that is worth finishing, the larger half of a search: see `_promise`. Those read later had 1.41 and more."""
 CLEAR_SCORE = 0.8
 """Correlation from which a grid is the code's beyond doubt, and may be refined in the next view instead of looked for again."""
