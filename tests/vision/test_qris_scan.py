@@ -274,21 +274,6 @@ def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
     assert (reads, tries) == ([], 1)  # nothing there looks like a grid, so no other view is tried
 
 
-def test_a_box_of_little_promise_is_left_before_its_grid_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data modules of plain grey: the fixed patterns are clear, and no equalizer is sure of anything else."""
-    picture = symbol(LINK)
-    modules = len(picture) // 8 - 8
-    fixed = grid.fixed_modules((modules - 17) // 4)[1:-1, 1:-1]
-    grey = np.kron(np.pad(fixed == 0, 4), np.ones((8, 8), bool))
-    draw = np.random.default_rng(0)
-    hopeless = np.where(grey, draw.normal(128, 20, picture.shape), picture).clip(0, 255).astype(np.uint8)
-    framed = cv2.copyMakeBorder(hopeless, 40, 40, 40, 40, cv2.BORDER_REPLICATE)
-    blurred = cv2.GaussianBlur(framed, (0, 0), 2.0)
-    box = (72.0, 72.0, 72.0 + 8 * modules, 72.0 + 8 * modules)
-    monkeypatch.setattr(decode, "finish_grids", lambda *given: pytest.fail("a grid of little promise is not finished"))
-    assert read_grid(blurred, box) == ([], 2), "all its tries are used up"
-
-
 def test_no_grid_is_searched_for_in_boxes_too_small_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "find_grids", lambda *given: pytest.fail("its grid is not searched for"))
     noise = np.random.default_rng(0).integers(0, 256, (80, 80), dtype=np.uint8)

@@ -236,9 +236,7 @@ the largest code."""
 MIN_GRID_SIDE = 30.0
 """Smallest box, as the root of its area in pixels, in which a grid is searched for: of 200 smaller ones none was read."""
 MIN_PROMISING_SCORE = 0.55
-"""Least correlation of a grid that could not be decoded at which the box uses up its share of a photo's tries."""
-MIN_PROMISE = 1.35
-"""Least promise of a grid that is worth finishing, the larger half of a search: see `_promise`. Those read later had 1.41 and more."""
+"""Least correlation of a grid that could not be decoded at which it is finished, and another view is worth its time."""
 CLEAR_SCORE = 0.8
 """Correlation from which a grid is the code's beyond doubt, and may be refined in the next view instead of looked for again."""
 
@@ -248,8 +246,8 @@ def read_grid(
 ) -> tuple[list[DecodedCode], int]:
     """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
 
-    Returns what was read and how many tries are used up: all of them where the box is too small, or its grid likely but of
-    little promise.
+    Returns what was read and how many tries are used up: all of them where the box is too small, and no further ones where not even
+    a likely grid was found.
     """
     if (box[2] - box[0]) * (box[3] - box[1]) < MIN_GRID_SIDE**2:
         return [], tries
@@ -260,8 +258,6 @@ def read_grid(
             return [code], count
         if not near or near[0].score < MIN_PROMISING_SCORE:
             break
-        if _promise(LaidGrid(picture, near[0])) < MIN_PROMISE:
-            return [], tries
         if code := _read_under(finish_grids(picture, near), view, picture):
             return [code], count
     return [], count
@@ -503,12 +499,6 @@ def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
     for amount in (0.6, 1.2):
         crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
         yield crisp < cv2.blur(crisp, (7, 7))
-
-
-def _promise(laid: LaidGrid) -> float:
-    """Return how likely a grid is to be decoded, 0 to 2: its correlation, and how sure the equalizer is of its data modules."""
-    data = fixed_modules(laid.grid.version)[1:-1, 1:-1] == 0
-    return laid.grid.score + float(np.abs(PATIENT[1].soft(laid)[data]).clip(0, 1).mean())
 
 
 def decode_modules(dark: npt.NDArray[np.bool_], version: int) -> Any:
