@@ -267,4 +267,6 @@ def test_eight_bits_without_vnni_warn(monkeypatch: pytest.MonkeyPatch, recwarn: 
     check_processor({"precision": "fp32"})
     assert not recwarn.list
     with pytest.warns(UserWarning, match="has no VNNI"):
+        check_processor({"precision": "dynamic int8", "quantization": {"kind": "dynamic_int8", "reduce_range": False}})
+    with pytest.warns(UserWarning, match="has no VNNI"):
         check_processor({"precision": "int8", "quantization": {"reduce_range": False}})

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import arclight as al
+from arclight import checkpoint
 from arclight.deploy import (
     ExportError,
     Int8,
@@ -390,6 +391,38 @@ def test_a_run_of_eight_bits_does_not_go_on_in_seven(tmp_path: Path, monkeypatch
         MisconfigurationError, match=r"reduce_range=False, which is True here.* give Int8\(reduce_range=False\)"
     ):
         fit(Task(), tmp_path, 4, ckpt_path=tmp_path / "begun.ckpt")
+    trainer = al.Trainer(
+        callbacks=QuantizationAwareTraining(), logger=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    with pytest.raises(MisconfigurationError, match="which is True here"):
+        trainer.validate(Task(), loader(), ckpt_path=tmp_path / "begun.ckpt")
+    state = checkpoint.load(tmp_path / "begun.ckpt")
+    del state["callbacks"]["QuantizationAwareTraining"]  # as before it was recorded
+    checkpoint.save(tmp_path / "old.ckpt", state)
+    with pytest.raises(MisconfigurationError, match="which is True here"):
+        fit(Task(), tmp_path, 4, ckpt_path=tmp_path / "old.ckpt")
+
+
+class Pair(Task):
+    """Has two networks, each trained with rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = copy.deepcopy(self.model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
+
+
+def test_two_networks_of_a_module_are_trained_with_rounding(tmp_path: Path) -> None:
+    rounding = [QuantizationAwareTraining(attribute=name, example_inputs=samples()[0]) for name in ("model", "other")]
+    trainer = al.Trainer(
+        max_steps=2, callbacks=rounding, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        accelerator="cpu", default_root_dir=tmp_path, limit_val_batches=0,
+    )  # fmt: skip
+    module = Pair()
+    trainer.fit(module, loader(), loader())
+    assert {type(part).__name__ for part in (module.model, module.other)} == {"PreparedModel"}
 
 
 class Saving(Task):

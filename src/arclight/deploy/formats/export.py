@@ -439,8 +439,8 @@ def precision_of(recipe: Quantization) -> str:
 
 def _way_out(quantized: QuantizedModel | None) -> str:
     """Return what to do about a program that differs, where the reason is known."""
-    eight_bits = quantized is not None and getattr(quantized.recipe, "reduce_range", True) is not True
-    if eight_bits and overflows():
+    ours = quantized is not None and quantized.quantizer is None
+    if ours and getattr(quantized.recipe, "reduce_range", None) is False and overflows():
         return " (this processor has no VNNI, and its sums of 8-bit products overflow: quantize with reduce_range=True)"
     return ""
 

@@ -49,13 +49,12 @@ def check_processor(description: Mapping[str, Any]) -> None:
             f"the program was compiled for {', '.join(missing)}, which this processor lacks: compile it here, or take an onnx "
             "or openvino program"
         )
-    if (
-        description.get("precision") == "int8"
-        and overflows()
-        and not description.get("quantization", {}).get("reduce_range")
-    ):
+    eight_bits = description.get("precision") in ("int8", "dynamic int8") and not description.get(
+        "quantization", {}
+    ).get("reduce_range")
+    if eight_bits and overflows():
         warnings.warn(
             "this processor has no VNNI: it adds 8-bit products in 16 bits, which overflow with weights of 8 bits; quantize with "
-            "Int8(reduce_range=True) for it",
+            "reduce_range=True for it",
             stacklevel=4,
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
-from arclight.deploy.quantizing.qat import PreparedModel, inputs_on
+from arclight.deploy.quantizing.qat import RANGES, PreparedModel, inputs_on
 from arclight.deploy.settings import Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies.base import Strategy
@@ -104,12 +104,23 @@ class QuantizationAwareTraining(Callback):
         setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), recipe, self.target))
         self._reduced = getattr(recipe, "reduce_range", None)
 
+    @property
+    def state_key(self) -> str:
+        return super().state_key if self.attribute == "model" else self._generate_state_key(attribute=self.attribute)
+
     def state_dict(self) -> dict[str, Any]:
         return {"reduce_range": self._reduced}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        begun = state_dict.get("reduce_range")
-        if None not in (begun, self._reduced) and begun != self._reduced:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Raise MisconfigurationError for weights that were trained in other bits."""
+        states = checkpoint.get("callbacks")
+        if states is None or self._reduced is None:
+            return
+        begun = states.get(self.state_key, {}).get("reduce_range")
+        rounded = any(f"{self.attribute}.{RANGES}." in name for name in checkpoint.get("state_dict", ()))
+        if begun is None and rounded and getattr(self.recipe, "reduce_range", None) is None:
+            begun = False  # before it was recorded, 8 bits were the default
+        if begun is not None and begun != self._reduced:
             raise MisconfigurationError(
                 f"the run was trained with reduce_range={begun}, which is {self._reduced} here, by the recipe or this processor: "
                 f"give {type(self.recipe).__name__}(reduce_range={begun})"

@@ -390,7 +390,7 @@ def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) 
         if isinstance(recipe, Int8)
         else None
     )
-    if recipe != plain:
+    if recipe not in (plain, plain and replace(plain, reduce_range=False)):
         raise QuantizeError(
             f"{name} decides itself what is rounded and how, and would ignore {recipe}: take Int8(), of which calibration_batches and "
             "min_sqnr_db hold, and configure the quantizer"

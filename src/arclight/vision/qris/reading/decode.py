@@ -246,11 +246,11 @@ def read_grid(
 ) -> tuple[list[DecodedCode], int]:
     """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
 
-    Returns what was read and how many tries are used up: all of them where the box is too small, and no further ones where not even
-    a likely grid was found.
+    Returns what was read and how many views were tried: none of a box that is too small, and no further ones where not even a
+    likely grid was found.
     """
     if (box[2] - box[0]) * (box[3] - box[1]) < MIN_GRID_SIDE**2:
-        return [], tries
+        return [], 0
     count = 0
     for view, picture, near in laid_grids(grey, box, tries, follow=follow):
         count += 1
