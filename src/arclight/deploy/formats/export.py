@@ -439,8 +439,9 @@ def precision_of(recipe: Quantization) -> str:
 
 def _way_out(quantized: QuantizedModel | None) -> str:
     """Return what to do about a program that differs, where the reason is known."""
-    ours = quantized is not None and quantized.quantizer is None
-    if ours and getattr(quantized.recipe, "reduce_range", None) is False and overflows():
+    if quantized is None or quantized.quantizer is not None:
+        return ""
+    if getattr(quantized.recipe, "reduce_range", None) is False and overflows():
         return " (this processor has no VNNI, and its sums of 8-bit products overflow: quantize with reduce_range=True)"
     return ""
 
