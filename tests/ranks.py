@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -20,11 +19,6 @@ import torch
 
 PATIENCE = 100.0
 """Seconds that a function may take on all ranks; a collective in it has to end within half of that."""
-PRELOADED = [
-    "torch._dynamo", "torch.distributed.tensor", "arclight.fabric.strategies", "arclight.trainer.trainer",
-    "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary",
-]  # fmt: skip
-"""What nearly all ranks need; each would import it for itself (the compiler, which optimizers import, takes 1.7 s) if they did not inherit it."""
 GRACE = 10.0
 """Seconds that ranks have to end once one of them has failed."""
 
@@ -72,8 +66,6 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        for name in PRELOADED:
-            importlib.import_module(name)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         context = multiprocessing.get_context("fork")

@@ -342,9 +342,8 @@ def test_shards_trained_with_rounding_are_a_program(
     prepared.load_state_dict({name: torch.tensor(value) for name, value in first["state"].items()})
     quantized = convert(prepared)
     for output, told in zip(as_outputs(quantized(images)), first["outputs"], strict=True):
-        wanted = torch.tensor(
-            told
-        )  # but for single steps of rounding, where a rank's sums end on the other side of a half
+        wanted = torch.tensor(told)
+        # but for single steps of rounding, where a rank's sums end on the other side of a half
         torch.testing.assert_close(output, wanted, rtol=0, atol=0.01 * float(wanted.abs().max()))
     monkeypatch.setattr(exporting, "TIMED_ROUNDS", 2)
     monkeypatch.setattr(exporting, "run_fresh", in_this_process)

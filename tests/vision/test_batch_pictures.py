@@ -210,17 +210,21 @@ def test_charts_that_cannot_be_written_end_no_run(tmp_path: Path, number: int, m
     trainer: Any = types.SimpleNamespace(
         is_global_zero=True, loggers=[0], datamodule=data, strategy=types.SimpleNamespace(in_stages=False), run_folder=folder
     )  # fmt: skip
-    write, written = Path.write_bytes, []
+    opened, written = Path.open, []
 
-    def limited(path: Path, content: bytes) -> int:
+    def limited(path: Path, mode: str = "r", *how: Any, **more: Any) -> Any:
+        file = opened(path, mode, *how, **more)
+        if mode != "wb":
+            return file
         if len(written) == number:
-            write(path, content[:10])
+            with file:
+                file.write(b"a part")
             raise OSError(28, "No space left on device")
         written.append(path)
-        return write(path, content)
+        return file
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", limited)
+        patched.setattr(Path, "open", limited)
         with pytest.warns(UserWarning, match="was not drawn .*No space left") as caught:
             DetectionPlots().on_train_end(trainer, module)
     assert len(caught) == 1

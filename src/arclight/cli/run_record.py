@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
 from arclight.trainer import Callback
-from arclight.trainer.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
@@ -64,7 +64,7 @@ class RunRecord(Callback):
         self.write(run.recipe, f"arclight train {run.recipe}")
 
     def write(self, path: Path, command: str) -> None:
-        write_atomically(path, f"# {command} repeats this run.\n\n{self.text}")
+        replace_text(path, f"# {command} repeats this run.\n\n{self.text}", durable=False)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """Close the log of a run that failed or was interrupted, for which no teardown follows."""

@@ -411,9 +411,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
             torch.cuda.synchronize()
         taken = time.perf_counter() - started
         best, spent = min(best, taken), spent + taken
-        if (
-            turn and spent > 0.2
-        ):  # a processor without bfloat16 takes half a second for each; the first product alone says little
+        # a processor without bfloat16 takes half a second for each; the first product alone says little
+        if turn and spent > 0.2:
             break
     return 2 * size**3 / best
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, read_as, recipe_file, recipe_parser, shipped_recipes
 from arclight.cli.federate.recipe import FederatedRecipe
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.errors import FederatedError
 
 if TYPE_CHECKING:
@@ -465,11 +466,10 @@ def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
 def record_run(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
     """Keep recipe, environment and log in the run's folder."""
     from arclight.recipe import write
-    from arclight.trainer.run.folder import write_atomically
 
     log = logging.getLogger("arclight")
     text = write(recipe)
-    write_atomically(folder.recipe, f"# arclight federate {folder.recipe} repeats this run.\n\n{text}")
+    replace_text(folder.recipe, f"# arclight federate {folder.recipe} repeats this run.\n\n{text}", durable=False)
     folder.write_environment(command=sys.argv)
     handler = folder.log_handler()
     log.setLevel(logging.INFO)

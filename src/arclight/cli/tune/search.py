@@ -25,6 +25,7 @@ from arclight.cli.arguments import (
 from arclight.cli.schema import UserRun
 from arclight.cli.tune.space import Parameter, Range, Subject, parameters, start
 from arclight.cli.user_module import config_text, named_module, read_run, target_of
+from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
 
 if TYPE_CHECKING:
@@ -361,12 +362,11 @@ class Watch:
 
     def _keep(self, best: Any) -> None:
         from arclight.cli.tune.space import flags_of
-        from arclight.trainer.run.folder import write_atomically
 
         subject, path = self._search.subject, self._search.folder / "best.toml"
         text = subject.write(subject.read(flags_of(self._search.parameters, best.params)))
         about = f"# Trial {best.number}: {self._search.monitor} {best.value:.6g}. {subject.command(path)} trains with these settings."
-        write_atomically(path, f"{about}\n\n{text}")
+        replace_text(path, f"{about}\n\n{text}", durable=False)
 
 
 def _short(value: Any) -> str:

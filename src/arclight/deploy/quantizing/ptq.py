@@ -354,10 +354,6 @@ def _way_out(recipe: Quantization, target: Target) -> str:
     )
 
 
-_ON_X86 = ("onnxruntime", "openvino", "inductor")
-"""Targets whose programs run on processors such as this one, with products of unsigned activations and signed weights."""
-
-
 def chosen_target(recipe: Quantization, target: Target | None) -> Target:
     """Return the runtime to quantize for, by default ONNX Runtime; QuantizeError for one that has no kernels for ``recipe``."""
     alone: Target = "openvino" if isinstance(recipe, BFloat16) else "onnxruntime"
@@ -385,12 +381,9 @@ def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) 
     name = type(quantizer).__name__
     if not isinstance(quantizer, pt2e.Quantizer):
         raise QuantizeError(f"quantizer must be a Quantizer of torchao.quantization.pt2e, got {quantizer!r}")
-    plain = (
-        Int8(calibration_batches=recipe.calibration_batches, min_sqnr_db=recipe.min_sqnr_db)
-        if isinstance(recipe, Int8)
-        else None
-    )
-    if recipe not in (plain, plain and replace(plain, reduce_range=False)):
+    if not isinstance(recipe, Int8) or recipe.reduce_range or recipe != Int8(
+        calibration_batches=recipe.calibration_batches, min_sqnr_db=recipe.min_sqnr_db, reduce_range=recipe.reduce_range
+    ):  # fmt: skip
         raise QuantizeError(
             f"{name} decides itself what is rounded and how, and would ignore {recipe}: take Int8(), of which calibration_batches and "
             "min_sqnr_db hold, and configure the quantizer"
@@ -409,6 +402,10 @@ def _check_float(model: nn.Module) -> None:
             f"the model is a {type(model).__name__}, which is rounded already: quantize the float model, which a QuantizedModel has as "
             "its reference; a model that was trained with rounding is converted by convert(model)"
         )
+
+
+_ON_X86 = ("onnxruntime", "openvino", "inductor")
+"""Targets whose programs run on processors such as this one, with products of unsigned activations and signed weights."""
 
 
 def for_processor(recipe: Quantization, target: Target) -> Quantization:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight._installed import distribution
+from arclight.fabric.atomic_replace import replace_text
 from arclight.fabric.rank_zero import rank_zero_warn
 
 
@@ -91,7 +92,7 @@ class RunFolder:
     def caption_plot(self, name: str, caption: str) -> None:
         """Say in the report what the plot ``name`` shows."""
         path = self.plots / "captions.json"
-        write_atomically(path, json.dumps(read_json(path) | {name: caption}, indent=1))
+        replace_text(path, json.dumps(read_json(path) | {name: caption}, indent=1), durable=False)
 
     def write_environment(self, **facts: Any) -> Path:
         """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started.
@@ -105,7 +106,7 @@ class RunFolder:
                 {"started": now} if before is None else {"started": before.get("started", now), "resumed": now}
             )
         self._session |= facts
-        write_atomically(self.environment, json.dumps({**self._session, **environment()}, indent=2) + "\n")
+        replace_text(self.environment, json.dumps({**self._session, **environment()}, indent=2) + "\n", durable=False)
         return self.environment
 
     def log_handler(self, level: int = logging.INFO) -> logging.Handler:
@@ -230,13 +231,3 @@ def git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}+changes" if changed.strip() else commit
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` in one step: a reader, or a crash, sees the old content or the new, never half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

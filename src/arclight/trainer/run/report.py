@@ -13,10 +13,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from arclight.fabric.atomic_replace import replace_text
 from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, Curves, best_point, charts_of, grouped, heading, last_finite, number_text
-from arclight.trainer.run.folder import read_environment, read_json, write_atomically
+from arclight.trainer.run.folder import read_environment, read_json
 from arclight.trainer.run.svg import line_chart, sparkline
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def write_report(
         version=environment.get("arclight", ""),
     )
     path = folder / "report.html"
-    write_atomically(path, html)
+    replace_text(path, html, durable=False)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from arclight import __version__
-from arclight.trainer.run.folder import write_atomically
+from arclight.fabric.atomic_replace import replace_text
 from arclight.trainer.run.report import Section, cards, fact_list, figure, page, size_text, table
 from arclight.vision.results.analysis import (
     ERROR_KINDS,
@@ -269,8 +269,7 @@ def write_comparison(
     html = page(
         "A beside B", "Comparison", sections, facts=fact_list(seen.items()), cards=cards(headline, {}), version=__version__
     )  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, html)
+    replace_text(path, html, durable=False)
 
 
 def as_json(found: Comparison, a: Evaluated, b: Evaluated, names: Sequence[str]) -> dict[str, Any]:

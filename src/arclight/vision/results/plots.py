@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arclight.fabric.atomic_replace import replace_bytes, replace_text
 from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.fabric.extras import require
 from arclight.trainer import Callback
-from arclight.trainer.run.folder import RunFolder, read_json, write_atomically
+from arclight.trainer.run.folder import RunFolder, read_json
 from arclight.trainer.run.svg import Axis, Point, axes, path, standalone, text
 from arclight.vision.data.images import Image, ImageError, decode_image, encode_jpeg
 from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_lines, draw_masks, grid, resized
@@ -118,7 +119,7 @@ class DetectionPlots(Callback):
             place = trainer.run_folder.plots / "captions.json"
             before = read_json(place).items()  # of what was trained on: shown behind the results
             captions |= {name: caption for name, caption in before if name not in captions}
-            write_atomically(place, json.dumps(captions, indent=1))
+            replace_text(place, json.dumps(captions, indent=1), durable=False)
 
 
 def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
@@ -167,8 +168,8 @@ def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask:
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:
     """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "pr_curve.svg", pr_curve(results, names))
-    write_atomically(folder / "confusion_matrix.svg", confusion_matrix(results, names))
+    replace_text(folder / "pr_curve.svg", pr_curve(results, names), durable=False)
+    replace_text(folder / "confusion_matrix.svg", confusion_matrix(results, names), durable=False)
     return {
         "pr_curve.svg": f"Precision against recall on the validation images, at an overlap of {of} of 0.5.",
         "confusion_matrix.svg": f"What was there (columns) and what was found (rows), at confidence 0.25 and overlap of {of} of 0.45.",
@@ -190,7 +191,7 @@ def write_predictions(
     if not photos:
         return {}
     sheet = grid([found.plot() for found in predict(photos)], columns=4, side=320)
-    write_atomically(folder / "predictions.jpg", encode_jpeg(sheet, 85))
+    replace_bytes(folder / "predictions.jpg", encode_jpeg(sheet, 85), durable=False)
     return {"predictions.jpg": "Predictions on validation images."}
 
 

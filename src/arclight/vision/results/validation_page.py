@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from arclight import __version__
+from arclight.fabric.atomic_replace import replace_text
 from arclight.fabric.extras import require
-from arclight.trainer.run.folder import write_atomically
 from arclight.trainer.run.report import Section, cards, fact_list, figure, image_source, page, table
 from arclight.trainer.run.svg import (
     BOTTOM,
@@ -125,8 +125,7 @@ def write_validation(
     html = page(
         title, kind, sections, facts=fact_list({**facts, **seen}.items()), cards=cards(headline, {}), version=__version__
     )  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, html)
+    replace_text(path, html, durable=False)
     return numbers
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arclight.trainer.run.folder import write_atomically
+from arclight.fabric.atomic_replace import replace_text
 from arclight.vision.data.image_folder import ImageFolder, central_square, class_names, collate
 from arclight.vision.data.images import Image
 from arclight.vision.models.architectures import HeadBlock
@@ -71,7 +71,7 @@ class Classifier(VisionModule):
         from arclight.vision.results.plots import class_confusion
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "confusion_matrix.svg", class_confusion(self.results, self.names))
+        replace_text(folder / "confusion_matrix.svg", class_confusion(self.results, self.names), durable=False)
         return {"confusion_matrix.svg": "What the images were (columns) and what was likeliest (rows)."}
 
 

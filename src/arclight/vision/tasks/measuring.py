@@ -193,9 +193,8 @@ def memory_line(found: dict[int, int]) -> tuple[int, int]:
     count, sizes, taken_bytes = len(found), sum(found), sum(found.values())
     rise = count * sum(size * taken for size, taken in found.items()) - sizes * taken_bytes
     run = count * sum(size * size for size in found) - sizes * sizes
-    each = max(
-        1, -(-rise // run)
-    )  # in integers: floats would round up what lies a hair above one, differently on each processor
+    # in integers: floats would round up what lies a hair above one, differently on each processor
+    each = max(1, -(-rise // run))
     return max(0, *(taken - each * size for size, taken in found.items())), each
 
 

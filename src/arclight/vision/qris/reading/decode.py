@@ -254,7 +254,7 @@ def read_grid(
     count = 0
     for view, picture, near in laid_grids(grey, box, tries, follow=follow):
         count += 1
-        if code := _read_at_once(near[:2], view, picture):
+        if code := _read_at_once(near, view, picture):
             return [code], count
         if not near or near[0].score < MIN_PROMISING_SCORE:
             break
@@ -303,7 +303,7 @@ def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
     picture = _stretched(view.image)
     side = float(np.sqrt(cv2.contourArea(corners.astype(np.float32))))
     near = grids_near(picture, STRAIGHT_QUAD, largest_version(side))
-    code = _read_at_once(near[:2], view, picture) or _read_under(finish_grids(picture, near), view, picture)
+    code = _read_at_once(near, view, picture) or _read_under(finish_grids(picture, near), view, picture)
     return [code] if code else []
 
 
@@ -334,8 +334,8 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
 
 
 def _read_at_once(grids: Sequence[Grid], view: View | StraightView, picture: Floats) -> DecodedCode | None:
-    """Decode the modules under ``grids`` as `_read_under`, by the quick guesses alone."""
-    for grid in grids:
+    """Decode the modules under the best of ``grids`` as `_read_under`, by the quick guesses alone."""
+    for grid in grids[:2]:
         for dark in _guesses(LaidGrid(picture, grid)):
             if code := decode_modules(dark, grid.version):
                 return view.back(DecodedCode(decoded_text(code), grid.corners))

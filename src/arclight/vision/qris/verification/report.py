@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from arclight.fabric.atomic_replace import replace_text
 from arclight.fabric.extras import require
-from arclight.trainer.run.folder import write_atomically
 from arclight.trainer.run.report import document, image_source
 from arclight.vision.data.images import Image, encode_jpeg
 from arclight.vision.qris.reading.scanner import Code
@@ -77,8 +77,7 @@ class VerificationReport:
             facts=f"{photos} held against {escape(self.registry)}",
         )  # fmt: skip
         path = Path(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, document("Payment codes", STYLE.read_text(encoding="utf-8"), body))
+        replace_text(path, document("Payment codes", STYLE.read_text(encoding="utf-8"), body), durable=False)
         return path
 
 
