@@ -24,6 +24,7 @@ from arclight import checkpoint
 from arclight.deploy import (
     ExportError,
     Int8,
+    LowBit,
     QuantizationAwareTraining,
     QuantizedModel,
     QuantizeError,
@@ -40,7 +41,9 @@ from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from arclight.federated.clients.local_policy import trained_names
 from arclight.trainer.callbacks import EMAWeightAveraging
+from arclight.trainer.checkpoint.named_state import load_parameters, named_tensors
 
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
 
@@ -62,8 +65,11 @@ class Normed(nn.Module):
         return self.out(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
 
 
-EIGHT = Int8(reduce_range=False)
+EIGHT, SEVEN = Int8(reduce_range=False), Int8(reduce_range=True)
 """On any processor: nothing here runs as a program."""
+OLD, NEW = frozenset({"avx2"}), frozenset({"avx2", "avx512_vnni"})
+"""Instructions of processors whose sums of 8-bit products overflow, and of those whose sums do not."""
+BITS = "fake_quantize.weight_bits"
 
 
 def normed() -> tuple[Normed, Tensor]:
@@ -308,7 +314,8 @@ def test_the_callers_model_is_untouched(trained: tuple[Normed, Tensor]) -> None:
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
     again = copy.deepcopy(prepared)
-    again.load_state_dict({name: torch.zeros_like(value) for name, value in prepared.state_dict().items()})
+    zeros = {name: torch.zeros_like(value) for name, value in prepared.state_dict().items()}
+    again.load_state_dict(zeros | {BITS: prepared.state_dict()[BITS]})
     assert float(again.eval()(x).detach().abs().max()) == 0  # a copy computes with tensors of its own
     assert float(prepared.eval()(x).detach().abs().max()) > 0
 
@@ -347,9 +354,9 @@ def loader() -> DataLoader[Any]:
 
 def fit(
     task: Task, folder: Path, steps: int, *, before: tuple[al.Callback, ...] = (), after: tuple[al.Callback, ...] = (),
-    precision: Any = None, **options: Any,
+    precision: Any = None, recipe: Int8 | None = None, **options: Any,
 ) -> al.Trainer:  # fmt: skip
-    callback = QuantizationAwareTraining(Int8(min_sqnr_db=200), freeze_observers_at=5, freeze_batch_norm_at=6)
+    callback = QuantizationAwareTraining(recipe or Int8(min_sqnr_db=200), freeze_observers_at=5, freeze_batch_norm_at=6)
     trainer = al.Trainer(
         max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu",
         default_root_dir=folder, callbacks=[*before, callback, *after], precision=precision, num_sanity_val_steps=0, enable_model_summary=False,
@@ -384,23 +391,103 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
 
 
 def test_a_run_of_eight_bits_does_not_go_on_in_seven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx2", "avx512_vnni"}))
-    fit(Task(), tmp_path, 2).save_checkpoint(tmp_path / "begun.ckpt")
-    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(processor, "instruction_sets", lambda: NEW)
+    begun = fit(Task(), tmp_path, 2)
+    begun.save_checkpoint(tmp_path / "begun.ckpt")
+    begun.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    monkeypatch.setattr(processor, "instruction_sets", lambda: OLD)
     with pytest.raises(
-        MisconfigurationError, match=r"reduce_range=False, which is True here.* give Int8\(reduce_range=False\)"
+        MisconfigurationError, match=r"reduce_range=False, which is True here.* give Int8\(reduce_range=False\)$"
     ):
         fit(Task(), tmp_path, 4, ckpt_path=tmp_path / "begun.ckpt")
     trainer = al.Trainer(
         callbacks=QuantizationAwareTraining(), logger=False, enable_progress_bar=False, accelerator="cpu"
     )
-    with pytest.raises(MisconfigurationError, match="which is True here"):
-        trainer.validate(Task(), loader(), ckpt_path=tmp_path / "begun.ckpt")
-    state = checkpoint.load(tmp_path / "begun.ckpt")
-    del state["callbacks"]["QuantizationAwareTraining"]  # as before it was recorded
-    checkpoint.save(tmp_path / "old.ckpt", state)
-    with pytest.raises(MisconfigurationError, match="which is True here"):
-        fit(Task(), tmp_path, 4, ckpt_path=tmp_path / "old.ckpt")
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        for name in ("begun", "weights"):
+            with pytest.raises(MisconfigurationError, match="which is True here"):
+                evaluate(Evaluated(), loader(), ckpt_path=tmp_path / f"{name}.ckpt")
+
+
+class Evaluated(Task):
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.model(batch[0])
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.model(batch[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seven", [False, True])
+def test_runs_from_before_the_record_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seven: bool) -> None:
+    """Their bits were the callback's state; before that weights had 8, or those that a recipe named."""
+    average = EMAWeightAveraging(decay=0.5)
+    monkeypatch.setattr(processor, "instruction_sets", lambda: OLD if seven else NEW)
+    fit(Task(), tmp_path, 2, after=(average,)).save_checkpoint(tmp_path / "now.ckpt")
+    state = checkpoint.load(tmp_path / "now.ckpt")
+    assert int(state["model"].pop(f"model.{BITS}")) == int(state["ema"].pop(f"model.{BITS}")) == (7 if seven else 8)
+    checkpoint.save(tmp_path / "first.ckpt", state)
+    state["callbacks"]["QuantizationAwareTraining"] = {"reduce_range": seven}
+    checkpoint.save(tmp_path / "second.ckpt", state)
+
+    def go_on(name: str, **options: Any) -> None:
+        fit(Task(), tmp_path, 3, after=(average,), ckpt_path=tmp_path / f"{name}.ckpt", **options)
+
+    go_on("second")
+    go_on("first", recipe=SEVEN if seven else EIGHT)
+    monkeypatch.setattr(processor, "instruction_sets", lambda: NEW if seven else OLD)
+    with pytest.raises(MisconfigurationError, match=f"reduce_range={seven}, which is {not seven} here"):
+        go_on("second")
+    monkeypatch.setattr(processor, "instruction_sets", lambda: OLD)
+    with pytest.raises(
+        MisconfigurationError,
+        match=r"=False, which is True here.* or Int8\(reduce_range=True\) if these weights, which have no record",
+    ):
+        go_on("first")
+
+
+@pytest.mark.parametrize("recipe", [EIGHT, SEVEN, LowBit(activation_bits=4, min_sqnr_db=-50)])
+def test_weights_are_loaded_into_a_model_of_their_bits(
+    trained: tuple[Normed, Tensor], recipe: Int8 | LowBit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = trained
+    other, own = prepare_qat(model, x, recipe=recipe), f"give {type(recipe).__name__}("
+    with torch.no_grad():
+        other.conv.weight.mul_(2)
+    state, half = other.state_dict(), copy.deepcopy(other).bfloat16().state_dict()
+    for processors in (OLD, NEW):
+        monkeypatch.setattr(processor, "instruction_sets", lambda found=processors: found)
+        prepared = prepare_qat(model, x)
+        kept = copy.deepcopy(prepared.state_dict())
+        for given in (state, half):
+            if prepared.weight_bits == other.weight_bits:
+                prepared.load_state_dict(given)
+                nn.ModuleDict({"inside": prepared}).load_state_dict({f"inside.{name}": v for name, v in given.items()})
+                assert torch.equal(prepared.conv.weight, given["conv.weight"].float())
+                continue
+            with pytest.raises(MisconfigurationError, match=re.escape(own)):
+                prepared.load_state_dict(given)
+            assert all(torch.equal(value, kept[name]) for name, value in prepared.state_dict().items()), (
+                "nothing is copied"
+            )
+    alike = prepare_qat(model, x, recipe=recipe)
+    alike.load_state_dict({name: value for name, value in half.items() if name != BITS})
+    assert alike.state_dict()[BITS].dtype == torch.int64
+    assert int(alike.state_dict()[BITS]) == other.weight_bits
+    prepared.load_state_dict(model.state_dict(), strict=False)  # a float model, which has no bits
+    with pytest.raises(MisconfigurationError, match=r"which have [78] here.*their record is damaged"):
+        prepared.load_state_dict(prepared.state_dict() | {BITS: torch.tensor(3)})
+
+
+def test_weights_that_were_copied_in_place_are_not_converted_in_other_bits(trained: tuple[Normed, Tensor]) -> None:
+    """As by DDP's first broadcast, and in rounds of federated clients: each takes the weights of others by name."""
+    model, x = trained
+    seven, eight = prepare_qat(model, x, recipe=SEVEN), prepare_qat(model, x, recipe=EIGHT)
+    assert BITS in trained_names(eight)
+    load_parameters(eight, named_tensors(prepare_qat(model, x, recipe=EIGHT)))
+    convert(eight)
+    load_parameters(eight, named_tensors(seven))
+    with pytest.raises(MisconfigurationError, match=r"=True, which is False here.* give Int8\(reduce_range=True\)$"):
+        convert(eight)
 
 
 class Pair(Task):
@@ -423,6 +510,9 @@ def test_two_networks_of_a_module_are_trained_with_rounding(tmp_path: Path) -> N
     module = Pair()
     trainer.fit(module, loader(), loader())
     assert {type(part).__name__ for part in (module.model, module.other)} == {"PreparedModel"}
+    begun = {"callbacks": {"QuantizationAwareTraining{'attribute': 'other'}": {"reduce_range": True}}, "state_dict": {}}
+    rounding[1].on_load_checkpoint(trainer, module, begun)  # of before the bits were in the model
+    assert begun == {"callbacks": {}, "state_dict": {f"other.{BITS}": torch.tensor(7)}}
 
 
 class Saving(Task):
@@ -621,6 +711,28 @@ def test_ranks_train_one_model(ranks: Ranks, strategy: str) -> None:
     assert first["fake_quantize.input_x.high"] > 1.05 * float(
         start
     )  # three steps of 1 % toward that of rank 1, 10 times
+
+
+def train_on_unlike_processors(rank: int, strategy: str, folder: Path) -> list[Any]:
+    task = Task()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "instruction_sets", lambda: NEW if rank else OLD)
+        begun = run(task, QuantizationAwareTraining(Int8(min_sqnr_db=-50)), 1, strategy, train_dataloaders=loader())
+        begun.save_checkpoint(folder / "begun.ckpt")
+        patch.setattr(processor, "instruction_sets", lambda: OLD if rank else NEW)
+        with pytest.raises(MisconfigurationError) as refused:
+            run(
+                Task(), QuantizationAwareTraining(), 2, strategy, train_dataloaders=loader(), ckpt_path=folder / "begun.ckpt"
+            )  # fmt: skip
+    state = whole_state(task.model)
+    return [convert(task.model).recipe.reduce_range, int(state[BITS]), str(refused.value)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_round_to_the_bits_of_the_first(ranks: Ranks, strategy: str, tmp_path: Path) -> None:
+    for reduced, bits, refused in ranks(train_on_unlike_processors, strategy, tmp_path):
+        assert (reduced, bits) == (True, 7)
+        assert "reduce_range=True, which is False here" in refused
 
 
 class Offset(Normed):

@@ -10,6 +10,7 @@ import torch
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
 from tests.federated.fakes import Quadratic
 
+from arclight.deploy import Int8, convert, prepare_qat
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.coordination.settings import Sampling
@@ -55,6 +56,28 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+def test_clients_that_round_to_other_bits_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bits of a model that is trained with rounding are sent with its weights."""
+
+    def rounded(reduced: bool) -> Net:
+        torch.manual_seed(1)
+        net = Net(norm=True)
+        net.net = prepare_qat(net.net, torch.randn(4, 8), recipe=Int8(reduce_range=reduced, min_sqnr_db=-50))
+        return net
+
+    federation = Federation(clients=2, rounds=2, local_steps=2, evaluate_every=0)
+    server = Server(federation, rounded(True), folder=tmp_path / "run", clients=["a", "b"])
+    clients = [Client(name, rounded(name == "a"), Rows(), trainer=CPU, seed=5) for name in "ab"]
+    with server.opened() as run:
+        Node(InProcessLink(run.service), clients, tmp_path / "node", "n").run()
+    assert "reduce_range=True, which is False here" in caplog.text
+    weights = server.weights()
+    assert int(weights["net.fake_quantize.weight_bits"]) == 7
+    again = rounded(True)
+    again.load_state_dict(weights)
+    assert convert(again.net).recipe.reduce_range
 
 
 def test_what_is_committed_goes_also_of_clients_that_are_not_drawn_again(tmp_path: Path) -> None:

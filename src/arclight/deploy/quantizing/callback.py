@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
-from arclight.deploy.quantizing.qat import RANGES, PreparedModel, inputs_on
+from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on
 from arclight.deploy.settings import Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies.base import Strategy
@@ -34,8 +34,8 @@ class QuantizationAwareTraining(Callback):
     norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
     the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
 
-    A checkpoint has the weights under their names and the ranges beside them; a resumed run has the bits of one that was never
-    stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
+    A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them; a resumed run has the bits of one that was
+    never stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
     statistics of batch norms, taken of each rank's batch, are averaged after every backward. FSDP gathers the whole model at once, as its
     graph reads the weights of all layers; ``convert`` is then called by every rank. Raises MisconfigurationError under strategies that
     cut layers, and for activations that are to be recomputed.
@@ -58,7 +58,6 @@ class QuantizationAwareTraining(Callback):
         self.attribute, self.example_inputs = attribute, example_inputs
         self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
         self._frozen: tuple[bool, bool] | None = None
-        self._reduced: bool | None = None
         self._warned = False
 
     def prepared(self, pl_module: Module) -> PreparedModel:
@@ -73,17 +72,19 @@ class QuantizationAwareTraining(Callback):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         _check_strategy(trainer.strategy)
-        model = getattr(pl_module, self.attribute, None)
-        if isinstance(model, PreparedModel):
-            self._reduced = getattr(model.recipe, "reduce_range", None)
-            return  # of the stage before
-        if isinstance(model, QuantizedModel):
-            if stage != "fit":
-                return  # already what is deployed
+        if stage == "fit" and isinstance(getattr(pl_module, self.attribute, None), QuantizedModel):
             raise MisconfigurationError(
                 f"{type(pl_module).__name__}.{self.attribute} is a QuantizedModel, which has no gradients: put the model that "
                 "was trained back in its place"
             )
+        settled = for_processor(self.recipe, self.target)
+        self._prepare(pl_module, trainer.strategy.broadcast(settled))  # ranks may have unlike processors
+
+    def _prepare(self, pl_module: Module, settled: Quantization) -> None:
+        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there."""
+        model = getattr(pl_module, self.attribute, None)
+        if isinstance(model, PreparedModel | QuantizedModel):
+            return
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(
                 f"{type(pl_module).__name__} has no submodule {self.attribute!r} when setup is called, so there is nothing to "
@@ -100,31 +101,16 @@ class QuantizationAwareTraining(Callback):
                 f"{type(pl_module).__name__}.{self.attribute} has no values yet (it is on the meta device), and the first ranges are taken "
                 "from what it computes: build it with values, say with trainer.init_module(empty_init=False)"
             )
-        recipe = trainer.strategy.broadcast(for_processor(self.recipe, self.target))  # ranks may have unlike processors
-        setattr(pl_module, self.attribute, PreparedModel(model, inputs_on(model, example), recipe, self.target))
-        self._reduced = getattr(recipe, "reduce_range", None)
-
-    @property
-    def state_key(self) -> str:
-        return super().state_key if self.attribute == "model" else self._generate_state_key(attribute=self.attribute)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reduce_range": self._reduced}
+        inputs = inputs_on(model, example)
+        setattr(pl_module, self.attribute, PreparedModel(model, inputs, self.recipe, self.target, settled=settled))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Raise MisconfigurationError for weights that were trained in other bits."""
-        states = checkpoint.get("callbacks")
-        if states is None or self._reduced is None:
-            return
-        begun = states.get(self.state_key, {}).get("reduce_range")
-        rounded = any(f"{self.attribute}.{RANGES}." in name for name in checkpoint.get("state_dict", ()))
-        if begun is None and rounded and getattr(self.recipe, "reduce_range", None) is None:
-            begun = False  # before it was recorded, 8 bits were the default
-        if begun is not None and begun != self._reduced:
-            raise MisconfigurationError(
-                f"the run was trained with reduce_range={begun}, which is {self._reduced} here, by the recipe or this processor: "
-                f"give {type(self.recipe).__name__}(reduce_range={begun})"
-            )
+        """Put the bits of weights beside the ranges, in a checkpoint of when they were this callback's state."""
+        other = self._generate_state_key(attribute=self.attribute)
+        state = checkpoint.get("callbacks", {}).pop(self.state_key if self.attribute == "model" else other, {})
+        if (reduced := state.get("reduce_range")) is not None:
+            bits = torch.tensor(7 if reduced else 8)
+            checkpoint["state_dict"].setdefault(f"{self.attribute}.{RANGES}.{WEIGHT_BITS}", bits)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._frozen, self._warned = None, False

@@ -34,6 +34,7 @@ from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target
 from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
 from arclight.fabric.distributed.hang_report import is_collective_error
 from arclight.fabric.distributed.sharding import full_tensor
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import is_out_of_memory
 
 aten = torch.ops.aten
@@ -42,6 +43,10 @@ LARGEST_BIAS = 2**30
 LARGEST_BATCH = 2**20
 RANGES = "fake_quantize"
 """Name under which a prepared model holds its ranges."""
+WEIGHT_BITS = "weight_bits"
+"""Name of the record of the bits that weights are rounded to, beside the ranges."""
+_RECIPES = {8: "Int8(reduce_range=False)", 7: "Int8(reduce_range=True)", 4: "LowBit(activation_bits=4)"}
+"""Which recipe rounds weights to these bits."""
 
 
 class PreparedModel(NamedGraphs):
@@ -50,16 +55,22 @@ class PreparedModel(NamedGraphs):
     Its submodules, parameters and buffers are the model's, by the same names; ranges of activations are beside them, in
     ``fake_quantize``. Training and evaluation mode have a graph each, captured in that mode, which round in the same
     ranges: so a model may return something else in evaluation, as detectors do.
+
+    ``settled``: ``recipe`` with the bits of weights that it may leave open (`for_processor`). They are recorded beside the ranges;
+    ``load_state_dict`` raises MisconfigurationError for weights that were trained in others. Without a record, as in older state dicts,
+    they count as trained in 8 bits where ``recipe`` leaves them open, else in those that it names.
     """
 
     def __init__(
-        self, model: nn.Module, example: Inputs, recipe: Quantization, target: Target
-    ) -> None:  # fmt: skip
-        graphs, quantizer = _graphs(model, example, recipe, target)
+        self, model: nn.Module, example: Inputs, recipe: Quantization, target: Target, *, settled: Quantization
+    ) -> None:
+        graphs, quantizer = _graphs(model, example, settled, target)
         super().__init__(graphs)
         self.__dict__.update(
-            float_model=model, recipe=recipe, example=example, target=target
+            float_model=model, recipe=settled, example=example, target=target
         )  # the model's tensors are registered below
+        self.weight_bits = quantizer.weight_bits
+        self._unrecorded_bits = self.weight_bits if recipe == settled else 8
         self.quantized_layers = tuple(quantizer.quantized_layers)
         self.float_layers = tuple(quantizer.float_layers)
         if RANGES in model._modules:
@@ -68,7 +79,10 @@ class PreparedModel(NamedGraphs):
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
-        self._modules[RANGES] = _tie_ranges(graphs)
+        ranges = _tie_ranges(graphs)
+        # int64, as ranges have it: changes of type leave it as it is
+        ranges.register_buffer(WEIGHT_BITS, torch.tensor(self.weight_bits, device=example[0].device))
+        self._modules[RANGES] = ranges
         self._adopt_constants()
         self.bind()
         self.training = model.training
@@ -82,6 +96,8 @@ class PreparedModel(NamedGraphs):
     """The runtime whose integer kernels it will run on."""
     example: Inputs
     """The inputs it was captured on."""
+    weight_bits: int
+    """Bits that weights are rounded to."""
     called: bool
     """Whether it has computed anything; methods and submodules of the model compute without rounding."""
     evaluates_int8 = False
@@ -126,6 +142,33 @@ class PreparedModel(NamedGraphs):
         super()._apply(fn, recurse)
         self._bind_own()
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *strict_and_misfits: Any
+    ) -> None:
+        """Raise MisconfigurationError for weights that were trained in other bits, before any of them is copied."""
+        record = f"{prefix}{RANGES}.{WEIGHT_BITS}"
+        ranges = [value for name, value in state_dict.items() if name.startswith(f"{prefix}{RANGES}.")]
+        if record in state_dict:
+            self.check_bits(int(state_dict[record]))
+        elif ranges:
+            self.check_bits(self._unrecorded_bits, recorded=False)
+            state_dict[record] = torch.tensor(self.weight_bits, device=ranges[0].device)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *strict_and_misfits)
+
+    def check_bits(self, found: int | None = None, *, recorded: bool = True) -> None:
+        """Raise MisconfigurationError unless weights of ``found`` bits, by default those on record, are those of this model."""
+        found = int(self._modules[RANGES].get_buffer(WEIGHT_BITS)) if found is None else found  # type: ignore[union-attr]
+        if found == self.weight_bits:
+            return
+        if {found, self.weight_bits} == {7, 8}:
+            what = f"the run was trained with reduce_range={found == 7}, which is {self.weight_bits == 7} here"
+        else:
+            what = f"the run was trained with weights of {found} bits, which have {self.weight_bits} here"
+        way_out = f"give {_RECIPES[found]}" if found in _RECIPES else "their record is damaged"
+        if not recorded:
+            way_out += f", or {_RECIPES[self.weight_bits]} if these weights, which have no record of their bits, were trained with that"
+        raise MisconfigurationError(f"{what}, by the recipe or this processor: {way_out}")
 
     def _bind_own(self) -> None:
         """Let the model and the graphs read the tensors that are registered here itself: torch and FSDP put others in their place."""
@@ -215,7 +258,7 @@ def prepare_qat(
     recipe = recipe or Int8()
     target = chosen_target(recipe, target)
     inputs = inputs_on(model, example_inputs)
-    return PreparedModel(copy.deepcopy(model), inputs, for_processor(recipe, target), target)
+    return PreparedModel(copy.deepcopy(model), inputs, recipe, target, settled=for_processor(recipe, target))
 
 
 def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
@@ -246,6 +289,7 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
 
 def _converted(prepared: PreparedModel) -> QuantizedModel:
     """Convert without a look at how much was lost: a model that still trains is scored, however noisy it is."""
+    prepared.check_bits()  # of weights that were copied in place: from another rank, or in a round of clients
     whole = _whole_parameters(prepared)
     with quiet():  # torch warns of itself
         graph = copy.deepcopy(prepared.graphs["inference"], dict(whole)).cpu()

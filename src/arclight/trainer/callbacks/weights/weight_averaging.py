@@ -154,6 +154,11 @@ class WeightAveraging(Callback):
             self._last_step = trainer.progress.global_step
         if not self._averages:
             return
+        for name, tensor in self._named_tensors():
+            if not _is_averaged(
+                tensor
+            ):  # copied, as in updates: the model may have more of them than when the average was saved
+                self._averages.setdefault(name, tensor.detach().clone())
         if unknown := self._averages.keys() ^ self._owners.keys():
             some = ", ".join(sorted(unknown)[:5])
             raise ValueError(f"the saved average and {type(pl_module).__name__} differ: only one of them has {some}")
@@ -185,7 +190,7 @@ class WeightAveraging(Callback):
         floats: list[tuple[torch.Tensor, torch.Tensor]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (_, tensor), average in zip(self._named_tensors(), self._averages.values(), strict=True):
-            (floats if average.is_floating_point() or average.is_complex() else copies).append((average, tensor))
+            (floats if _is_averaged(average) else copies).append((average, tensor))
         if floats:
             tensors = [t if t.dtype == a.dtype and t.device == a.device else t.to(a) for a, t in floats]
             self._mix(local_tensors(average for average, _ in floats), local_tensors(tensors))
@@ -321,6 +326,11 @@ def tensor_owners(module: nn.Module, buffers: bool) -> dict[str, dict[str, Any]]
                 if tensor is not None and full in saved:
                     owners[full] = holder
     return owners
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that an average is taken of; others are copied."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def averaged_copy(tensor: torch.Tensor, device: torch.device | str | int | None) -> torch.Tensor:
