@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -733,6 +734,42 @@ def test_ranks_round_to_the_bits_of_the_first(ranks: Ranks, strategy: str, tmp_p
     for reduced, bits, refused in ranks(train_on_unlike_processors, strategy, tmp_path):
         assert (reduced, bits) == (True, 7)
         assert "reduce_range=True, which is False here" in refused
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+def test_ranks_that_a_script_has_started_give_their_model_back(tmp_path: Path, strategy: str) -> None:
+    task = Task()
+    trainer = al.Trainer(
+        max_steps=2, devices=2, strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_checkpointing=False, callbacks=[QuantizationAwareTraining(Int8(min_sqnr_db=-50))], default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(task, loader(), loader())
+    loss = float(trainer.callback_metrics["loss"])
+    assert min(int(one.batches) for one in task.model.ranges()) == 3  # and the example inputs
+    convert(task.model)
+    (again,) = trainer.validate(task, loader(), verbose=False)  # of the prepared model, as it was sent to new ranks
+    assert again["loss"] == loss
+
+
+def test_pickles_compute_alike(trained: tuple[Normed, Tensor]) -> None:
+    model, x = copy.deepcopy(trained[0]).train(), trained[1]
+    model.bn2.eval()
+    model.drop.p = 0.0
+    prepared = prepare_qat(model, x, recipe=EIGHT)
+    prepared(2 * x)
+    prepared.observe(False)
+    prepared.freeze_batch_norm(True)
+    prepared.drop.eval()
+    again = pickle.loads(pickle.dumps(prepared))
+    assert [part.training for part in again.modules()] == [part.training for part in prepared.modules()]
+    for _ in range(2):
+        outputs = again(3 * x)
+        assert torch.equal(outputs, prepared(3 * x))
+        assert outputs.requires_grad
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in prepared.state_dict().items())
+    assert torch.equal(convert(again)(x), convert(prepared)(x))
+    with pytest.raises(MisconfigurationError, match="which is False here"):
+        again.load_state_dict(prepare_qat(model, x, recipe=SEVEN).state_dict())
 
 
 class Offset(Normed):

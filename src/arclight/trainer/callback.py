@@ -164,6 +164,14 @@ class AveragesWeights(Protocol):
 
 
 @runtime_checkable
+class ReplacesLayers(Protocol):
+    """A callback whose ``setup`` puts other layers in the place of the module's, so that the names of its weights change."""
+
+    def replace_layers(self, pl_module: Module) -> None:
+        """Replace them in a process that only launches others, before it takes the weights that these ended with."""
+
+
+@runtime_checkable
 class KeepsLast(Protocol):
     """A callback that knows which checkpoints a resume may go on from."""
 

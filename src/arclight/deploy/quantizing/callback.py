@@ -80,6 +80,9 @@ class QuantizationAwareTraining(Callback):
         settled = for_processor(self.recipe, self.target)
         self._prepare(pl_module, trainer.strategy.broadcast(settled))  # ranks may have unlike processors
 
+    def replace_layers(self, pl_module: Module) -> None:
+        self._prepare(pl_module, for_processor(self.recipe, self.target))
+
     def _prepare(self, pl_module: Module, settled: Quantization) -> None:
         """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there."""
         model = getattr(pl_module, self.attribute, None)

@@ -64,10 +64,11 @@ class PreparedModel(NamedGraphs):
     def __init__(
         self, model: nn.Module, example: Inputs, recipe: Quantization, target: Target, *, settled: Quantization
     ) -> None:
+        modes = _modes(model)
         graphs, quantizer = _graphs(model, example, settled, target)
         super().__init__(graphs)
         self.__dict__.update(
-            float_model=model, recipe=settled, example=example, target=target
+            float_model=model, recipe=settled, example=example, target=target, _captured=(recipe, settled, modes)
         )  # the model's tensors are registered below
         self.weight_bits = quantizer.weight_bits
         self._unrecorded_bits = self.weight_bits if recipe == settled else 8
@@ -96,6 +97,8 @@ class PreparedModel(NamedGraphs):
     """The runtime whose integer kernels it will run on."""
     example: Inputs
     """The inputs it was captured on."""
+    _captured: tuple[Quantization, Quantization, dict[str, bool]]
+    """What it was captured with beside those: the recipe, that with its bits settled, and the modes of the model's modules."""
     weight_bits: int
     """Bits that weights are rounded to."""
     called: bool
@@ -103,6 +106,7 @@ class PreparedModel(NamedGraphs):
     evaluates_int8 = False
     """Whether evaluation mode runs the converted model, made of the weights at its first batch; see `evaluate_int8`."""
     _int8: QuantizedModel | None = None
+    _batch_norm_frozen = False
 
     def evaluate_int8(self, enabled: bool) -> None:
         """Let evaluation mode run the model that ``convert`` makes of the weights at the next batch, or round in the graph.
@@ -137,6 +141,14 @@ class PreparedModel(NamedGraphs):
             if "float_model" not in self.__dict__:
                 raise
             return getattr(self.__dict__["float_model"], name)
+
+    def __reduce__(self) -> tuple[Callable[..., PreparedModel], tuple[Any, ...]]:
+        """Pickle the float model and the ranges, as for spawned ranks: graphs are captured again, as torch's pickles lose their notes."""
+        self._bind_own()
+        ranges = self._modules[RANGES].state_dict()  # type: ignore[union-attr]
+        observing = all(module.observing for module in self.ranges())
+        now = (ranges, _modes(self), observing, self._batch_norm_frozen)
+        return _captured_again, (self.float_model, self.example, self.target, *self._captured, *now)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PreparedModel:
         super()._apply(fn, recurse)
@@ -203,6 +215,7 @@ class PreparedModel(NamedGraphs):
 
     def freeze_batch_norm(self, frozen: bool) -> None:
         """Let batch norms use their running statistics in training, as the program will, or the batch's."""
+        self._batch_norm_frozen = frozen
         batch_norm.use_batch_statistics(self.graphs["training"], not frozen)
 
     def _adopt_constants(self) -> None:
@@ -236,6 +249,29 @@ class PreparedModel(NamedGraphs):
 def _is_of_machine(error: RuntimeError) -> bool:
     """Return True for lack of memory, and for faults of the device and of other ranks, which gloo raises as RuntimeErrors."""
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or is_collective_error(error)
+
+
+def _captured_again(
+    model: nn.Module, example: Inputs, target: Target, recipe: Quantization, settled: Quantization, captured: dict[str, bool],
+    ranges: dict[str, Tensor], modes: dict[str, bool], observing: bool, batch_norm_frozen: bool,
+) -> PreparedModel:  # fmt: skip
+    """Prepare ``model`` in the modes that it was ``captured`` in, and give the result what the one before had learnt and was set to."""
+    _set_modes(model, captured)
+    prepared = PreparedModel(model, example, recipe, target, settled=settled)
+    prepared._modules[RANGES].load_state_dict(ranges)  # type: ignore[union-attr]
+    prepared.observe(observing)
+    prepared.freeze_batch_norm(batch_norm_frozen)
+    _set_modes(prepared, modes)
+    return prepared
+
+
+def _modes(model: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    for name, module in model.named_modules():
+        module.training = modes[name]
 
 
 def prepare_qat(

@@ -10,6 +10,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import nn
 
+from arclight.trainer.callback import ReplacesLayers
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
@@ -47,10 +48,13 @@ def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
     )
 
 
-def restore_module(module: Module, outcome: dict[str, Any]) -> None:
+def restore_module(module: Module, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
     """Give ``module`` the weights and buffers that rank 0 of other processes ended with."""
     if overridden(module, "configure_model", Module):
         module.configure_model()  # the new processes made layers that this one has not
+    for callback in callbacks:
+        if isinstance(callback, ReplacesLayers):
+            callback.replace_layers(module)
     _give_memory(module, load_bytes(outcome["buffers"]))
     module.load_state_dict({**load_bytes(outcome["weights"]), **outcome["extra"]})
 

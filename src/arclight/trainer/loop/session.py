@@ -49,7 +49,7 @@ class Session:
         module = next((a for a in arguments if isinstance(a, Module)), trainer.attached_module)
         outcome = launcher.launch(self._in_new_process, entry_point, *arguments)
         if module is not None:
-            restore_module(module, outcome)
+            restore_module(module, trainer.callbacks, outcome)
             trainer.attach(module)
         restore_state(self._run, trainer.callbacks, outcome)
         if outcome["folder"] is not None:
