@@ -155,9 +155,8 @@ class WeightAveraging(Callback):
         if not self._averages:
             return
         for name, tensor in self._named_tensors():
-            if not _is_averaged(
-                tensor
-            ):  # copied, as in updates: the model may have more of them than when the average was saved
+            # those that are copied: the model may have more of them than when the average was saved
+            if not _is_averaged(tensor):
                 self._averages.setdefault(name, tensor.detach().clone())
         if unknown := self._averages.keys() ^ self._owners.keys():
             some = ", ".join(sorted(unknown)[:5])
