@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,9 @@ _LOG = logging.getLogger("arclight")
 
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
+
+generators_lock = threading.RLock()
+"""Held by a thread that seeds the process's generators and draws from them for long, where others may, too: clients, and the server that measures."""
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.federated.clients.sites import (
     optimizer_state,
     weights_of,
 )
+from torch.utils.data import DataLoader
 
 from arclight import Callback
 from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
@@ -109,6 +112,54 @@ def test_evaluation_disturbs_nothing(tmp_path: Path) -> None:
             weights |= {key: outcome.tensors[key] for key in outcome.tensors if key in weights}
         ends.append({key: outcome.tensors[key] for key in outcome.tensors})
     assert_equal(*ends)
+
+
+class Watched(Rows):
+    """Data whose order for validation is drawn while ``inside`` is set, and until ``done`` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.done = threading.Event(), threading.Event()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.rows, 5, sampler=self)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[int]:
+        self.inside.set()
+        self.done.wait(2.0)
+        return iter(range(len(self.rows)))
+
+
+def test_measuring_in_another_thread_disturbs_nothing(tmp_path: Path) -> None:
+    """A server that measures draws from the generators that the client in its process has just seeded for its first fit."""
+
+    def trained(measuring: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        module, data = Net(), Watched()
+        begin = weights_of(module)
+        learner = learner_of(tmp_path / str(measuring), module)
+        server = TrainerLearner(Net(), data, trainer_factory(**CPU), tmp_path / f"server-{measuring}")
+        thread = threading.Thread(target=server.evaluate, args=(evaluate_order(0), begin))
+        train = learner.trainer.fit
+
+        def fit(*arguments: Any, **named: Any) -> None:
+            if measuring:
+                thread.start()
+                data.inside.wait(0.5)  # in vain, where threads take turns
+            train(*arguments, **named)
+
+        learner.trainer.fit = fit  # type: ignore[method-assign]
+        outcome = learner.fit(fit_order(0, 5, 0), begin, quiet)
+        data.done.set()
+        if measuring:
+            thread.join(60)
+            assert data.inside.is_set()
+        return {key: outcome.tensors[key] for key in outcome.tensors}
+
+    assert_equal(trained(measuring=False), trained(measuring=True))
 
 
 def test_an_evaluation_is_that_of_the_given_weights(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from arclight.cli.federate.recipe import FederatedRecipe
-    from arclight.federated.clients import Learner, Outcome
+    from arclight.federated.clients import Learner
     from arclight.federated.clients.node import Node
-    from arclight.federated.protocol import Evaluate, Fit
     from arclight.federated.transports.link import ServerApi
     from arclight.trainer import Callback, DataModule, Module, Trainer
 
@@ -165,9 +163,11 @@ def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learn
 
     devices: processes that train it together, of which this is one.
     """
+    from arclight.fabric.seeding import generators_lock
     from arclight.federated.clients.trainer_learner import TrainerLearner
 
-    module, data = build_task(recipe)
+    with generators_lock:  # the server may measure in this process meanwhile
+        module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
     return TrainerLearner(module, data, trainer_maker(recipe, folder, devices), folder)
@@ -193,28 +193,6 @@ def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Ca
     return make
 
 
-class SerializedLearner:
-    """Run one of several learners at a time: a process has one stream of random numbers."""
-
-    _turn = threading.Lock()
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    def fit(
-        self, order: Fit, weights: Mapping[str, torch.Tensor], progress: Callable[[int, float | None], None]
-    ) -> Outcome:
-        with self._turn:
-            return self._learner.fit(order, weights, progress)
-
-    def evaluate(self, order: Evaluate, weights: Mapping[str, torch.Tensor]) -> Outcome:
-        with self._turn:
-            return self._learner.evaluate(order, weights)
-
-    def close(self) -> None:
-        self._learner.close()
-
-
 # -- the server's own ----------------------------------------------------------------------------------------------
 
 
@@ -234,7 +212,7 @@ class ServerEvaluation:
         if recipe.plan is not None:
             check_plan(recipe.plan, self.module)
         apart = folder / "server"
-        self._learner = SerializedLearner(TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart))
+        self._learner = TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart)
 
     def begin(self) -> Module:
         """Build the module as a centralised run of the same seed begins with it.
@@ -288,7 +266,7 @@ def in_process_node(recipe: FederatedRecipe, server: ServerApi, folder: Path) ->
     from arclight.federated.transports.link import InProcessLink
 
     def made(number: int, place: Path) -> Learner:
-        return SerializedLearner(learner_at(recipe_at_site(recipe, number), place))
+        return learner_at(recipe_at_site(recipe, number), place)
 
     names = client_names(recipe)
     clients = [Client(name, learner=partial(made, number)) for number, name in enumerate(names)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric import atomic_replace
-from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
+from arclight.fabric.seeding import MAX_SEED, generators_lock, isolate_rng, seed_generators
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.local_policy import LocalPolicy, load_mixed, weights_to_measure
 from arclight.federated.clients.round_callback import ENTRY, EvaluationCallback, ModuleTensors, Position, RoundCallback
@@ -53,7 +53,8 @@ def trainer_factory(**arguments: Any) -> Callable[[list[Callback], Path], Traine
 class TrainerLearner:
     """Implement `Learner` with a Trainer.
 
-    The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory.
+    The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory. Of several in one process
+    one trains or measures at a time, as they share the process's random generators.
 
     seed: of what the client draws and of the order of its data; by default it follows from the run's. All processes of a
     client that is trained by several make one each, with the same folder.
@@ -84,7 +85,7 @@ class TrainerLearner:
         state, at = self._newest()
         inside = at if at is not None and at.is_of(order) else None
         callback, self._memory = self._callback, None
-        with isolate_rng():
+        with generators_lock, isolate_rng():
             if state is None:
                 self._seed_all(order)
                 self._load_first(order, weights)
@@ -107,7 +108,7 @@ class TrainerLearner:
             given = {**checkpoints.load_weights(state), **given}
         measuring = EvaluationCallback(given)
         trainer = self.trainer
-        with isolate_rng(), trainer.temporarily(callbacks=[measuring]):
+        with generators_lock, isolate_rng(), trainer.temporarily(callbacks=[measuring]):
             try:
                 results = trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
             finally:

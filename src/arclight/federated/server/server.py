@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arclight import checkpoint
+from arclight.fabric.seeding import generators_lock
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.run_database import Injection
@@ -172,7 +173,8 @@ class Server:
 
     def _measured(self, number: int, weights: Weights) -> Measurement:
         assert self._evaluate is not None
-        result = self._evaluate(weights)
+        with generators_lock:  # clients may train in this process, too
+            result = self._evaluate(weights)
         samples, metrics = (1, result) if isinstance(result, Mapping) else result
         found = {name: float(value) for name, value in metrics.items()}
         for name in [name for name, value in found.items() if not math.isfinite(value)]:
