@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -17,7 +20,7 @@ import pytest
 import torch
 from tests.data.range_server import serving
 from tests.waiting import wait_until
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from arclight.data import ResumableLoader, TokenShards
 from arclight.data.computed_order import EpochOrder
@@ -74,12 +77,15 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def stored(folder: Path) -> int:
-    """Bytes of all that lies in the folder, each file once."""
+    """Bytes of all that lies in the folder, each file once; meanwhile no thread makes room or takes it."""
     found = {}
-    for path in folder.rglob("*"):
-        if path.is_file() and path.name != ".usage" and ".locks" not in path.parts:
-            facts = path.stat()
-            found[facts.st_ino] = facts.st_size
+    with (folder / ".usage").open("ab") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        for path in folder.rglob("*"):
+            if path.name != ".usage" and ".locks" not in path.parts:
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    facts = path.stat()
+                    found[facts.st_ino] = facts.st_size if path.is_file() else 0
     return sum(found.values())
 
 
@@ -420,8 +426,8 @@ def test_it_is_there_before_it_is_needed(local: TokenShards, tmp_path: Path) -> 
         through = reader(tmp_path)
         remote = RemoteTokenShards(server.address, through)
         expected = remote.expect([(0, 100), (100_000, 100_100)], boundaries=True)
-        assert expected
-        wait_until(lambda: all((tmp_path / wanted.key).exists() for wanted in expected), "all that is expected")
+        assert expected.blocks
+        wait_until(lambda: all((tmp_path / wanted.key).exists() for wanted in expected.blocks), "all that is expected")
         wait_until(lambda: not through._running._jobs, "the end of all jobs")
         asked = sum(server.requests.values())
         remote.read(0, 100), remote.boundaries(100_000, 100_100)
@@ -430,6 +436,132 @@ def test_it_is_there_before_it_is_needed(local: TokenShards, tmp_path: Path) -> 
         remote.release(expected)
         assert len([link for link in links if link.is_file()]) == 0
         through.close()
+
+
+class Gated:
+    """Blocks of 1000 bytes, whose fetches wait until ``gate`` lets them through; ``fetched`` has the threads that fetched them."""
+
+    def __init__(self) -> None:
+        self.gate, self.lock = threading.Semaphore(0), threading.Lock()
+        self.in_flight, self.fetched = 0, list[tuple[int, bool]]()
+
+    def key(self, block: tuple[int, int]) -> str:
+        return f"gated/{block[1]}"
+
+    def size(self, block: tuple[int, int]) -> int:
+        return 1000
+
+    def digest(self, block: tuple[int, int], cancel: threading.Event) -> bytes:
+        return b""
+
+    def is_intact(self, content: bytes, digest: bytes) -> bool:
+        return True
+
+    def fetch(self, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+        with self.lock:
+            self.in_flight += 1
+        assert self.gate.acquire(timeout=120)
+        with self.lock:
+            self.in_flight -= 1
+            self.fetched.append((block[1], threading.current_thread().name.startswith("arclight-read-ahead")))
+        return bytes([block[1]]) * 1000
+
+
+def test_connections_stay_busy_where_more_is_expected_than_there_is_room_for(tmp_path: Path) -> None:
+    source, through = Gated(), reader(tmp_path, 4 * 4000)  # room for four blocks ahead
+    expected = [through.expect([(source, (0, 2 * n)), (source, (0, 2 * n + 1))]) for n in range(10)]
+    wait_until(lambda: source.in_flight == 3, "as many fetches as connections")
+    source.gate.release(4)
+    wait_until(lambda: not through._running._jobs, "the end of the first four")
+    assert sorted(source.fetched) == [(n, True) for n in range(4)]  # and nothing that there is no room for
+    for n, one in enumerate(expected):
+        for block in (2 * n, 2 * n + 1):
+            assert through.read(source, (0, block)) == bytes([block]) * 1000  # a fetch would wait for the gate
+        through.release(one)
+        if n < 8:
+            wait_until(lambda: source.in_flight == 2, "fetches of what follows")
+            source.gate.release(2)
+            wait_until(lambda: not through._running._jobs, "their end")
+    assert sorted(source.fetched) == [(n, True) for n in range(20)]
+    assert through._running._expected_bytes == 0
+    through.close()
+
+
+def test_what_is_needed_again_much_later_holds_no_room(tmp_path: Path) -> None:
+    source, through = Gated(), reader(tmp_path, 4 * 2000)  # room for two
+    source.gate.release(100)
+    expected = [through.expect([(source, (0, block))]) for block in (0, 1, 2, 3, 0, 1)]
+    for one in expected:
+        wait_until(lambda: not through._running._jobs, "what there is room for")
+        (wanted,) = one.blocks
+        assert wanted.key in through._running._expected
+        through.release(one)
+        through.release(one)  # once is enough
+    assert not through._running._expected
+    first = through.expect([(source, (0, 4))])
+    through.close()
+    second = through.expect([(source, (0, 4))])
+    through.release(first)  # of before
+    assert list(through._running._expected) == [second.blocks[0].key]
+    through.close()
+
+
+def test_a_block_larger_than_the_room_is_fetched_alone(tmp_path: Path) -> None:
+    source, through = Gated(), reader(tmp_path, 3000)
+    source.gate.release(100)
+    one, other = (through.expect([(source, (0, block))]) for block in range(2))
+    wait_until(lambda: not through._running._jobs, "the first")
+    assert source.fetched == [(0, True)]
+    through.release(one)
+    wait_until(lambda: not through._running._jobs, "the second")
+    assert source.fetched == [(0, True), (1, True)]
+    through.release(other)
+    through.close()
+
+
+class Told(Dataset[int]):
+    """Samples 0 to 39, and what was expected, read and released, in order; read in a worker is not seen."""
+
+    read_ahead = 3
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, sample: int) -> int:
+        self.log.append(("read", sample))
+        return sample
+
+    def expect(self, samples: list[int]) -> int:
+        self.log.append(("expect", samples[0]))
+        return samples[0]
+
+    def release(self, expected: int) -> None:
+        self.log.append(("release", expected))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_released_once_it_was_read(workers: int) -> None:
+    data = Told()
+    loader = DataLoader(data, 4, collate_fn=identity, num_workers=workers)
+    found = ResumableLoader(loader).batches(0)
+    handed = [next(found) for _ in range(6)]
+    firsts = [batch[0] for batch in handed]
+    told = {kind: [sample for one, sample in data.log if one == kind] for kind in ("expect", "release")}
+    assert told["expect"][: len(firsts)] == firsts
+    if workers:  # four batches are in flight, and may not have been read
+        assert told["release"] == firsts[: len(told["release"])]
+        assert len(told["release"]) >= 2
+    else:  # before the step that uses it, so that threads fetch meanwhile
+        assert told["release"] == firsts
+        assert len(told["expect"]) == len(firsts) + data.read_ahead
+    del found  # and no more of it
+    gc.collect()
+    assert sorted(s for kind, s in data.log if kind == "release") == sorted(
+        s for kind, s in data.log if kind == "expect"
+    )
 
 
 def test_threads_end_with_the_reader(local: TokenShards, tmp_path: Path) -> None:
@@ -538,7 +670,7 @@ def test_what_is_packed_counts_within_the_bound(large: Path, tmp_path: Path) -> 
     )
     data = TextDataModule(settings)
     data.prepare_data()
-    assert stored(tmp_path / "remote" / MADE) > 2**18
+    assert sum(path.stat().st_size for path in (tmp_path / "remote" / MADE).rglob("*") if path.is_file()) > 2**18
     assert stored(tmp_path / "remote") <= 2**20
     data.setup("fit")
     loader = ResumableLoader(data.train_dataloader(), seed=3)

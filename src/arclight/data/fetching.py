@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -36,36 +37,45 @@ class ReadsAhead(Protocol):
     def release(self, expected: Any) -> None: ...
 
 
-def expecting(batches: Iterator[Any], dataset: Any, in_flight: int) -> Iterator[Any]:
-    """Return an iterator over batches of indices, of which a data set that reads ahead is told earlier.
+class Ahead:
+    """Batches of indices, of which a data set that reads ahead is told before they are asked for.
 
     in_flight: batches that are asked for and may not have been read when the next one is asked for.
     """
-    ahead = dataset.read_ahead if isinstance(dataset, ReadsAhead) else 0
-    return _expecting(batches, dataset, ahead, in_flight) if ahead > 0 else batches
 
+    def __init__(self, batches: Iterator[Any], dataset: ReadsAhead, in_flight: int) -> None:
+        self._batches, self._dataset, self._in_flight = batches, dataset, in_flight
+        self._unread: deque[Any] = deque()
 
-def _expecting(batches: Iterator[Any], dataset: ReadsAhead, ahead: int, in_flight: int) -> Iterator[Any]:
-    waiting: deque[tuple[Any, Any]] = deque()
-    unread: deque[Any] = deque()
-    try:
-        for indices in batches:
-            waiting.append((indices, dataset.expect(indices)))
-            if len(waiting) > ahead:
-                yield from _next(waiting, unread, dataset, in_flight)
-        while waiting:
-            yield from _next(waiting, unread, dataset, in_flight)
-    finally:
-        for expected in [*unread, *(expected for _, expected in waiting)]:
-            dataset.release(expected)
+    def __iter__(self) -> Iterator[Any]:
+        waiting = deque[tuple[Any, Any]]()
+        try:
+            self._expect(waiting, self._dataset.read_ahead + 1)
+            while waiting:
+                indices, expected = waiting.popleft()
+                self._unread.append(expected)
+                yield indices
+                self._release(self._in_flight)
+                self._expect(waiting, 1)
+        finally:
+            self._release(0)
+            for _, expected in waiting:
+                self._dataset.release(expected)
 
+    def read(self, batch: Any) -> Any:
+        """Return a batch that was read where it was asked for, and make room at once for others.
 
-def _next(waiting: deque[tuple[Any, Any]], unread: deque[Any], dataset: ReadsAhead, in_flight: int) -> Iterator[Any]:
-    indices, expected = waiting.popleft()
-    unread.append(expected)
-    yield indices
-    while len(unread) > in_flight:
-        dataset.release(unread.popleft())
+        Threads then fetch while a step computes, and not while the next batch is read.
+        """
+        self._release(0)
+        return batch
+
+    def _expect(self, waiting: deque[tuple[Any, Any]], count: int) -> None:
+        waiting.extend((indices, self._dataset.expect(indices)) for indices in islice(self._batches, count))
+
+    def _release(self, kept: int) -> None:
+        while len(self._unread) > kept:
+            self._dataset.release(self._unread.popleft())
 
 
 class Fetcher:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, expecting, identity
+from arclight.data.fetching import Ahead, Fetch, Fetcher, ReadsAhead, WorkerInit, datasets_of, identity
 from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
@@ -213,7 +213,10 @@ class ResumableLoader:
         self._fetcher.set_epoch(where.epoch)
         if self.indices is not None:
             self.indices.clear()
-        self._plan.fetches = self._fetches(where, start)
+        order = (where.cycle_seed, where.seed_epoch)
+        sampled = self._sampler.batches(where.epoch, start, seed=where.seed, order=order)
+        ahead = self._ahead(sampled)
+        self._plan.fetches = self._fetches(where, start, sampled if ahead is None else iter(ahead))
         if self._inner is None:
             self._inner = self._clone(
                 dataset=self._fetcher,
@@ -223,15 +226,16 @@ class ResumableLoader:
                 worker_init_fn=WorkerInit(self.loader.worker_init_fn),
                 persistent_workers=self.loader.persistent_workers,
             )
-        return iter(self._inner)
+        batches = iter(self._inner)
+        return batches if ahead is None or self.loader.num_workers else map(ahead.read, batches)
 
-    def _fetches(self, where: _Pass, start: int) -> Iterator[Fetch]:
-        order = (where.cycle_seed, where.seed_epoch)
-        sampled = self._sampler.batches(where.epoch, start, seed=where.seed, order=order)
-        workers = self.loader.num_workers
-        sampled = expecting(
-            sampled, self.loader.dataset, workers * (self.loader.prefetch_factor or 0) if workers else 0
-        )
+    def _ahead(self, sampled: Iterator[Any]) -> Ahead | None:
+        dataset, workers = self.loader.dataset, self.loader.num_workers
+        if not isinstance(dataset, ReadsAhead) or dataset.read_ahead == 0:
+            return None
+        return Ahead(sampled, dataset, workers * (self.loader.prefetch_factor or 0) if workers else 0)
+
+    def _fetches(self, where: _Pass, start: int, sampled: Iterator[Any]) -> Iterator[Fetch]:
         for batch, indices in enumerate(sampled, start):
             if self.indices is not None:
                 self.indices.append(indices)

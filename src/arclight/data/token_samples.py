@@ -72,7 +72,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         """Batches ahead that `expect` wants to know: those of its shards that wants most."""
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
-    def expect(self, samples: Sequence[int]) -> list[tuple[TokenShards, Sequence[Any]]]:
+    def expect(self, samples: Sequence[int]) -> list[tuple[TokenShards, Any]]:
         """Let shards at an address fetch what the samples of a batch will need."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for sample in samples:
@@ -87,7 +87,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
             found.append((layout.shards, layout.shards.expect(wanted, boundaries=boundaries)))
         return found
 
-    def release(self, expected: list[tuple[TokenShards, Sequence[Any]]]) -> None:
+    def release(self, expected: list[tuple[TokenShards, Any]]) -> None:
         """Let go of what `expect` returned."""
         for shards, wanted in expected:
             shards.release(wanted)

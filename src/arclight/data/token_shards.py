@@ -364,11 +364,11 @@ class TokenShards:
     read_ahead = 0
     """Batches before it is needed that what will be read should be named to `expect`; 0 where that helps nothing."""
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Sequence[Any]:
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Any:
         """Fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return that for `release`."""
-        return ()
+        return None
 
-    def release(self, expected: Sequence[Any]) -> None:
+    def release(self, expected: Any) -> None:
         """Let go of what `expect` returned: it was read, or will not be."""
 
     def __getstate__(self) -> dict[str, Any]:

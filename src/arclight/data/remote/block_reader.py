@@ -50,6 +50,13 @@ class Wanted(NamedTuple):
     key: str
 
 
+class Expected:
+    """Blocks that will be read, in the order of need; the first ``taken`` are fetched ahead, the others wait for room."""
+
+    def __init__(self, blocks: Iterable[Wanted]) -> None:
+        self.blocks, self.taken = tuple(blocks), 0
+
+
 class BlockReader:
     """Blocks by way of ``folder``, which holds at most ``bound_bytes`` and may be shared with other processes.
 
@@ -71,12 +78,15 @@ class BlockReader:
         """Return a block. An error of fetching it ahead is raised here, with its cause."""
         return self._state().read(Wanted(source, block, source.key(block)))
 
-    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> list[Wanted]:
-        """Fetch blocks ahead, in this order behind what is expected already, and keep them until `release`."""
-        return self._state().expect([Wanted(source, block, source.key(block)) for source, block in blocks])
+    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> Expected:
+        """Fetch blocks ahead, in this order behind what is expected already, and keep them until `release`.
 
-    def release(self, expected: Iterable[Wanted]) -> None:
-        """Let go of what `expect` returned."""
+        A fourth of the folder is room for that: what is beyond it waits, and is fetched as `release` makes room.
+        """
+        return self._state().expect(Expected(Wanted(source, block, source.key(block)) for source, block in blocks))
+
+    def release(self, expected: Expected) -> None:
+        """Let go of what `expect` returned; again, or after `close`, this does nothing."""
         if (running := self._running) is not None and running.pid == os.getpid():
             running.release(expected)
 
@@ -133,6 +143,10 @@ class _Running:
         self._threads: list[threading.Thread] = []
         self._queue: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
+        self._waiting: deque[Expected] = deque()
+        self._released: deque[Expected] = deque()
+        self._arranging = False
+        self._open: set[Expected] = set()
         self._expected: dict[str, int] = {}
         self._expected_bytes = 0
         self._failed: dict[str, BaseException] = {}
@@ -167,43 +181,69 @@ class _Running:
                 self._memory.popitem(last=False)
         return content
 
-    def expect(self, blocks: list[Wanted]) -> list[Wanted]:
-        taken = []
+    def expect(self, expected: Expected) -> Expected:
         with self._changed:
-            for wanted in blocks:
-                size = wanted.source.size(wanted.block)
-                if wanted.key not in self._expected:
-                    if self._expected_bytes + size > self._ahead:
-                        continue  # read when it is needed
-                    self._expected_bytes += size
-                    if wanted.key not in self._jobs:
-                        job = self._jobs[wanted.key] = _Job(wanted)
-                        self._queue.append(job)
-                self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
-                taken.append(wanted)
-            while len(self._threads) < min(self._connections, len(self._queue)):
-                name = f"arclight-read-ahead-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
-            self._changed.notify_all()
-        return taken
+            self._open.add(expected)
+            self._waiting.append(expected)
+            self._arrange()
+        return expected
 
-    def release(self, expected: Iterable[Wanted]) -> None:
+    def release(self, expected: Expected) -> None:
         with self._changed:
-            for wanted in expected:
-                left = self._expected.get(wanted.key, 0) - 1
-                if left > 0:
-                    self._expected[wanted.key] = left
-                elif left == 0:
-                    del self._expected[wanted.key]
-                    self._expected_bytes -= wanted.source.size(wanted.block)
-                    self._failed.pop(wanted.key, None)
-                    job = self._jobs.get(wanted.key)
-                    if job is not None and not job.begun:
-                        self._queue.remove(job)
-                        self._jobs.pop(wanted.key)
-                        job.result.cancel()
-                    self._folder.release(wanted.key)
+            self._released.append(expected)
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Let go of what was released, and let threads fetch what waits, in the order of need, as far as there is room."""
+        if self._arranging:  # below, where the garbage collector ended an iterator: it is let go of the next time
+            return
+        self._arranging = True
+        try:
+            while self._released:
+                self._let_go(self._released.popleft())
+            while self._waiting and self._take(self._waiting[0]):
+                self._waiting.popleft()
+        finally:
+            self._arranging = False
+        while len(self._threads) < min(self._connections, len(self._queue)):
+            name = f"arclight-read-ahead-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        self._changed.notify_all()
+
+    def _take(self, expected: Expected) -> bool:
+        """Return True if there is room for all of it, and in any case for one block."""
+        for wanted in expected.blocks[expected.taken :]:
+            if wanted.key not in self._expected:
+                size = wanted.source.size(wanted.block)
+                if self._expected_bytes and self._expected_bytes + size > self._ahead:
+                    return False
+                self._expected_bytes += size
+                if wanted.key not in self._jobs:
+                    job = self._jobs[wanted.key] = _Job(wanted)
+                    self._queue.append(job)
+            self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
+            expected.taken += 1
+        return True
+
+    def _let_go(self, expected: Expected) -> None:
+        if expected not in self._open:  # it is of before `close`, or was let go of
+            return
+        self._open.remove(expected)
+        if expected.taken < len(expected.blocks):
+            self._waiting.remove(expected)
+        for wanted in expected.blocks[: expected.taken]:
+            left = self._expected[wanted.key] = self._expected[wanted.key] - 1
+            if left == 0:
+                del self._expected[wanted.key]
+                self._expected_bytes -= wanted.source.size(wanted.block)
+                self._failed.pop(wanted.key, None)
+                job = self._jobs.get(wanted.key)
+                if job is not None and not job.begun:
+                    self._queue.remove(job)
+                    self._jobs.pop(wanted.key)
+                    job.result.cancel()
+                self._folder.release(wanted.key)
 
     def recount(self) -> int:
         return self._folder.recount()

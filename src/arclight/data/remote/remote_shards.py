@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.data.remote.block_folder import MADE
-from arclight.data.remote.block_reader import BlockReader, Wanted
+from arclight.data.remote.block_reader import BlockReader, Expected
 from arclight.data.remote.ranges import Found, RemoteFiles
 from arclight.data.token_shards import (
     BLOCK_BYTES,
@@ -165,19 +165,19 @@ class RemoteTokenShards(TokenShards):
 
     read_ahead = 64
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> list[Wanted]:
-        blocks: dict[tuple[int, int], None] = {}
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Expected:
+        blocks, ends = dict[tuple[int, int], None](), dict[tuple[int, int], None]()
         for start, stop in spans:
             for shard, a, b in self._spans(self._first_token, start, stop):
-                if boundaries:
-                    facts = self.facts[shard]
-                    stop_at = min(facts.body_bytes, facts.ends_at + _ENDS_AHEAD_BYTES)
-                    blocks |= dict.fromkeys(self._blocks(shard, facts.ends_at, stop_at))
-                itemsize = np.dtype(self.facts[shard].dtype).itemsize
+                facts = self.facts[shard]
+                itemsize = np.dtype(facts.dtype).itemsize
                 blocks |= dict.fromkeys(self._blocks(shard, a * itemsize, b * itemsize))
-        return self.reader.expect((self._origin, block) for block in blocks)
+                if boundaries:  # behind all tokens: whoever has read them keeps them in memory
+                    stop_at = min(facts.body_bytes, facts.ends_at + _ENDS_AHEAD_BYTES)
+                    ends |= dict.fromkeys(self._blocks(shard, facts.ends_at, stop_at))
+        return self.reader.expect((self._origin, block) for block in blocks | ends)
 
-    def release(self, expected: Sequence[Wanted]) -> None:
+    def release(self, expected: Expected) -> None:
         self.reader.release(expected)
 
     def verify(self, *, again: bool = False) -> None:
