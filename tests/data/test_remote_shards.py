@@ -27,7 +27,7 @@ from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.packing import Packed, Windows
 from arclight.data.remote.block_folder import BlockFolder
-from arclight.data.remote.block_reader import BlockReader
+from arclight.data.remote.block_reader import BlockReader, Expected
 from arclight.data.remote.ranges import RemoteReadError, is_transient
 from arclight.data.remote.remote_shards import RemoteTokenShards, ShardBlocks
 from arclight.data.token_samples import TokenSamples
@@ -469,8 +469,15 @@ class Gated:
 
 def test_connections_stay_busy_where_more_is_expected_than_there_is_room_for(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 4000)  # room for four blocks ahead
-    expected = [through.expect([(source, (0, 2 * n)), (source, (0, 2 * n + 1))]) for n in range(10)]
+
+    def expect(n: int) -> Expected:
+        return through.expect([(source, (0, 2 * n)), (source, (0, 2 * n + 1))])
+
+    expected = [expect(0)]
+    wait_until(lambda: source.in_flight == 2, "a fetch for each block")
+    expected.append(expect(1))
     wait_until(lambda: source.in_flight == 3, "as many fetches as connections")
+    expected += [expect(n) for n in range(2, 10)]
     source.gate.release(4)
     wait_until(lambda: not through._running._jobs, "the end of the first four")
     assert sorted(source.fetched) == [(n, True) for n in range(4)]  # and nothing that there is no room for

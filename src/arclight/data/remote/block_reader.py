@@ -205,11 +205,10 @@ class _Running:
                 self._waiting.popleft()
         finally:
             self._arranging = False
-        while len(self._threads) < min(self._connections, len(self._queue)):
+        while len(self._threads) < min(self._connections, len(self._jobs)):
             name = f"arclight-read-ahead-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
-        self._changed.notify_all()
 
     def _take(self, expected: Expected) -> bool:
         """Return True if there is room for all of it, and in any case for one block."""
@@ -222,6 +221,7 @@ class _Running:
                 if wanted.key not in self._jobs:
                     job = self._jobs[wanted.key] = _Job(wanted)
                     self._queue.append(job)
+                    self._changed.notify()
             self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
             expected.taken += 1
         return True
