@@ -209,6 +209,8 @@ class _Running:
             name = f"arclight-read-ahead-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
+        if self._queue:
+            self._changed.notify()  # one thread, which wakes the next: all at once would keep the caller from going on
 
     def _take(self, expected: Expected) -> bool:
         """Return True if there is room for all of it, and in any case for one block."""
@@ -221,7 +223,6 @@ class _Running:
                 if wanted.key not in self._jobs:
                     job = self._jobs[wanted.key] = _Job(wanted)
                     self._queue.append(job)
-                    self._changed.notify()
             self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
             expected.taken += 1
         return True
@@ -271,6 +272,8 @@ class _Running:
                     return
                 job = self._queue.popleft()
                 job.begun = True
+                if self._queue:
+                    self._changed.notify()
             try:
                 found = self._obtain(job.wanted, ahead=True)
             except BaseException as error:  # of whatever kind: it is the reader's of that block, not this thread's
