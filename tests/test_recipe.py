@@ -185,11 +185,25 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(keys) | st.integers(), anything))
-def test_any_table_is_a_recipe_or_a_recipe_error(table: Any) -> None:
+tables = st.dictionaries(st.sampled_from(keys) | st.integers(), anything)
+
+
+def is_a_recipe_or_refused(table: Any) -> None:
     with contextlib.suppress(RecipeError):
         assert isinstance(read(Plan, table), Plan)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tables)
+def test_any_table_is_a_recipe_or_a_recipe_error(table: Any) -> None:
+    is_a_recipe_or_refused(table)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(tables)
+def test_any_of_many_tables_is_a_recipe_or_a_recipe_error(table: Any) -> None:
+    is_a_recipe_or_refused(table)
 
 
 flag = st.lists(st.sampled_from(keys), min_size=1, max_size=3).map(lambda parts: "--" + ".".join(parts))
@@ -200,6 +214,16 @@ flag = st.lists(st.sampled_from(keys), min_size=1, max_size=3).map(lambda parts:
 def test_any_flags_are_a_recipe_or_a_recipe_error(flags: list[str]) -> None:
     with contextlib.suppress(RecipeError):
         assert isinstance(read(Plan, PHOTOS, flags), Plan)
+
+
+def test_the_types_of_fields_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = read(Plan, PHOTOS, ["--task.optimizer.lr", "0.5"])
+
+    def evaluate(cls: type, **_: Any) -> None:
+        raise AssertionError(f"the types of {cls.__name__} are evaluated again")
+
+    monkeypatch.setattr("arclight.recipe.typing.get_type_hints", evaluate)
+    assert read(Plan, PHOTOS, ["--task.optimizer.lr", "0.5"]) == plan
 
 
 def test_every_problem_is_told_at_once_with_its_place() -> None:
