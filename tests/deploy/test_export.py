@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import Tensor, nn
 
 from arclight.deploy import (
@@ -28,6 +29,11 @@ from arclight.deploy.capture import trial_run
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.formats.formats import Format
 from arclight.fabric.signing import SigningKey
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch)  # those of the fixtures are compared in a fresh one
 
 
 class Affine(nn.Module):
@@ -378,7 +384,9 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
     assert counter.calls == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affine: nn.Module, tmp_path: Path) -> None:
     x = torch.randn(3, 4).to(dtype)
     affine.to(dtype)
@@ -392,7 +400,7 @@ def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affin
     np.testing.assert_allclose(program(x.float().numpy()), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_quantized_models_are_exported_on_the_inputs_they_were_quantized_on(dtype: torch.dtype, tmp_path: Path) -> None:
     x = torch.randn(8, 32).to(dtype)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
@@ -427,7 +435,9 @@ class Answer(nn.Module):
         return {"past": self.past, "logits": self.layer(x), "hidden": (None, x * 2)}
 
 
-@pytest.mark.parametrize("form", ["onnx", "openvino", "pt2"])
+@pytest.mark.parametrize(
+    "form", ["onnx", *(pytest.param(form, marks=pytest.mark.slow) for form in ("openvino", "pt2"))]
+)  # they are left out of what is captured, before any format
 def test_outputs_that_are_none_are_left_out_by_name(form: Format, tmp_path: Path) -> None:
     model, x = Answer(None), torch.randn(3, 32)
     program = export(model, tmp_path / "p", example_inputs=x, format=form, sign=SigningKey.make(tmp_path / "key.pem"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import Tensor, nn
 
 from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, export, quantize
@@ -20,6 +21,11 @@ from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.torch_runtime import _THREADS, TorchSession
 from arclight.deploy.settings import Target
 from arclight.fabric.signing import SigningKey
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch)  # those of the fixtures are compared in a fresh one
 
 
 class TwoHeads(nn.Module):

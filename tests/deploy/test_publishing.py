@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import nn
 
 from arclight.checkpoint import files
@@ -24,7 +25,6 @@ from arclight.deploy import ExportError, Program, ProgramError, export
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.programs import folder
-from arclight.deploy.programs.fresh import FreshRun
 from arclight.fabric import atomic_replace
 
 VALUES = torch.ones(2, 8)
@@ -32,12 +32,7 @@ VALUES = torch.ones(2, 8)
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the compared program here: a fresh process takes seconds, and these tests write many programs."""
-
-    def run(program: Program, calls: Any) -> FreshRun:
-        return FreshRun(outputs=[[np.asarray(program(*call))] for call in calls], load_s=0.0, peak_bytes=1)
-
-    monkeypatch.setattr(exporting, "run_fresh", run)
+    compare_here(monkeypatch)
 
 
 class Constant(nn.Module):

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,6 +32,11 @@ from arclight.deploy import (
 )
 from arclight.deploy.programs import processor
 from arclight.deploy.settings import Target
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch, rounds=3)  # those of the fixtures are compared in a fresh one
 
 
 def sqnr_db(reference: Tensor, other: Tensor) -> float:

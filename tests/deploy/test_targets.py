@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import Tensor, nn
 
 from arclight.deploy import (
@@ -27,6 +28,11 @@ from arclight.deploy import (
 )
 from arclight.deploy.quantizing.observers import LeastErrorObserver
 from arclight.deploy.settings import PLACEMENTS, Target
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch)  # those of the fixtures are compared in a fresh one
 
 
 class Residual(nn.Module):

@@ -6,14 +6,14 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.exports import compare_here
 from tests.ranks import Ranks
 from tests.text.test_heads import sequences, tokens
 from tests.text.test_language_program import TEXT
@@ -38,7 +38,6 @@ from arclight.deploy.capture import as_inputs, as_outputs, frozen_copy
 from arclight.deploy.deployment import Deployment, configured, ship
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.parity import compare
-from arclight.deploy.programs.fresh import FreshRun
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.signing import SigningKey
 from arclight.text import ByteTokenizer
@@ -154,14 +153,6 @@ def as_read(processing: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(processing)))
 
 
-def in_this_process(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]]) -> FreshRun:
-    given = []
-    for call in calls:
-        outputs = program(*call)
-        given.append(list(outputs) if isinstance(outputs, tuple) else [outputs])
-    return FreshRun(outputs=given, load_s=0.0, peak_bytes=0)
-
-
 @pytest.fixture(scope="module")
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Deployment]:
     """Make each task once; what it calibrates on can be read again."""
@@ -183,7 +174,7 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         pytest.skip("AOTInductor compiles C++, and there is neither g++ nor clang++")
     monkeypatch.setattr(exporting, "TIMED_ROUNDS", 2)
     if cell.name != FRESH:
-        monkeypatch.setattr(exporting, "run_fresh", in_this_process)
+        compare_here(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield cell
@@ -345,8 +336,7 @@ def test_shards_trained_with_rounding_are_a_program(
         wanted = torch.tensor(told)
         # but for single steps of rounding, where a rank's sums end on the other side of a half
         torch.testing.assert_close(output, wanted, rtol=0, atol=0.01 * float(wanted.abs().max()))
-    monkeypatch.setattr(exporting, "TIMED_ROUNDS", 2)
-    monkeypatch.setattr(exporting, "run_fresh", in_this_process)
+    compare_here(monkeypatch, rounds=2)
     # here: OpenVINO's threads do not outlive the fork by which ranks are made
     program = export(quantized, tmp_path / "program", example_inputs=images)
     assert sum(program.metadata["quantization"]["integer_kernels"].values()) >= 0.9 * len(quantized.quantized_layers)

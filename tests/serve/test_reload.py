@@ -17,6 +17,7 @@ import httpx
 import pytest
 import torch
 from onnx import TensorProto, helper, save
+from tests.exports import compare_here
 from tests.serve.conftest import LOOPBACK, SAMPLES, running
 from tests.serve.programs import write_detector
 from tests.serve.test_tensors import SERVE
@@ -72,6 +73,14 @@ def put(new: Path, at: Path) -> None:
         os.replace(at.with_suffix(".new"), at)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _in_this_process():
+    """Compare what is written here in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        compare_here(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("reload")
@@ -104,6 +113,7 @@ def test_no_request_fails_while_programs_are_replaced_under_load(folder, one_box
     put(folder / "times-2.onnx", tmp_path / "a.onnx")
     put(folder / "times-2.onnx", tmp_path / "b.onnx")
     put(one_box_path, tmp_path / "codes.onnx")
+    write_detector(tmp_path / "other.onnx", task="detect", note="another file")
     stop, seen, failed = threading.Event(), Counter(), []
 
     def ask(name: str) -> None:
@@ -129,7 +139,6 @@ def test_no_request_fails_while_programs_are_replaced_under_load(folder, one_box
             for new in (3, 4):
                 put(folder / f"times-{new}.onnx", tmp_path / "a.onnx")
                 wait_until(lambda new=new: factor(server, "a") == new, f"program {new} answers")
-            write_detector(tmp_path / "other.onnx", task="detect", note="another file")
             put(tmp_path / "other.onnx", tmp_path / "codes.onnx")
             wait_until(
                 lambda: server.metrics()["arclight_reloads_total", "codes", "replaced"] == 1, "the detector is replaced"
@@ -192,11 +201,12 @@ def test_a_bad_program_is_refused_and_the_old_one_goes_on(folder, one_box_path, 
 def test_only_programs_of_trusted_keys_replace_each_other(folder, tmp_path):
     key = SigningKey.make(tmp_path / "key.pem")
     for number in (2, 3):
-        times(tmp_path / f"signed-{number}", Times(number), sign=tmp_path / "key.pem")
+        times(tmp_path / f"signed-{number}", Times(number), sign=tmp_path / "key.pem", format="onnx")
+    unsigned = times(tmp_path / "unsigned", Times(4), format="onnx")
     path = tmp_path / "a"
     shutil.copytree(tmp_path / "signed-2", path)
     with serving(folder, f"a={path}", "--trust", key.public) as server:
-        put(times(tmp_path / "unsigned", Times(4)), path)
+        put(unsigned, path)
         wait_until(lambda: server.metrics()["arclight_reloads_total", "a", "refused"] == 1, "it is refused")
         assert factor(server, "a") == 2
         put(tmp_path / "signed-3", path)
