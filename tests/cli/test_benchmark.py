@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tests.cli.test_export_own_module import SOURCE
-from tests.text.test_language_program import TEXT, model
+from tests.text.test_language_program import decoder_program
 from torch import nn
 
 from arclight.cli.commands.benchmark import random_inputs
 from arclight.deploy import Program, export
-from arclight.text import ByteTokenizer
-from arclight.text.language_program import export_language_model
 
 Typed = Callable[[str], tuple[int, str, str]]
 
@@ -24,7 +23,7 @@ Typed = Callable[[str], tuple[int, str, str]]
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of programs: a language model, a tagger of token ids of any length, and two of numbers."""
     folder = tmp_path_factory.mktemp("programs")
-    export_language_model(model(kv_heads=2, hidden=96), folder / "lm.onnx", [TEXT], tokenizer=ByteTokenizer())
+    shutil.copy(decoder_program(tmp_path_factory), folder / "lm.onnx")
     tagger = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 5))
     tokens = torch.randint(0, 11, (3, 6))
     export(tagger, folder / "tags", example_inputs=tokens, format="onnx", dynamic={"input": {0: "batch", 1: "time"}})

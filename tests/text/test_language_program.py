@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.shared import made_once
 from tests.test_readme import block
 
 from arclight.cli.arguments import UsageError
@@ -41,10 +42,18 @@ def decoder() -> Any:
     return model(kv_heads=2, hidden=96)
 
 
+def decoder_program(factory: pytest.TempPathFactory) -> Path:
+    """The program of `decoder`, which other tests read, too."""
+
+    def write(path: Path) -> None:
+        export_language_model(model(kv_heads=2, hidden=96), path, [TEXT], tokenizer=ByteTokenizer())
+
+    return made_once(factory, "decoder.onnx", write)
+
+
 @pytest.fixture(scope="module")
-def program(decoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    path = tmp_path_factory.mktemp("program") / "lm.onnx"
-    return export_language_model(decoder, path, [TEXT], tokenizer=ByteTokenizer())
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return Program.load(decoder_program(tmp_path_factory))
 
 
 def packed(content: bytes) -> str:
