@@ -381,10 +381,16 @@ def test_what_is_learnt_is_found_once_without_suppression() -> None:
     targets = torch.tensor(
         [[i, label, (x + side / 2) / 96, (y + side / 2) / 96, side / 96, side / 96] for i, label, x, y, side in squares]
     )
-    model = quick_statistics(arc(num_classes=2).train())
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    torch.manual_seed(0)
+    table = (
+        "depth_multiple: 1\nwidth_multiple: 1\nbackbone:\n- [-1, 1, Conv, [16, 3, 2]]\n- [-1, 1, Conv, [24, 3, 2]]\n"
+        "- [-1, 1, Conv, [48, 3, 2]]\n- [-1, 1, Conv, [64, 3, 2]]\n- [-1, 1, C3, [64]]\nhead:\n- [-1, 1, Conv, [64, 3, 1]]\n"
+        "- [[2, 5], 1, DetectOneToOne, [nc]]\n"
+    )  # what is shown is the loss: this learns in a fifth of the time of arc-n, and test_distillation teaches that
+    model = quick_statistics(build_model("small.yaml", 2, table=table).train())
+    optimizer = torch.optim.AdamW(model.parameters(), 4e-3)
     losses = []
-    for _ in range(70):
+    for _ in range(75):
         loss, _ = one_to_one_loss(model.raw(images), targets, model.head)  # type: ignore[arg-type]
         optimizer.zero_grad()
         loss.backward()

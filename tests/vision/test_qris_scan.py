@@ -235,7 +235,13 @@ def label_boxes(image: Path, width: int, height: int) -> list[tuple[float, float
     return boxes
 
 
-@pytest.mark.parametrize(("group", "every", "least"), [("phone", 6, 1.0), ("packs", 12, 3.0)])
+@pytest.mark.parametrize(
+    ("group", "every", "least"),
+    [
+        ("phone", 18, 1.0), ("packs", 30, 3.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("phone", 6, 1.0), ("packs", 12, 3.0))),
+    ],
+)  # fmt: skip
 def test_real_photos(shared_data: Path, group: str, every: int, least: float) -> None:
     photos = sorted((shared_data / "qr_photos" / "images").glob(f"*/{group}_*.jpg"))[::every]
     plain = ours = 0
@@ -247,7 +253,7 @@ def test_real_photos(shared_data: Path, group: str, every: int, least: float) ->
         assert {read.text for read in reads} <= {code.text for code in codes}, "nothing a plain reader reads is lost"
         plain += len(reads)
         ours += len(codes)
-    assert len(photos) > 10
+    assert len(photos) >= 5
     assert ours > least * plain
 
 
