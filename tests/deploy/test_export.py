@@ -384,9 +384,7 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
     assert counter.calls == 0
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affine: nn.Module, tmp_path: Path) -> None:
     x = torch.randn(3, 4).to(dtype)
     affine.to(dtype)

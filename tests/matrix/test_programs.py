@@ -81,8 +81,8 @@ def vision(name: str) -> Callable[[Path], Deployment]:
     return make
 
 
-def language(root: Path) -> Deployment:
-    return of_texts(language_model(kv_heads=2, hidden=96), [TEXT], ByteTokenizer())
+def language(name: str, **overrides: Any) -> Callable[[Path], Deployment]:
+    return lambda root: of_texts(language_model(name, **overrides), [TEXT], ByteTokenizer())
 
 
 def head(task: Callable[[Path], Any]) -> Callable[[Path], Deployment]:
@@ -96,7 +96,8 @@ def head(task: Callable[[Path], Any]) -> Callable[[Path], Deployment]:
 
 TASKS: dict[str, Callable[[Path], Deployment]] = {
     **{name: vision(name) for name in CASES},
-    "language": language,
+    "language": language("gpt2-debug"),
+    "language-grouped": language("llama3-debug", kv_heads=2, hidden=96),
     "sequence-classification": head(sequences),
     "token-classification": head(tokens),
     "own": lambda root: configured(Own()),
@@ -119,11 +120,9 @@ class Cell:
 
 REFUSED = {
     ("*", "pt2", "int8"): "does not run pt2|there is no int8 pt2",  # torch would run the rounding in float
-    (
-        "language",
-        "aoti",
-        "int8",
-    ): "fixed shapes only",  # inductor makes integer kernels of fixed shapes, and texts have any length
+    # inductor makes integer kernels of fixed shapes, and texts have any length
+    ("language", "aoti", "int8"): "fixed shapes only",
+    ("language-grouped", "aoti", "int8"): "fixed shapes only",
 }
 """Cells that cannot be, and what is said of them."""
 
@@ -139,11 +138,16 @@ CELLS = [
     for precision in ("float", "int8")
 ]
 DIAGONAL = {
-    "detection-openvino-int8", "segmentation-onnx-float", "pose-openvino-float", "corners-onnx-float", "obb-pt2-float",
-    "classification-onnx-float", "language-openvino-int8", "sequence-classification-onnx-float", "token-classification-openvino-float",
-    "own-onnx-int8", "own-pt2-int8",
+    "detection-openvino-int8", "segmentation-onnx-float", "obb-pt2-float", "classification-onnx-float", "language-openvino-int8",
+    "sequence-classification-onnx-float", "token-classification-openvino-float", "own-onnx-int8", "own-pt2-int8",
 }  # fmt: skip
 """A diagonal: each task once, each format that takes seconds, and a refusal."""
+ELSEWHERE = {
+    "pose": "tests/vision/test_pose.py::test_a_program_finds_the_keypoints_of_its_model",
+    "corners": "tests/vision/test_corner_detector.py::test_a_program_finds_the_corners_of_its_model",
+    "language-grouped": "tests/text/test_language_program.py::test_a_program_says_what_its_model_says",
+}
+"""Tasks whose programs are quick in tests of their own, where they are read as users read them."""
 FRESH = "own-onnx-int8"
 """The cell whose program runs in a process of its own, as in every export; the others' do in this one."""
 
@@ -251,7 +255,7 @@ def test_a_task_is_a_program(quick: Cell, deployments: Callable[[str], Deploymen
         assert report["metric"]["float"] == pytest.approx(deployment.metric(model), abs=1e-6)
 
 
-@cells({"own-openvino-float", "own-pt2-int8"}, task="own")
+@cells({"own-onnx-float", "own-pt2-int8"}, task="own")
 def test_the_shell_writes_what_ship_does(
     quick: Cell, deployments: Callable[[str], Deployment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,5 +351,9 @@ def test_shards_trained_with_rounding_are_a_program(
 def test_every_task_and_format_is_in_the_diagonal() -> None:
     names = {cell.name: cell for cell in CELLS}
     assert names.keys() >= DIAGONAL
-    assert {names[name].task for name in DIAGONAL} == set(TASKS)
+    assert {names[name].task for name in DIAGONAL} | set(ELSEWHERE) == set(TASKS)
+    for place in ELSEWHERE.values():
+        file, _, test = place.partition("::")
+        source = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+        assert f"\n\n\ndef {test}(" in source, f"{place} is there, and not slow"
     assert {names[name].format for name in DIAGONAL} >= {"onnx", "openvino", "pt2"}
