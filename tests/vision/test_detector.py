@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from tests import warm
+from tests.vision.conftest import detector_run
 from tests.vision.test_architectures import TABLE, TINY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -342,9 +343,11 @@ def test_ranks_that_read_the_same_data_make_an_epoch_no_shorter(
     assert data.train_dataloader().drop_last == drops
 
 
-def test_a_program_finds_what_the_detector_finds(trained: Path, scenes: Path, tmp_path: Path) -> None:
-    detector = Detector.load_from_checkpoint(trained / "end.ckpt")
-    photos = DetectionDataset.open(read_data_yaml(scenes), "val", image_size=64, cache_labels=False)
+def test_a_program_finds_what_the_detector_finds(tmp_path: Path) -> None:
+    detector = Detector.load_from_checkpoint(detector_run(tmp_path / "run") / "checkpoints" / "last.ckpt")
+    photos = DetectionDataset.open(
+        read_data_yaml(tmp_path / "set" / "data.yaml"), "val", image_size=64, cache_labels=False
+    )
     program = export_module(detector, tmp_path / "detector.onnx", photos)
     images = [decode_image(path) for path in photos.images]
     batch, context = detector.processing.preprocess(images)
