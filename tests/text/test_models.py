@@ -15,7 +15,7 @@ from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
 from arclight.text.families.zoo import model_config
 from arclight.text.model import layers
-from arclight.text.model.decoder import active_parameters, flops_per_token
+from arclight.text.model.decoder import Decoder, active_parameters, flops_per_token
 from arclight.text.model.kv_cache import KVCache
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -31,6 +31,21 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek-v3-debug": {"layers": 2},
     "llama4-debug": {"layers": 4, "chunk": 8, "temperature_floor": 4},
 }
+
+
+@functools.cache
+def small(name: str) -> Decoder:
+    """A model that tests leave as it is."""
+    model = build_model(name, **SMALL[name])
+    initialize(model, seed=0)
+    return model
+
+
+@functools.cache
+def published(name: str) -> Decoder:
+    """A model without values, of a published size."""
+    with torch.device("meta"):
+        return build_model(name)
 
 
 def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
@@ -83,8 +98,7 @@ def test_a_parameter_that_nobody_declares_is_named() -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_cache_changes_nothing_but_the_work(name: str) -> None:
-    model = build_model(name, **SMALL[name])
-    initialize(model, seed=0)
+    model = small(name)
     tokens = torch.randint(0, 2048, (2, 48))
     whole, cache = model(tokens), KVCache(2, 48)
     steps = [model(part, cache=cache) for part in tokens.split([20, 1, 1, 26], dim=1)]
@@ -95,8 +109,7 @@ def test_a_cache_changes_nothing_but_the_work(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_packed_documents_do_not_see_one_another(name: str) -> None:
-    model = build_model(name, **SMALL[name])
-    initialize(model, seed=0)
+    model = small(name)
     tokens = torch.randint(0, 2048, (1, 30))
     documents = torch.tensor([[0] * 11 + [1] * 19])
     positions = torch.cat((torch.arange(11), torch.arange(19)))[None]
@@ -116,8 +129,7 @@ PUBLISHED = {  # millions of parameters, tied ones once
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_their_parameters(name: str) -> None:
-    with torch.device("meta"):
-        model = build_model(name)
+    model = published(name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.06)
 
 
@@ -130,8 +142,7 @@ def test_deptoe_has_the_parameters_of_its_names(size: str, millions: int) -> Non
 
 @pytest.mark.parametrize("name", SMALL)
 def test_sequences_padded_at_the_left_are_as_alone(name: str) -> None:
-    model = build_model(name, **SMALL[name])
-    initialize(model, seed=0)
+    model = small(name)
     tokens = torch.randint(0, 2048, (2, 20))
     cache = KVCache(2, 20, padding=torch.tensor([0, 7]))
     logits = torch.cat([model(part, cache=cache) for part in tokens.split([12, 1, 7], 1)], 1)
@@ -149,8 +160,7 @@ ACTIVE = {  # billions of parameters per token, as their papers and model cards 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_meets_as_many_parameters_as_published(name: str) -> None:
-    with torch.device("meta"):
-        model = build_model(name)
+    model = published(name)
     assert active_parameters(model) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
     table = model.tok_embeddings.weight.numel()
     assert active_parameters(model) - active_parameters(model, embeddings=False) == pytest.approx(table)
@@ -205,9 +215,7 @@ def _counted(arange: Any, calls: list[dict[str, Any]], *args: Any, **options: An
 
 @pytest.mark.parametrize("name", ["llama3-debug", "llama4-debug"])
 def test_the_newest_token_needs_no_mask_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = build_model(name, **SMALL[name]), torch.randint(0, 256, (2, 12))
-    initialize(model, seed=0)
-    model.eval()
+    model, tokens = copy.deepcopy(small(name)).eval(), torch.randint(0, 256, (2, 12))
     cache, seen = KVCache(2, 12), []
     model(tokens[:, :11], cache=cache)
     monkeypatch.setattr("arclight.text.model.attention.scaled_dot_product_attention", lambda *args, **options: (
@@ -224,8 +232,7 @@ def test_the_newest_token_needs_no_mask_in_full(name: str, monkeypatch: pytest.M
 def test_the_residual_stream_has_one_type_with_weights_in_float32_and_gathered_in_bfloat16(
     name: str, half: torch.dtype, residual: torch.dtype
 ) -> None:
-    model, tokens = build_model(name, **SMALL[name]), torch.randint(0, 256, (2, 12))
-    initialize(model, seed=0)
+    model, tokens = copy.deepcopy(small(name)), torch.randint(0, 256, (2, 12))
     seen: list[torch.dtype] = []
     for block in (*model.layers.values(), model.norm):
         block.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
