@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from arclight.parallel.hardware import hardware
 from arclight.parallel.plan import bytes_of
 from arclight.parallel.planning import estimate
 from arclight.parallel.planning.chain import Chain
+from arclight.parallel.planning.estimates import Estimate
 from arclight.parallel.planning.explain import distinct_durations
 from arclight.recipe import read
 from arclight.text.settings import LanguageTask
@@ -94,16 +96,28 @@ def test_a_plan_is_verified_at_its_real_size(recipe: str, typed: Typed) -> None:
     assert said.startswith("verified: of 1,024 processes, ranks 0, 512, 1,023 have ")
 
 
-def test_another_share_than_predicted_is_said() -> None:
+def an_estimate() -> Estimate:
     chain = Chain(workload(LanguageTask(model="llama3-debug"), samples=8, device=hardware("cpu"), vocab_size=256))
-    made = estimate(chain, Plan(dp_shard=2))
+    return estimate(chain, Plan(dp_shard=2))
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_built_is_said_by_its_rank() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 of Plan\(dp_shard=2\) could not be built:[\s\S]*many"):
+        verify(an_estimate(), "llama3-debug", {"layers": "many"})
+
+
+def test_another_share_than_predicted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = an_estimate()
     shares = [Share(0, 4 * 2**20, 5 * 2**20, 1.0), Share(1, 2**20, 2**20, 1.0)]
     assert line(made, shares) == (
         "not verified: of 2 processes, ranks 0, 1 have 4.0, 1.0 MiB of weights (as much of gradients and each moment); "
         "predicted were 5.0 MiB of rank 0"
     )
-    with pytest.raises(RuntimeError, match=r"rank 0 of Plan\(dp_shard=2\) could not be built:"):
-        verify(made, "llama3-debug", {"layers": "many"})
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")  # a process that fails in no time
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(RuntimeError, match=r"rank 0 of Plan\(dp_shard=2\) could not be built:[\s\S]*no torch here"):
+        verify(made, "llama3-debug", {})
 
 
 def test_times_are_told_apart() -> None:

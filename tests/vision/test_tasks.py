@@ -60,6 +60,8 @@ class Case:
     """A label row that cannot be used, if labels have rows, and ..."""
     reason: str = ""
     """... what is said of it."""
+    steps: int = 75
+    """In how many it learns all by heart."""
 
     def settings(self, root: Path, data: Path, **options: Any) -> Any:
         (root / "tiny.yaml").write_text(TABLE.replace("HEAD", self.head))
@@ -88,7 +90,7 @@ CASES = {
     "corners": Case(
         CornersTask, "[[4, 5], 1, Corners, [nc, anchors]]",
         lambda root, **how: draw_objects(root, cornered_row, head="kpt_shape: [4, 3]\n", **how), "val/keypoint_map50",
-        GAINS | {"keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [4, 3] a row has 17",
+        GAINS | {"keypoint_gain": 0.3}, "0 0.5 0.5 0.2 0.2", "5 numbers: with kpt_shape [4, 3] a row has 17", 100,
     ),
     "obb": Case(
         OrientedDetectionTask, "[[4, 5], 1, OBB, [nc, anchors]]", lambda root, **how: draw_objects(root, corner_row, **how), "val/map50",
@@ -131,8 +133,8 @@ def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: P
     module, data = built(settings)
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d):
-            part.momentum = 0.1  # statistics that follow a hundred steps
-    run = trainer(tmp_path, max_steps=100, limit_val_batches=0)
+            part.momentum = 0.1  # statistics that follow tens of steps
+    run = trainer(tmp_path, max_steps=case.steps, limit_val_batches=0)
     (before,) = trainer(tmp_path).validate(module, datamodule=data)
     run.fit(module, datamodule=data)
     (after,) = trainer(tmp_path).validate(module, datamodule=data)
@@ -202,9 +204,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "detection" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: Path) -> None:
+    ("name", "exported"),
+    [("detection", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES)],
+)  # programs of what was trained so are quick in deploy, and int8 programs of detectors in matrix
+def test_training_with_rounding_scores_the_integer_network(name: str, exported: bool, tmp_path: Path) -> None:
     case = CASES[name]
     module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set")))
     rounding = QuantizationAwareTraining(Int8(min_sqnr_db=-50), example_inputs=torch.rand(2, 3, 64, 64))
@@ -235,6 +238,8 @@ def test_training_with_rounding_scores_the_integer_network(name: str, tmp_path: 
     found = module.predict(photos)
     if name == "detection":
         module.stage_times(data.val.images[:2])
+    if not exported:
+        return
     program = export(
         module.model, tmp_path / "int8.onnx", example_inputs=torch.rand(2, 3, 64, 64), output_names=module.output_names,
         parts=module.output_parts,
