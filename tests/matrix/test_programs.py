@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 from tests.text.test_heads import sequences, tokens
 from tests.text.test_language_program import TEXT
 from tests.text.test_language_program import model as language_model
-from tests.vision.test_tasks import CASES, built, trainer
+from tests.vision.test_tasks import CASES, SHALLOW, built, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -73,7 +73,9 @@ STEPS = {"segmentation": 20}
 
 def vision(name: str) -> Callable[[Path], Deployment]:
     def make(root: Path) -> Deployment:
-        module, data = built(CASES[name].settings(root, CASES[name].draw(root / "set")))
+        settings = CASES[name].settings(root, CASES[name].draw(root / "set"))
+        Path(settings.model).write_text(SHALLOW.replace("HEAD", CASES[name].head))
+        module, data = built(settings)
         if name in STEPS:
             trainer(root, max_steps=STEPS[name], limit_val_batches=0).fit(module, datamodule=data)
         return configured(module, data)

@@ -15,7 +15,7 @@ from tests.test_readme import ROOT, block
 from tests.vision.conftest import write_dataset
 from tests.vision.drawn import corner_row, cornered_row, draw_folders, draw_objects, keypoint_row, polygon_row
 from tests.vision.mjpeg import Camera
-from tests.vision.test_tasks import CASES, TABLE
+from tests.vision.test_tasks import CASES, SHALLOW
 
 import arclight as al
 from arclight.cli.command import main
@@ -122,7 +122,7 @@ def test_tasks(tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         added = short + quick if verb == "train" else []
         if tiny and verb == "train":
             kind = Path(words[0]).stem
-            Path(f"{kind}.yaml").write_text(TABLE.replace("HEAD", HEADS[kind]))
+            Path(f"{kind}.yaml").write_text(SHALLOW.replace("HEAD", HEADS[kind]))
             added = [*added, "--task.model", f"{kind}.yaml"]
         if words[0].startswith("recipes/"):
             words[0] = str(GUIDE.parents[1] / words[0])

@@ -43,6 +43,8 @@ anchors: [[20,20, 26,26], [30,30, 40,40]]
 backbone: [[-1, 1, Conv, [16, 3, 2]], [-1, 1, Conv, [24, 3, 2]], [-1, 1, C3, [24]], [-1, 1, Conv, [32, 3, 2]], [-1, 1, C3, [32]]]
 head: [[-1, 1, Conv, [48, 3, 2]], HEAD]
 """
+SHALLOW = TABLE.replace("C3, [24]", "Conv, [24]").replace("C3, [32]", "Conv, [32]")
+"""The same rows with half of the convolutions, for tests that write programs: what a network is converted by grows with its layers."""
 STILL = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)
 
 
