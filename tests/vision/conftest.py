@@ -17,7 +17,7 @@ from arclight.vision.tasks.settings import DetectionTask
 
 SMALL = """
 anchors: [[20,20, 26,26], [30,30, 40,40]]
-backbone: [[-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [16, 3, 2]], [-1, 1, Conv, [24, 3, 2]], [-1, 1, C3, [24]]]
+backbone: [[-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [16, 3, 2]], [-1, 1, Conv, [24, 3, 2]], [-1, 1, Conv, [24]]]
 head: [[-1, 1, Conv, [32, 3, 2]], [[3, 4], 1, Detect, [nc, anchors]]]
 """
 """A network of strides 8 and 16, for tests of what is done with a detector: exporting it takes a third of the time of yolov5n."""
