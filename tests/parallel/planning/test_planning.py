@@ -116,6 +116,7 @@ def test_8b_on_8_gpus_as_published(compiled: bool, published: float) -> None:
     assert 0.75 * 77 < made.worst.total / GIB < 1.05 * 82  # what their allocator had reserved: 77 and 82 GiB
 
 
+@pytest.mark.slow
 def test_70b_on_256_gpus_as_published() -> None:
     chain = llama("llama3-70b", 512, device=SLOWER)
     made = estimate(chain, Plan(dp_shard=32, tp=8, activation_checkpointing="full"), 16)
@@ -170,7 +171,7 @@ def debug(samples: int = 16, sequence: int = 256, **options: Any) -> Chain:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2-debug", "qwen3-moe-debug", *(pytest.param(f"{family}-debug", marks=pytest.mark.slow) for family in ("deepseek-v3", "llama4", "qwen3"))],
+    ["qwen3-moe-debug", *(pytest.param(f"{family}-debug", marks=pytest.mark.slow) for family in ("gpt2", "deepseek-v3", "llama4", "qwen3"))],
 )  # fmt: skip
 def test_every_family_can_be_planned(name: str) -> None:
     chain = llama(name, 16, 256, loss=loss)
@@ -255,15 +256,15 @@ def test_a_pipeline_is_cut_as_it_is_run() -> None:
 
 def test_a_search_finds_the_fastest_that_fits() -> None:
     chain = debug(64)
-    free = search(chain, Limits(8, 1 * GIB))
-    assert free.best[0].plan.world_size == 8
+    free = search(chain, Limits(4, 1 * GIB))
+    assert free.best[0].plan.world_size == 4
     assert [one.step_seconds for one in free.best] == sorted(one.step_seconds for one in free.best)
-    tight = search(chain, Limits(8, 0.5 * free.best[0].worst.total))
+    tight = search(chain, Limits(4, 0.5 * free.best[0].worst.total))
     assert tight.best[0].worst.total <= 0.5 * free.best[0].worst.total
     assert tight.best[0].step_seconds >= free.best[0].step_seconds
     reasons = " ".join(one.reason for one in tight.rejected)
     assert "GiB too much" in reasons
-    fixed = search(chain, Limits(8, GIB, {"tp": 2, "activation_checkpointing": "full"}))
+    fixed = search(chain, Limits(4, GIB, {"tp": 2, "activation_checkpointing": "full"}))
     assert {(one.plan.tp, one.plan.activation_checkpointing) for one in fixed.best} == {(2, "full")}
 
 
@@ -283,7 +284,8 @@ def test_what_cannot_be_planned_is_said_with_the_way_out() -> None:
         estimate(chain, Plan(dp_shard=2, cpu_offload=True))
     with pytest.raises(PlanError, match=r"the model has none: set ep = 1"):
         chain.costs(LayerSharding(ep=2), 1, "none")
-    refused = search(chain, Limits(8, GIB)).rejected
+    fixed = {"pp": 1, "cp": 1, "dp_replicate": 1, "activation_checkpointing": "none"}
+    refused = search(chain, Limits(8, GIB, fixed)).rejected
     assert any("tp = 8" in one.reason for one in refused)
 
 
