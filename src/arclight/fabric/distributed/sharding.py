@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.distributed.dtensor import local_tensors
 from arclight.fabric.distributed.shard_regions import local_regions
+from arclight.fabric.seeding import seed_device
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
@@ -261,7 +262,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        seed_device(seed, device)
         yield
 
 

@@ -25,7 +25,7 @@ TIED = [True, pytest.param(False, marks=pytest.mark.slow)]
 def build(tied: bool) -> Any:
     sizes = {
         "hidden_size": 16,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "intermediate_size": 24,
         "vocab_size": 60,

@@ -71,6 +71,7 @@ class Watch(al.Callback):
         self.losses: list[float] = []
         self.shapes: list[tuple[int, ...]] = []
         self.metrics: dict[str, float] = {}
+        self.seeded: list[Any] = []
 
     def on_train_epoch_end(self, trainer: al.Trainer, module: al.Module) -> None:
         counts = trainer.strategy.all_gather_object(module.steps)  # what the last stage's process has counted
@@ -89,6 +90,8 @@ class Watch(al.Callback):
         assert everyones == everyones[:1] * len(everyones)
         self.losses.append(float(outputs["loss"]))
         self.shapes.append(tuple(outputs["output"].shape))
+        self.seeded.append(torch.cuda._lazy_seed_tracker.manual_seed_all_cb)  # torch.manual_seed formats a stack for it
+        assert self.seeded[-1] is self.seeded[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "shapes": self.shapes, "metrics": self.metrics}
@@ -180,7 +183,7 @@ class Tiny(al.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(7)
-        sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, "use_cache": False}
+        sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
         config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         self.model = GPT2LMHeadModel(config).double()
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arclight.fabric.distributed.dtensor import local_tensor
+from arclight.fabric.seeding import seed_device
 from arclight.parallel.blocks import repeated_blocks
 from arclight.parallel.pipeline.call_graph import CallGraph, Value
 from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
@@ -315,7 +316,7 @@ class PipelinedSteps:
 
     def forward(self, number: int, received: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
         """Run one stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
-        torch.manual_seed(micro_batch.seed + number * _SEEDS)
+        seed_device(micro_batch.seed + number * _SEEDS, self.device)
         self.recorder.micro_batch = micro_batch.number
         return self._sliced[micro_batch.step].run(number, received, micro_batch.args, micro_batch.kwargs)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arclight.fabric.distributed.dtensor import is_dtensor
+from arclight.fabric.seeding import seed_device
 from arclight.parallel.deterministic_init import declarations, draw, number_of
 from arclight.parallel.pipeline.splitting.stage_tensors import (
     like,
@@ -204,10 +205,7 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             count = self._counts[self._last] = self._counts.get(self._last, -1) + 1
             seed = number_of(f"{self._seed}\0{self._module}\0{self._last}\0{count}")
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of all devices
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(seed)
+            seed_device(seed, self._device)
             if kwargs.get("generator") is not None:
                 kwargs["generator"] = torch.Generator(kwargs["generator"].device).manual_seed(seed)
         return func(*args, **kwargs)
