@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 
 from arclight.fabric.distributed.hang_report import RankMissingError
@@ -63,7 +64,7 @@ def batch(samples: int = 8) -> Tensor:
 def one(rank: int, schedule: str, stages: int, troubled: int, what: Callable[[], None] | None) -> None:
     """Steps of a pipeline of which stage ``troubled`` has trouble in the second step."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(stages)))
-    pipe = split(model, (batch(),), stages=stages)
+    pipe = split(model, (batch(),), stages=stages, policy=even_cuts)
     group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=TIMEOUT))
     runner = pipe.on(group, schedule=schedule, micro_batches=4, loss=squares)
     runner.step(batch(), targets=batch())
@@ -160,7 +161,7 @@ def test_a_process_that_does_not_come_is_waited_for_no_longer_than_the_time(tmp_
 
 def slow(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    pipe = split(model, (batch(),), stages=4)
+    pipe = split(model, (batch(),), stages=4, policy=even_cuts)
     group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=8))
     runner = pipe.on(group, schedule="GPipe", micro_batches=4, loss=squares)
     runner.step(batch(), targets=batch())
@@ -247,7 +248,7 @@ def test_disagreements_are_told_on_every_process_alike(tmp_path: Path) -> None:
 
 def frozen_on_one(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    pipe = split(model, (batch(),), stages=4)
+    pipe = split(model, (batch(),), stages=4, policy=even_cuts)
     group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=8))
     runner = pipe.on(group, schedule="1F1B", micro_batches=4, loss=squares)
     runner.step(batch(), targets=batch())

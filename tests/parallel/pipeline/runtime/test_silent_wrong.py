@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.optim.processes import run
-from tests.parallel.pipeline.known_costs import known_costs
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
@@ -29,7 +29,6 @@ from arclight.parallel import PlanError
 from arclight.parallel.pipeline import PipeRunner, split
 from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.table import schedule_kind
-from arclight.parallel.pipeline.unit_costs import ModelCosts
 
 CPU, WIDTH, MICRO_BATCHES = torch.device("cpu"), 8, 4
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -93,18 +92,12 @@ def bare_step(schedule: Any, parts: dict[int, nn.Module], x: Tensor, y: Tensor, 
     return schedule.step(*([x] if 0 in parts else []), target=y if last in parts else None)
 
 
-COSTS: dict[str, ModelCosts | None] = {}
-"""Of the models that this process has cut, by how they are printed."""
-
-
 def ours(
     model: nn.Module, schedule: str, example: Tensor, stages: int | None = None, group: Any = None, **options: Any
 ) -> PipeRunner:
     ranks = dist.get_world_size(group)
-    if repr(model) not in COSTS:
-        COSTS[repr(model)] = known_costs(model, (example,))
     stages = stages or ranks * schedule_kind(schedule).stages_per_process
-    pipe = split(model, (example,), stages=stages, costs=COSTS[repr(model)])
+    pipe = split(model, (example,), stages=stages, policy=even_cuts)
     return pipe.on(group, schedule=schedule, **({"micro_batches": MICRO_BATCHES, "loss": squares} | options))
 
 
@@ -485,7 +478,7 @@ def test_gradients_over_replicas_and_split_backwards(tmp_path: Path) -> None:
 
 def wrapped(rank: int) -> None:
     model = chain(2)
-    pipe = split(model, (batch()[0],), stages=2)
+    pipe = split(model, (batch()[0],), stages=2, policy=even_cuts)
     pipe.stages[rank] = DistributedDataParallel(pipe.stages[rank])  # type: ignore[call-overload]
     with pytest.raises(PlanError, match="misses those of split backwards: give the pipeline the bare model and data="):
         pipe.on(schedule="1F1B", loss=squares)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.optim.processes import run
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
@@ -21,7 +22,7 @@ from arclight.parallel.pipeline import Pipe, split
 def traced(model: nn.Module, stages: int | Sequence[int], *args: Any, **kwargs: Any) -> Pipe:
     """``model`` cut as a graph into so many stages, or from these calls on."""
     if isinstance(stages, int):
-        return split(model, (args, kwargs), stages=stages, frontend="trace")
+        return split(model, (args, kwargs), stages=stages, policy=even_cuts, frontend="trace")
     return split(model, (args, kwargs), stages=len(stages), policy=lambda *_: stages, frontend="trace")
 
 
@@ -443,7 +444,9 @@ def test_a_graph_is_cut_where_little_crosses() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.relu(self.norm(x) @ self.up) @ self.down
 
-    pipe = same(nn.Sequential(*(Block() for _ in range(4))), 4, torch.randn(2, 8))
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2, 8)
+    same(model, 4, x)
+    pipe = split(model, (x,), stages=4, frontend="trace")
     assert [call.name for call in (pipe.graph.calls[at] for at in pipe.cuts)] == [
         f"{number}.norm" for number in range(4)
     ]
@@ -477,7 +480,7 @@ def train_over_processes(rank: int) -> None:
     for schedule, stages in (("1F1B", 2), ("InterleavedZeroBubble", 4), ("ZBVZeroBubble", 4)):
         model = copy.deepcopy(whole)
         model.zero_grad()
-        pipe = split(model, (tokens[:2],), stages=stages, frontend="trace")
+        pipe = split(model, (tokens[:2],), stages=stages, policy=even_cuts, frontend="trace")
         assert "embed.weight" in pipe.shared
         runner = pipe.on(schedule=schedule, micro_batches=4, loss=summed)
         for turn in (1, 2):

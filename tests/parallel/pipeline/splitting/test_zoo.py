@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parallel.pipeline.even_cuts import even_cuts
 from tests.parallel.pipeline.zoo import ZOO, Example, Kind
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from arclight.parallel.pipeline import Pipe, split
-from arclight.parallel.pipeline.call_graph import CallGraph
-from arclight.parallel.pipeline.cost.measure import closed_places
-from arclight.parallel.pipeline.pipe import default_cuts, narrow
-from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
 
 KINDS = {
     "sequential", "our-gpt2-tied", "llama-tied", "albert", "t5", "gptj", "bert-classifier", "deepseek", "vit", "timm-resnet", "yolov5",
@@ -52,12 +49,6 @@ def compare(whole: nn.Module, model: nn.Module, pipe: Pipe, example: Example) ->
     torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()), rtol=0, atol=0)
 
 
-def even(graph: CallGraph, stages: int) -> tuple[int, ...]:
-    """Cut where as many calls come to each stage: to predict what they cost takes longer than all that is tested here."""
-    costs = ModelCosts((UnitCost(1.0, 1.0, 1.0),) * len(graph.calls), closed=closed_places(graph))
-    return default_cuts(costs, stages, begins=narrow(graph))
-
-
 def names_are_the_models(model: nn.Module, pipe: Pipe) -> None:
     parameters, live = dict(model.named_parameters(remove_duplicate=False)), dict[str, list[int]]()
     for stage in pipe.stages:
@@ -75,7 +66,7 @@ def names_are_the_models(model: nn.Module, pipe: Pipe) -> None:
     [
         pytest.param(2, None, id="2", marks=pytest.mark.slow),
         pytest.param(4, None, id="4", marks=pytest.mark.slow),
-        pytest.param(4, even, id="4-even"),
+        pytest.param(4, even_cuts, id="4-even"),
     ],
 )
 @pytest.mark.parametrize(
@@ -99,7 +90,7 @@ def test_a_model_is_cut_without_its_authors_help(name: str, stages: int, policy:
                 compare(whole, model, pipe, given(kind, batch, length))
 
 
-@pytest.mark.parametrize("policy", [pytest.param(None, id="", marks=pytest.mark.slow), even])
+@pytest.mark.parametrize("policy", [pytest.param(None, id="", marks=pytest.mark.slow), even_cuts])
 @pytest.mark.parametrize(
     "name",
     ["llama-tied", "timm-resnet"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.pipeline.known_costs import known_costs
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from arclight.parallel import PlanError, initialize, pipeline
-from arclight.parallel.pipeline.unit_costs import ModelCosts
 from arclight.parallel.pipeline.weights.initialize import initialize_stages
 from arclight.text import build_model
 
@@ -72,19 +71,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-COSTS: dict[Callable[[], nn.Module], ModelCosts | None] = {}
-"""Of models that were cut, each by one example."""
-
-
 def begun(build: Callable[[], nn.Module], example: Any, stages: int, seed: int = 5) -> dict[str, Tensor]:
     """All tensors of the stages, each of which begins as in a process of its own, whose global generator is at another place."""
     found: dict[str, Tensor] = {}
     for number in range(stages):
         with torch.device("meta"):
             model = build()
-        if build not in COSTS:
-            COSTS[build] = known_costs(model, example)
-        pipe = pipeline.split(model, example, stages=stages, costs=COSTS[build])
+        pipe = pipeline.split(model, example, stages=stages, policy=even_cuts)
         torch.manual_seed(100 * stages + number)
         before = torch.get_rng_state()
         pipe.initialize([number], seed=seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tests.parallel.pipeline.known_costs import known_costs
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +27,6 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.fabric.weight_files import WeightFiles
 from arclight.parallel import PlanError, pipeline
-from arclight.parallel.pipeline.unit_costs import ModelCosts
 from arclight.parallel.pipeline.weights import save as saving
 from arclight.parallel.pipeline.weights.load import load
 from arclight.parallel.pipeline.weights.save import save
@@ -57,17 +55,8 @@ def llama() -> Any:
 BUILD: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama}
 
 
-@functools.cache
-def costs_of(name: str) -> ModelCosts | None:
-    with torch.device("meta"):
-        model = BUILD[name]()
-    return known_costs(model.eval(), EXAMPLE)
-
-
 def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
-    """What ``function`` gives on each of so many processes, which know what models cost."""
-    for name in BUILD:
-        costs_of(name)
+    """What ``function`` gives on each of so many processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
@@ -85,7 +74,7 @@ def reference(name: str) -> Any:
 def cut(name: str, stages: int) -> pipeline.Pipe:
     with torch.device("meta"):
         model = BUILD[name]()
-    return pipeline.split(model.eval(), EXAMPLE, stages=stages, costs=costs_of(name))
+    return pipeline.split(model.eval(), EXAMPLE, stages=stages, policy=even_cuts)
 
 
 def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -141,7 +130,7 @@ def test_saved_by_four_opens_in_two_and_one_and_in_transformers(name: str, tmp_p
 
 def test_a_model_of_another_type_is_saved_in_it(tmp_path: Path) -> None:
     model = reference("llama").bfloat16()
-    pipe = pipeline.split(model, EXAMPLE, stages=2)
+    pipe = pipeline.split(model, EXAMPLE, stages=2, policy=even_cuts)
     pipe.save(tmp_path / "m")
     assert sorted(file.name for file in (tmp_path / "m").iterdir()) == [
         "config.json",
@@ -163,7 +152,7 @@ def test_stages_of_a_traced_graph_load_and_save_as_those_of_modules_do(name: str
     with torch.device("meta"):
         empty = BUILD[name]().eval()
     empty.config.use_cache = False
-    pipe = pipeline.split(empty, (TOKENS,), stages=2, frontend="trace")
+    pipe = pipeline.split(empty, (TOKENS,), stages=2, policy=even_cuts, frontend="trace")
     for number in (0, 1):
         pipe.load(tmp_path / "m", [number])
     assert torch.equal(pipe(TOKENS).logits, model(TOKENS).logits)
@@ -255,7 +244,7 @@ def spread(folder: Path) -> bool:
     mesh = init_device_mesh("cpu", (2,))
     model = reference("llama")
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pipe = pipeline.split(model, EXAMPLE, stages=1)
+    pipe = pipeline.split(model, EXAMPLE, stages=1, policy=even_cuts)
     fully_shard(pipe.stages[0], mesh=mesh)
     pipe.save(folder, max_shard_size="20KB")
     again = cut("llama", 1)
@@ -294,11 +283,11 @@ class Shifted(nn.Module):
 def test_buffers_between_the_parts_are_saved_once_and_loaded_everywhere(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Shifted(), torch.randn(2, 4)
-    pipeline.split(model, (x,), stages=4).save(tmp_path / "m")
+    pipeline.split(model, (x,), stages=4, policy=even_cuts).save(tmp_path / "m")
     assert set(WeightFiles(tmp_path / "m")) == set(model.state_dict())
     with torch.device("meta"):
         empty = Shifted()
-    pipe = pipeline.split(empty, (x,), stages=4)
+    pipe = pipeline.split(empty, (x,), stages=4, policy=even_cuts)
     for number in range(4):
         loaded = pipe.load(tmp_path / "m", [number])
         assert loaded.initialized == ("scale",)
@@ -317,7 +306,7 @@ def failing(folder: Path) -> list[str]:
     pipe = cut("gpt2", 2)
     pipe.initialize([0], seed=1)  # nobody has the second stage
     with pytest.raises(
-        ValueError, match=r"no process has values of transformer\.h\.2\..* every stage must be materialized"
+        ValueError, match=r"no process has values of transformer\.h\.1\..* every stage must be materialized"
     ):
         pipe.save(folder)
     pipe.initialize([1] if dist.get_rank() == 1 else [], seed=1)
