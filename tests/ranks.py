@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,17 @@ class Ranks:
             pipe.send((function, arguments))
         answers: list[Any] = [None] * self.count
         until, first = time.monotonic() + PATIENCE, ""
-        while (waiting := [rank for rank, answer in enumerate(answers) if answer is None]) and time.monotonic() < until:
-            for rank in waiting:
-                if self._pipes[rank].poll(0.002):
-                    try:
-                        answers[rank] = self._pipes[rank].recv()
-                    except EOFError:
-                        answers[rank] = ("failed", f"it ended with status {self._status(rank)}")
-                    if answers[rank][0] == "failed" and not first:
-                        first, until = f"rank {rank}: {answers[rank][1]}", min(until, time.monotonic() + GRACE)
-        stuck = [f"rank {rank} is here:\n{self._stack(rank)}" for rank in waiting]
+        waiting = dict(zip(self._pipes, range(self.count), strict=True))
+        while waiting and (left := until - time.monotonic()) > 0:
+            for pipe in connection.wait([*waiting], left):
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("failed", f"it ended with status {self._status(rank)}")
+                if answers[rank][0] == "failed" and not first:
+                    first, until = f"rank {rank}: {answers[rank][1]}", min(until, time.monotonic() + GRACE)
+        stuck = [f"rank {rank} is here:\n{self._stack(rank)}" for rank in waiting.values()]
         if first or stuck:
             self.close()
             raise AssertionError("\n".join([first, *stuck]))

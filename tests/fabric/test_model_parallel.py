@@ -43,7 +43,7 @@ def train(
         model = FeedForward()
     torch.manual_seed(1)
     model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05, fused=path is not None))
     if resume:
         with torch.no_grad():
             for parameter in model.parameters():

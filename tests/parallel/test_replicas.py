@@ -75,7 +75,7 @@ class Language(al.Module):
     def configure_optimizers(self) -> Any:
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), lr=RATE)
-        return torch.optim.AdamW(self.parameters(), lr=RATE, eps=EPS)
+        return torch.optim.AdamW(self.parameters(), lr=RATE, eps=EPS, fused=True)
 
 
 class Even(Language):

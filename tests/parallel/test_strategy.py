@@ -74,7 +74,7 @@ class Language(al.Module):
         self.log("val_loss", total / count, batch_size=int(count))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 class Curve(al.Callback):
@@ -385,7 +385,7 @@ def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tens
     if fabric.world_size == 1:
         initialize(model, 3)
     model, share = fabric.setup_module(model), fabric.strategy.distributed_sampler_kwargs
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     losses, norms = [], []
     for (tokens,) in loader(GLOBAL_BATCH, 24, False):
         tokens = tokens.chunk(share["num_replicas"])[share["rank"]]

@@ -38,7 +38,7 @@ class Model(al.Module):
         self.log("val/loss", (self(batch[0]) - batch[1]).square().mean())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
