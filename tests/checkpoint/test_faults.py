@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 from arclight.checkpoint import CheckpointError, files, find_last, load, save, verify
 from arclight.fabric import atomic_replace
@@ -55,7 +56,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypa
     fork = multiprocessing.get_context("fork")
     rng = random.Random(1)
     step, seen_leftovers = 0, 0
-    for number in range(40):
+    for number in range(16):
         process = fork.Process(target=save_for_ever, args=(path, step))
         old = set(hidden(tmp_path))
         process.start()
@@ -161,12 +162,6 @@ print("step", load(folder + "/last")["step"])
 """
 
 
-def run_script(arguments: list[str], prefix: list[str]) -> str:
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
-    command = [*prefix, sys.executable, "-c", SCRIPT, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path) -> None:
     mounted = tmp_path / "disk"
     mounted.mkdir()
@@ -175,7 +170,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path) -> None:
     prefix = ["unshare", "-rm", "sh", "-c", shell, "sh"]
     if not shutil.which("unshare") or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let us mount a small disk")
-    said = run_script([str(mounted), "0"], prefix)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    command = [*prefix, sys.executable, "-c", SCRIPT, str(mounted), "0"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "No space left on device; the checkpoint that was there before is intact; free at least 4 MB" in said
     assert "step 1" in said
 
@@ -185,7 +182,8 @@ def test_a_read_only_folder_leaves_the_previous_checkpoint() -> None:
     try:
         save(folder / "last", state_at(1))
         folder.chmod(0o555)
-        said = run_script([str(folder), "65534" if os.getuid() == 0 else "0"], [])
+        user = "65534" if os.getuid() == 0 else "0"
+        said = warm.run("-c", SCRIPT, folder, user, timeout=60, check=True).stdout
     finally:
         folder.chmod(0o755)
         shutil.rmtree(folder)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 from arclight import checkpoint
 from arclight.checkpoint.files import PlacedFile, open_hashed
@@ -258,10 +257,7 @@ def test_memory_does_not_grow_with_clients(tmp_path: Path, strategy: str) -> Non
         save(f"c{k}", 1 + k)
     peaks = {}
     for clients in (2, 8):
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(tmp_path), str(clients), strategy],
-            capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
+        done = warm.run("-c", MEASURE, tmp_path, str(clients), strategy, timeout=100)
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         peaks[clients] = said["peak"] - said["base"]
