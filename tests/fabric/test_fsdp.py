@@ -88,6 +88,7 @@ def train(
     window: int = 1,
     jointly: bool = True,
     meta: bool = False,
+    fused: bool = True,
 ) -> tuple[dict[str, Any], list[float]]:
     torch.set_num_threads(1)
     torch.manual_seed(1 + fabric.global_rank)  # rank 0's weights count
@@ -95,12 +96,12 @@ def train(
         net = Net()
     if jointly:
         model, optimizer = fabric.setup(
-            net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05)
+            net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05, fused=fused)
         )
     else:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(
-            torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05)
+            torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05, fused=fused)
         )
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert type(net) is Net
@@ -120,7 +121,7 @@ def train(
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        ({}, {}),
+        ({}, {"fused": False}),
         ({"auto_wrap_policy": None}, {"jointly": False}),
         ({"auto_wrap_policy": 40, "sharding_strategy": "SHARD_GRAD_OP"}, {"window": 2}),
         ({"activation_checkpointing_policy": {Block}, "cpu_offload": True}, {}),
@@ -229,7 +230,9 @@ def _trained(fabric: al.Fabric, data: torch.Tensor, path: Path | None = None) ->
     torch.set_num_threads(1)
     torch.manual_seed(1 if path is None else 99)
     model = fabric.setup_module(Net())
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05))
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True)
+    )
     if path is not None:
         assert fabric.load(path, {"model": model, "optimizer": optimizer}) == {"step": 3}
     for batch in data:

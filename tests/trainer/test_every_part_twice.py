@@ -362,8 +362,29 @@ def read_by(folder: Path, train: Any, stop: StopAt | None = None, start: Path | 
     return model
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["one", "two"])
-@pytest.mark.parametrize("name", LOADERS)
+BESIDE = {
+    "shuffled",
+    "seeded",
+    "workers",
+    "stateful stream",
+    "own, stateful",
+    "generator",
+    "batches",
+    "combined, min_size",
+}
+"""Of loaders side by side, one of each way in which a place in an epoch is kept; the others are of these ways."""
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param(
+            name, count, id=f"{name}-{word}", marks=pytest.mark.slow if count == 2 and name not in BESIDE else ()
+        )
+        for name in LOADERS
+        for count, word in ((1, "one"), (2, "two"))
+    ],
+)
 def test_loaders_of_a_kind_read_the_same_through_two_resumes(name: str, count: int, tmp_path: Path) -> None:
     def loaders() -> Any:
         made = [LOADERS[name]() for _ in range(count)]

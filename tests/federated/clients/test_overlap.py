@@ -137,7 +137,7 @@ def test_while_one_client_trains_the_update_of_another_goes_up(tmp_path: Path) -
 @pytest.mark.parametrize(("fragments", "overlap"), [(1, 1), (2, 1), (3, 2)])
 def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: int, overlap: int, up: Codec) -> None:
     """Two clients, one with a slow line and one with a slow worker, or the other way round, or at one node."""
-    federation = replace(streamed(7, overlap, fragments, up), clients=2)
+    federation = replace(streamed(5, overlap, fragments, up), clients=2)
     ends = []
     for name, pauses, per_byte, nodes in (
         ("quick", (0.0, 0.0), 0.0, ("0", "1")),
@@ -152,7 +152,7 @@ def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: 
             return SlowLine(to, per_byte if next(made) == 0 else 0.0)
 
         weights, _, _ = lived(tmp_path / name, federation, learners, link, nodes)
-        assert all(learner.rounds == list(range(1, 8)) for learner in learners.values())
+        assert all(learner.rounds == list(range(1, 6)) for learner in learners.values())
         ends.append(weights)
     assert all(same(ends[0], other) for other in ends[1:])
 

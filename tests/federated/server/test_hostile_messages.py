@@ -172,19 +172,23 @@ def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[M
     assert said == len(there) * len(HOSTILE)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_several_hostile_fields_together(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with target(tmp_path_factory.mktemp("hostile") / "run") as aim:
-        for kind in data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6)):
-            table = json.loads(aim.honest(kind).to_json())
-            for _ in range(data.draw(st.integers(1, 3))):
-                at = data.draw(st.sampled_from(list(places(table))))
-                within: Any = table
-                for key in at[:-1]:
-                    within = within[key]
-                within[at[-1]] = copy.deepcopy(data.draw(st.sampled_from(HOSTILE)))  # the next draw may change it
-            aim.say(table)
+@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_several_hostile_fields_together(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        with target(tmp_path_factory.mktemp("hostile") / "run") as aim:
+            for kind in data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6)):
+                table = json.loads(aim.honest(kind).to_json())
+                for _ in range(data.draw(st.integers(1, 3))):
+                    at = data.draw(st.sampled_from(list(places(table))))
+                    within: Any = table
+                    for key in at[:-1]:
+                        within = within[key]
+                    within[at[-1]] = copy.deepcopy(data.draw(st.sampled_from(HOSTILE)))  # the next draw may change it
+                aim.say(table)
+
+    check()
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1e308, float("nan")])
