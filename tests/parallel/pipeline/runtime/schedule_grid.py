@@ -1,6 +1,6 @@
 """How far gradients of pipelines are from micro-batches one after another, for every schedule and everything that goes wrong elsewhere.
 
-    torchrun --nproc-per-node 4 tests/parallel/pipeline/runtime/schedule_grid.py [--float32]
+    PYTHONPATH=. torchrun --nproc-per-node 4 tests/parallel/pipeline/runtime/schedule_grid.py [--float32]
 
 prints a line for each case; :func:`gradient_error` is for other programs.
 """
@@ -8,7 +8,6 @@ prints a line for each case; :func:`gradient_error` is for other programs.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import sys
 from collections.abc import Iterable
@@ -16,14 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from arclight.parallel.pipeline import split
-from arclight.parallel.pipeline.cost.measure import predict
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, schedule_kind
-from arclight.parallel.pipeline.splitting.capture import capture_call_graph
-from arclight.parallel.pipeline.unit_costs import ModelCosts
 
 CASES = ("plain", "frozen", "tied", "skip", "uneven", "masked")
 MICRO_BATCHES, LENGTH, WORDS, WIDTH, BLOCKS = 8, 6, 23, 12, 8
@@ -106,21 +103,13 @@ def relative(found: Tensor | None, wanted: Tensor | None) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(torch.finfo(wanted.dtype).tiny))
 
 
-@functools.cache
-def costs_of(case: str, dtype: torch.dtype) -> ModelCosts:
-    """What `split` predicts for the model of a case, whatever the schedule: to predict takes longer than to train two steps."""
-    example = (batch_of(case, 0)[0],)
-    model = Words(case).to(dtype)
-    return predict(model, capture_call_graph(model, None, example, {}), (example, {}))
-
-
 def gradient_error(schedule: str, case: str, dtype: torch.dtype, group: Any = None) -> float:
     """The largest relative error, over two steps, of this process's gradients and of the loss against :func:`accumulated`."""
     torch.manual_seed(3)
     whole = Words(case).to(dtype)
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     stages = ranks * schedule_kind(schedule).stages_per_process
-    pipe = split(copy.deepcopy(whole), (batch_of(case, 0)[0],), stages=stages, costs=costs_of(case, dtype))
+    pipe = split(copy.deepcopy(whole), (batch_of(case, 0)[0],), stages=stages, policy=even_cuts)
     runner = pipe.on(group, schedule=schedule, micro_batches=MICRO_BATCHES, loss=summed)
     worst = 0.0
     for seed in range(2):

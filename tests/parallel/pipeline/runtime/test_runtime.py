@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.optim.processes import run
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 
 from arclight.parallel import PlanError
@@ -54,7 +55,7 @@ def several(rank: int) -> None:
     whole = Several().double()
     for schedule, stages in (("1F1B", 2), ("1F1B", 3), ("ZBVZeroBubble", 3)):
         args, kwargs = arguments(7)
-        pipe = split(copy.deepcopy(whole), (args, kwargs), stages=stages)
+        pipe = split(copy.deepcopy(whole), (args, kwargs), stages=stages, policy=even_cuts)
         alone = stages == 3
         group = dist.new_group([0]), dist.new_group([1])
         runner = pipe.on(
@@ -85,7 +86,7 @@ def messages(rank: int) -> None:
     """A step in which nothing is new has one collective, of two numbers; the store is not asked."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     x = torch.ones(8, WIDTH)
-    runner = split(model, (x,), stages=2).on(micro_batches=4, loss=lambda o, t: (o.sum(), o.numel()))
+    runner = split(model, (x,), stages=2, policy=even_cuts).on(micro_batches=4, loss=lambda o, t: (o.sum(), o.numel()))
     runner.step(x)
     group, board = dist.group.WORLD, runner.engine._board
     assert board is not None
@@ -159,7 +160,7 @@ def small() -> tuple[nn.Sequential, Pipe, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
     x = torch.randn(7, WIDTH, dtype=torch.float64)
-    return model, split(copy.deepcopy(model), (x,), stages=2), x
+    return model, split(copy.deepcopy(model), (x,), stages=2, policy=even_cuts), x
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "micro_mean", "sum"])

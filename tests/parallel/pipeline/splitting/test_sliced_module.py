@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -77,7 +78,7 @@ class InPlace(nn.Module):
 def test_values_that_change_in_place_are_received_so_that_they_can() -> None:
     model = InPlace().double()
     for stages in range(1, 6):
-        pipe = split(model, (floats(2, 4),), stages=stages)
+        pipe = split(model, (floats(2, 4),), stages=stages, policy=even_cuts)
         compare(model, pipe, floats(3, 4))
 
 
@@ -193,7 +194,7 @@ class Ways(nn.Module):
 def test_another_way_than_that_of_the_example_is_an_error_and_the_next_run_is_not() -> None:
     model = Ways()
     x = torch.randn(2, 4)
-    pipe = split(model, (x,), stages=3)
+    pipe = split(model, (x,), stages=3, policy=even_cuts)
     with pytest.raises(PlanError, match=r"call 1 of the model is of layers\.2, but was of layers\.1"):
         pipe(x, (0, 2, 1))
     with pytest.raises(PlanError, match="made 2 calls of its parts, and 3"):
@@ -222,21 +223,25 @@ def test_results_that_gather_state_of_several_stages_are_refused() -> None:
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(0, 20, (2, 6))
     with pytest.raises(PlanError, match=r"DynamicCache.*use_cache=False"):
-        split(model, {"input_ids": tokens, "use_cache": True}, stages=2)
+        split(model, {"input_ids": tokens, "use_cache": True}, stages=2, policy=even_cuts)
     assert model.config.use_cache
-    assert split(model, {"input_ids": tokens}, stages=2)(input_ids=tokens).past_key_values is None
+    assert split(model, {"input_ids": tokens}, stages=2, policy=even_cuts)(input_ids=tokens).past_key_values is None
     assert model.config.use_cache
-    pipe = split(model, {"input_ids": tokens, "use_cache": False, "output_hidden_states": True}, stages=2)
+    pipe = split(
+        model, {"input_ids": tokens, "use_cache": False, "output_hidden_states": True}, stages=2, policy=even_cuts
+    )
     wanted = model(tokens, use_cache=False, output_hidden_states=True)
     got = pipe(input_ids=tokens, use_cache=False, output_hidden_states=True)
     torch.testing.assert_close(got.hidden_states, wanted.hidden_states)
-    again = split(model, {"input_ids": tokens, "use_cache": False, "output_hidden_states": True}, stages=2)
+    again = split(
+        model, {"input_ids": tokens, "use_cache": False, "output_hidden_states": True}, stages=2, policy=even_cuts
+    )
     for one in (pipe, again):
         got = one(input_ids=tokens, use_cache=False, output_hidden_states=True)
         torch.testing.assert_close(got.hidden_states, wanted.hidden_states)
     model.gradient_checkpointing_enable()
     model.train()
-    pipe = split(model, {"input_ids": tokens, "use_cache": False}, stages=3)
+    pipe = split(model, {"input_ids": tokens, "use_cache": False}, stages=3, policy=even_cuts)
     compare(Logits(model), LogitsOf(pipe), tokens)
 
 
@@ -292,7 +297,7 @@ def test_stages_are_spread_by_fsdp_part_by_part(alone: Any) -> None:
     result.sum().backward()
     model = copy.deepcopy(whole)
     model.zero_grad()
-    pipe = split(model, (x,), stages=3)
+    pipe = split(model, (x,), stages=3, policy=even_cuts)
     for stage in pipe.stages:
         for part in stage.parts.values():
             fully_shard(part, mesh=alone)
@@ -307,7 +312,7 @@ def test_stages_are_spread_by_fsdp_part_by_part(alone: Any) -> None:
         torch.testing.assert_close(found, {name: p.grad for name, p in whole.named_parameters()}, rtol=0, atol=1e-13)
     graph = capture_call_graph(model, None, (x,), {})
     assert [call.name for call in graph.calls] == [call.name for call in pipe.graph.calls]
-    again = split(Residual(), (x.float(),), stages=3)
+    again = split(Residual(), (x.float(),), stages=3, policy=even_cuts)
     for stage in again.stages:
         fully_shard(stage, mesh=alone, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     assert again(x.float()).dtype == torch.bfloat16
