@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests import warm
+
 STUCK = """
 import atexit, threading
 from arclight.fabric import launchers
@@ -16,12 +18,12 @@ launchers._end_process()
 
 
 def test_an_exit_function_that_never_returns_holds_no_process() -> None:
-    assert subprocess.run([sys.executable, "-c", STUCK], timeout=120, check=False).returncode == 0
+    assert warm.run("-c", STUCK, timeout=120).returncode == 0
 
 
 def test_exit_functions_run_before_a_process_ends() -> None:
     program = STUCK.replace("threading.Event().wait)", "lambda: print('said', flush=True))")
-    done = subprocess.run([sys.executable, "-c", program], timeout=120, check=True, capture_output=True, text=True)
+    done = warm.run("-c", program, timeout=120, check=True)
     assert done.stdout == "said\n"
 
 
