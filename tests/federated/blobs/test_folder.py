@@ -6,13 +6,12 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
@@ -170,14 +169,10 @@ def test_a_killed_writer_leaves_nothing_that_stays(store: FolderStore) -> None:
             print("ready", flush=True)
             time.sleep(100)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(store.folder)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    store.sweep()
-    assert len(leftovers(store)) == 2, "what living processes are at work on was removed"
-    process.kill()
-    process.wait(60)
-    process.stdout.close()
+    with warm.Program("-c", textwrap.dedent(code), store.folder) as process:
+        process.until("ready", 60)
+        store.sweep()
+        assert len(leftovers(store)) == 2, "what living processes are at work on was removed"
     FolderStore(store.folder)
     assert leftovers(store) == [".partial/" + "0" * 64], "a part of a blob waits for the rest"
     store.sweep(keep_partial_s=3600)

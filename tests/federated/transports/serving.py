@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests import warm
 from tests.federated.fakes import EchoServer
 
 from arclight.federated.blobs.folder import FolderStore
@@ -35,30 +35,28 @@ class Serving:
         keys: Sequence[Path] = (),
         before: Sequence[str] = (),
     ) -> None:
-        command = [*before, sys.executable, "-m", self.module, str(folder), host, str(port)]
-        path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
-        self.process = subprocess.Popen(
-            [*command, *map(str, keys)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
+        words = ["-m", self.module, str(folder), host, str(port), *map(str, keys)]
+        self.process: subprocess.Popen[str] | warm.Program
+        if before:  # a command that starts it elsewhere
+            path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
+            self.process = subprocess.Popen(
+                [*before, sys.executable, *words], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+            assert self.process.stdout is not None
+            with self.process.stdout as said:
+                self.address = said.readline().strip()
+        else:
+            self.process = warm.Program(*words, cwd=REPOSITORY)
+            self.address = self.process.until("http", 120).strip()
         assert self.address, "the server did not start"
         self.port = int(self.address.rpartition(":")[2])
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.close()
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self.process.kill()
         self.process.wait(60)
+
+    close = kill
 
 
 class Line:
@@ -115,11 +113,11 @@ class Line:
             return False
         if self.rate:
             time.sleep(len(piece) / self.rate)
-        target.sendall(changed)
-        if up:
+        if up:  # counted before the other end, which may then look, has it
             self.up += len(piece)
         else:
             self.down += len(piece)
+        target.sendall(changed)
         return True
 
 
@@ -134,7 +132,7 @@ def main(folder: str, host: str, port: str, *keys: str) -> None:
     given = dict(zip(("certificate", "private_key", "nodes"), map(Path, keys), strict=False))
     with HttpServer(EchoServer(FolderStore(folder)), Listening(host=host, port=int(port), **given)) as served:  # type: ignore[arg-type]
         print(served.address, flush=True)
-        sys.stdin.read()
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

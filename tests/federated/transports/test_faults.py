@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,8 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.federated.fakes import EchoServer, Quadratic
-from tests.federated.transports.serving import REPOSITORY, Line, Serving, wait_until
+from tests.federated.transports.serving import Line, Serving, wait_until
 from tests.waiting import patiently
 
 from arclight.federated.blobs.folder import FolderStore
@@ -298,11 +298,8 @@ def test_a_node_killed_while_it_sends_goes_on_from_there(
         link.blobs.put(sys.argv[3], Path(sys.argv[4]))
     """
     line.rate = 8e6
-    command = [sys.executable, "-c", textwrap.dedent(code), line.address, str(tmp_path / "other"), DIGEST, str(source)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")})
-    wait_until(lambda: store.received(DIGEST) >= 3_000_000, "half of the blob", 60)
-    process.kill()
-    process.wait(60)
+    with warm.Program("-c", textwrap.dedent(code), line.address, tmp_path / "other", DIGEST, source):
+        wait_until(lambda: store.received(DIGEST) >= 3_000_000, "half of the blob", 60)
     line.rate, sent = None, line.up
     link.blobs.put(DIGEST, source)
     assert store.file(DIGEST).read_bytes() == BYTES
