@@ -45,21 +45,33 @@ def trained(folder: Path, strategy: Any, overrides: dict[str, Any], model: str, 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "overrides"), [("llama3-debug", SMALL), ("qwen3-moe-debug", MIXTURE)])
-def test_a_language_model_trains_in_stages_as_alone(model: str, overrides: Any, tmp_path: Path) -> None:
+ASKED, PLANNED = (
+    Pipeline(2, schedule="ZBVZeroBubble", micro_batches=3, evaluation_micro_batches=2, start_method="fork"),
+    PlanStrategy(Plan(pp=2), start_method="fork"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "strategy"),
+    [
+        pytest.param("llama3-debug", SMALL, PLANNED, id="llama3-plan"),
+        pytest.param("qwen3-moe-debug", MIXTURE, ASKED, id="qwen3-moe-asked"),
+        pytest.param("llama3-debug", SMALL, ASKED, id="llama3-asked", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe-debug", MIXTURE, PLANNED, id="qwen3-moe-plan", marks=pytest.mark.slow),
+    ],
+)
+def test_a_language_model_trains_in_stages_as_alone(
+    model: str, overrides: Any, strategy: PlanStrategy, tmp_path: Path
+) -> None:
     _, alone = trained(tmp_path / "1", "auto", overrides, model)
-    asked = Pipeline(2, schedule="ZBVZeroBubble", micro_batches=3, evaluation_micro_batches=2, start_method="fork")
-    for strategy in (asked, PlanStrategy(Plan(pp=2), start_method="fork")):
-        watched = [Chosen()] if strategy is asked else []
-        trainer, module = trained(tmp_path / "2", strategy, overrides, model, *watched)
-        for name, value in alone.state_dict().items():
-            torch.testing.assert_close(
-                module.state_dict()[name], value, rtol=0, atol=1e-5, msg=f"{name} {strategy.name}"
-            )
-        if watched:
-            found = {name: float(trainer.callback_metrics[name]) for name in ("stages_per_process", "micro_batches")}
-            assert found == {"stages_per_process": 2.0, "micro_batches": 3.0}
-            assert float(trainer.callback_metrics["evaluation_micro_batches"]) == 2.0
+    watched = [Chosen()] if strategy is ASKED else []
+    trainer, module = trained(tmp_path / "2", strategy, overrides, model, *watched)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-5, msg=f"{name} {strategy.name}")
+    if watched:
+        found = {name: float(trainer.callback_metrics[name]) for name in ("stages_per_process", "micro_batches")}
+        assert found == {"stages_per_process": 2.0, "micro_batches": 3.0}
+        assert float(trainer.callback_metrics["evaluation_micro_batches"]) == 2.0
 
 
 def test_memory_that_is_not_enough_is_refused(tmp_path: Path) -> None:
