@@ -47,16 +47,21 @@ def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str) -> 
         assert "rank 0 stops because rank 1 failed before it" in done.stderr
 
 
-def test_a_killed_rank_is_named_and_ends_the_run() -> None:
-    done = run("kill")
+MEETINGS = ["reduce", pytest.param("ddp", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_killed_rank_is_named_and_ends_the_run(meeting: str) -> None:
+    done = run("kill", "popen", "300", meeting)
     assert done.returncode != 0
     assert "finished" not in done.stdout
     assert "local rank 1 was killed by SIGKILL" in done.stderr
 
 
-def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> None:
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time(meeting: str) -> None:
     def check(seconds: float) -> None:
-        done = run("hang", "popen", str(seconds))
+        done = run("hang", "popen", str(seconds), meeting)
         assert done.returncode != 0
         assert 1 <= done.stderr.count("holds the others up") <= 2  # when it is found out, and by the rank that gave up
         assert "rank 1 (" in done.stderr
