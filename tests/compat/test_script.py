@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from tests import warm
 
 SCRIPT = """
 import torch
@@ -117,9 +116,7 @@ def test_only_the_import_lines_change(tmp_path: Path) -> None:
         "from lightning", "from arclight.compat.lightning"
     )
     (tmp_path / "train.py").write_text(ours)
-    run = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    run = warm.run("train.py", cwd=tmp_path, timeout=100)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.strip().endswith("all as it was")
     folder = tmp_path / "lightning_logs" / "version_0"
