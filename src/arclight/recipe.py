@@ -327,7 +327,7 @@ def _item(hint: Any) -> Any:
 def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
     """Name to (type, default) of what a table for ``cls`` may hold."""
     if dataclasses.is_dataclass(cls):
-        hints = _hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         fields = [f for f in dataclasses.fields(cls) if f.init]
         return {
             f.name: (hints[f.name], f.default_factory() if callable(f.default_factory) else f.default) for f in fields
@@ -340,7 +340,7 @@ def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, which are texts until they are evaluated: half of the time of reading a recipe."""
     return typing.get_type_hints(cls, include_extras=True)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e import FakeQuantizeBase
+from torchao.quantization.pt2e import reference_representation_rewrite as rewriting
 from torchao.quantization.pt2e.quantizer import FixedQParamsQuantizationSpec
 from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
@@ -118,6 +119,25 @@ def test_xnnpack_in_integer_arithmetic(net: nn.Module, batches: list[Tensor]) ->
 
 
 @pytest.mark.slow
+def test_patterns_are_traced_as_torchao_traces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, count = rewriting._get_aten_graph_module_for_pattern, 0
+
+    def nodes(graph: GraphModule) -> list[tuple[str, ...]]:
+        return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in graph.graph.nodes]
+
+    def both(pattern: nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
+        nonlocal count
+        theirs, count = own(pattern, inputs), count + 1
+        assert nodes(pt2e.traced(pattern, inputs)) == nodes(theirs)
+        return theirs
+
+    monkeypatch.setattr(rewriting, "_get_aten_graph_module_for_pattern", both)
+    graph = torch.export.export(nn.Linear(4, 4), (torch.rand(2, 4),)).module()
+    rewriting.reference_representation_rewrite(graph)
+    assert count > 20
+
+
+@pytest.mark.slow
 def test_dynamic_ranges(net: nn.Module, batches: list[Tensor]) -> None:
     quantizer = xnnpack(is_per_channel=False, is_dynamic=True)
     wanted = {"quantized_decomposed.choose_qparams": 1}
@@ -150,8 +170,12 @@ class Absent(nn.Module):
 
 
 def test_outputs_that_are_none_are_left_out_and_doubles_judged_in_float32(
-    net: nn.Module, batches: list[Tensor]
+    net: nn.Module, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def trace(*_: object) -> None:
+        raise AssertionError("a pattern is traced by Dynamo")
+
+    monkeypatch.setattr(f"{rewriting.__name__}._get_aten_graph_module_for_pattern", trace)
     seven = PlacementQuantizer(weight_bits=7)  # of which no processor's sums overflow
     model, batch = copy.deepcopy(Absent(net)).double(), batches[0].double()
     report = verify_quantizer(model, [batch], seven, backends=["onnxruntime"])
