@@ -28,7 +28,7 @@ from arclight.data.fetching import identity
 from arclight.data.packing import Packed, Windows
 from arclight.data.remote.block_folder import BlockFolder
 from arclight.data.remote.block_reader import BlockReader, Expected
-from arclight.data.remote.ranges import RemoteReadError, is_transient
+from arclight.data.remote.ranges import ReadCancelledError, RemoteReadError, is_transient
 from arclight.data.remote.remote_shards import RemoteTokenShards, ShardBlocks
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import BLOCK_BYTES, HEADER_BYTES, TokenShardError, write_index, write_shard
@@ -549,26 +549,81 @@ class Told(Dataset[int]):
         self.log.append(("release", expected))
 
 
+def of(log: list[tuple[str, int]], kind: str) -> list[int]:
+    return [sample for one, sample in log if one == kind]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_is_released_once_it_was_read(workers: int) -> None:
+@pytest.mark.parametrize("size", [4, 10])
+def test_a_batch_is_released_once_it_was_read(workers: int, size: int) -> None:
+    """Also of a pass whose batches are all in flight at once: workers need what they have not read yet."""
     data = Told()
-    loader = DataLoader(data, 4, collate_fn=identity, num_workers=workers)
-    found = ResumableLoader(loader).batches(0)
-    handed = [next(found) for _ in range(6)]
-    firsts = [batch[0] for batch in handed]
-    told = {kind: [sample for one, sample in data.log if one == kind] for kind in ("expect", "release")}
-    assert told["expect"][: len(firsts)] == firsts
-    if workers:  # four batches are in flight, and may not have been read
-        assert told["release"] == firsts[: len(told["release"])]
-        assert len(told["release"]) >= 2
-    else:  # before the step that uses it, so that threads fetch meanwhile
-        assert told["release"] == firsts
-        assert len(told["expect"]) == len(firsts) + data.read_ahead
-    del found  # and no more of it
-    gc.collect()
-    assert sorted(s for kind, s in data.log if kind == "release") == sorted(
-        s for kind, s in data.log if kind == "expect"
+    loader = ResumableLoader(DataLoader(data, size, collate_fn=identity, num_workers=workers))
+    firsts = []
+    for batch in loader.batches(0):
+        firsts.append(batch[0])
+        assert of(data.log, "release") == firsts  # before the step that uses it, so that threads fetch meanwhile
+        ahead = max(1, 2 * workers) + data.read_ahead  # batches that are asked for, and those behind them
+        assert len(of(data.log, "expect")) == min(40 // size, len(firsts) - 1 + (workers > 0) + ahead)
+    assert of(data.log, "expect") == firsts
+
+
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(-2, id="persistent")])
+def test_a_pass_that_is_left_holds_nothing(workers: int) -> None:
+    """As a look at the first batches of the validation set: what it had expected took the room of the training that followed."""
+    data = Told()
+    loader = ResumableLoader(
+        DataLoader(data, 4, collate_fn=identity, num_workers=abs(workers), persistent_workers=workers < 0)
     )
+    for started in (True, False):
+        found = loader.batches(0)
+        if started:
+            next(found)
+        elif workers:
+            assert len(of(data.log, "expect")) > len(of(data.log, "release"))
+        del found
+        gc.collect()
+        assert sorted(of(data.log, "release")) == sorted(of(data.log, "expect"))
+    loader.close()
+
+
+class Torn(Told):
+    """One sample cannot be read."""
+
+    def __getitem__(self, sample: int) -> int:
+        if sample == 5:
+            raise RemoteReadError("it is gone")
+        return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_follows_an_error_can_be_read(workers: int) -> None:
+    data = Torn()
+    loader = DataLoader(data, 4, collate_fn=identity, num_workers=workers)
+    found = ResumableLoader(loader, train=False).batches(0)
+    next(found)
+    with pytest.raises(RemoteReadError, match="it is gone"):
+        next(found)
+    assert next(found) == [8, 9, 10, 11]
+    assert of(data.log, "release") == [0, 4, 8]
+
+
+def test_a_pass_that_ends_with_the_process_releases_without_an_error(tmp_path: Path) -> None:
+    source, through = Gated(), reader(tmp_path, 4 * 8000)  # room for eight
+    expected = [through.expect([(source, (0, block))]) for block in range(12)]
+    wait_until(lambda: source.in_flight == 3, "as many fetches as connections")
+    running = through._running
+    closing = threading.Thread(target=running.close)  # as the finalizer does, while the reader is there
+    closing.start()
+    wait_until(lambda: not running._queue, "the end of what waits")
+    source.gate.release(100)
+    closing.join(60)
+    for one in expected:
+        through.release(one)
+    assert (len(running._threads), running._expected_bytes, running._open) == (3, 0, set())
+    with pytest.raises(ReadCancelledError):
+        through.read(source, (0, 7))
+    through.close()
 
 
 def test_threads_end_with_the_reader(local: TokenShards, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -38,44 +38,57 @@ class ReadsAhead(Protocol):
 
 
 class Ahead:
-    """Batches of indices, of which a data set that reads ahead is told before they are asked for.
+    """Batches of indices, of which a data set that reads ahead is told before they are asked for."""
 
-    in_flight: batches that are asked for and may not have been read when the next one is asked for.
-    """
-
-    def __init__(self, batches: Iterator[Any], dataset: ReadsAhead, in_flight: int) -> None:
-        self._batches, self._dataset, self._in_flight = batches, dataset, in_flight
-        self._unread: deque[Any] = deque()
+    def __init__(self, batches: Iterator[Any], dataset: ReadsAhead) -> None:
+        self._batches, self._dataset = batches, dataset
+        self._expected: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        waiting = deque[tuple[Any, Any]]()
-        try:
-            self._expect(waiting, self._dataset.read_ahead + 1)
-            while waiting:
-                indices, expected = waiting.popleft()
-                self._unread.append(expected)
-                yield indices
-                self._release(self._in_flight)
-                self._expect(waiting, 1)
-        finally:
-            self._release(0)
-            for _, expected in waiting:
-                self._dataset.release(expected)
+        waiting = deque[Any]()
+        self._expect(waiting, self._dataset.read_ahead + 1)
+        while waiting:
+            yield waiting.popleft()
+            self._expect(waiting, 1)
 
-    def read(self, batch: Any) -> Any:
-        """Return a batch that was read where it was asked for, and make room at once for others.
+    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Return the batches of a loader that is given these indices; what is expected of one is released once it was read.
 
-        Threads then fetch while a step computes, and not while the next batch is read.
+        Threads then fetch while a step computes, and not while the next batch is read. A pass that is left releases all.
         """
-        self._release(0)
-        return batch
+        return _Read(self, loader)
 
-    def _expect(self, waiting: deque[tuple[Any, Any]], count: int) -> None:
-        waiting.extend((indices, self._dataset.expect(indices)) for indices in islice(self._batches, count))
+    def release(self) -> None:
+        """Release what is expected of the next batch that has not been read, if there is one."""
+        if self._expected:
+            self._dataset.release(self._expected.popleft())
 
-    def _release(self, kept: int) -> None:
-        while len(self._unread) > kept:
-            self._dataset.release(self._unread.popleft())
+    def close(self) -> None:
+        """Release all that is expected."""
+        while self._expected:
+            self.release()
+
+    def _expect(self, waiting: deque[Any], count: int) -> None:
+        for indices in islice(self._batches, count):
+            self._expected.append(self._dataset.expect(indices))
+            waiting.append(indices)
+
+
+class _Read(Iterator[Any]):
+    """Batches of a loader, in the order of those of ``ahead``; not a generator, which an error of one batch would end."""
+
+    def __init__(self, ahead: Ahead, loader: Iterable[Any]) -> None:
+        self._ahead = ahead
+        self._batches = iter(loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        finally:
+            self._ahead.release()
+
+    def __del__(self) -> None:
+        self._ahead.close()  # a loader with persistent workers keeps the iterator over indices
 
 
 class Fetcher:

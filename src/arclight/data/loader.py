@@ -226,14 +226,11 @@ class ResumableLoader:
                 worker_init_fn=WorkerInit(self.loader.worker_init_fn),
                 persistent_workers=self.loader.persistent_workers,
             )
-        batches = iter(self._inner)
-        return batches if ahead is None or self.loader.num_workers else map(ahead.read, batches)
+        return iter(self._inner) if ahead is None else ahead.read(self._inner)
 
     def _ahead(self, sampled: Iterator[Any]) -> Ahead | None:
-        dataset, workers = self.loader.dataset, self.loader.num_workers
-        if not isinstance(dataset, ReadsAhead) or dataset.read_ahead == 0:
-            return None
-        return Ahead(sampled, dataset, workers * (self.loader.prefetch_factor or 0) if workers else 0)
+        dataset = self.loader.dataset
+        return Ahead(sampled, dataset) if isinstance(dataset, ReadsAhead) and dataset.read_ahead else None
 
     def _fetches(self, where: _Pass, start: int, sampled: Iterator[Any]) -> Iterator[Fetch]:
         for batch, indices in enumerate(sampled, start):

@@ -201,14 +201,15 @@ class _Running:
         try:
             while self._released:
                 self._let_go(self._released.popleft())
-            while self._waiting and self._take(self._waiting[0]):
+            while self._waiting and not self._cancel.is_set() and self._take(self._waiting[0]):
                 self._waiting.popleft()
         finally:
             self._arranging = False
         while len(self._threads) < min(self._connections, len(self._jobs)):
             name = f"arclight-read-ahead-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
         if self._queue:
             self._changed.notify()  # one thread, which wakes the next: all at once would keep the caller from going on
 
@@ -256,6 +257,7 @@ class _Running:
         with self._changed:
             for job in self._queue:
                 job.result.cancel()
+                self._jobs.pop(job.wanted.key)
             self._queue.clear()
             self._changed.notify_all()
         for thread in self._threads:
