@@ -23,6 +23,7 @@ from tests.federated.clients.sites import (
 from torch.utils.data import DataLoader
 
 from arclight import Callback
+from arclight.federated.clients.client import Client
 from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 from arclight.federated.errors import CancelledError, FederatedError, ProtocolError
 from arclight.optim.schedules import cosine
@@ -160,6 +161,31 @@ def test_measuring_in_another_thread_disturbs_nothing(tmp_path: Path) -> None:
         return {key: outcome.tensors[key] for key in outcome.tensors}
 
     assert_equal(trained(measuring=False), trained(measuring=True))
+
+
+def test_measuring_in_another_thread_does_not_disturb_what_is_built(tmp_path: Path) -> None:
+    """Weights that do not travel stay as ``build`` drew them."""
+
+    def built(measuring: bool) -> dict[str, torch.Tensor]:
+        server = TrainerLearner(Net(), data := Watched(), trainer_factory(**CPU), tmp_path / f"server-{measuring}")
+        thread = threading.Thread(target=server.evaluate, args=(evaluate_order(0), weights_of(Net())))
+
+        def build() -> tuple[Net, Rows]:
+            torch.manual_seed(1)
+            if measuring:
+                thread.start()
+                data.inside.wait(0.5)  # in vain, where threads take turns
+            return Net(), Rows()
+
+        learner = Client("a", build=build, trainer=CPU).learner(tmp_path / f"client-{measuring}")
+        assert isinstance(learner, TrainerLearner)
+        data.done.set()
+        if measuring:
+            thread.join(60)
+            assert data.inside.is_set()
+        return weights_of(learner.module)
+
+    assert_equal(built(measuring=False), built(measuring=True))
 
 
 def test_an_evaluation_is_that_of_the_given_weights(tmp_path: Path) -> None:

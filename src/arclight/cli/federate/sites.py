@@ -163,11 +163,9 @@ def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learn
 
     devices: processes that train it together, of which this is one.
     """
-    from arclight.fabric.seeding import generators_lock
     from arclight.federated.clients.trainer_learner import TrainerLearner
 
-    with generators_lock:  # the server may measure in this process meanwhile
-        module, data = build_task(recipe)
+    module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
     return TrainerLearner(module, data, trainer_maker(recipe, folder, devices), folder)

@@ -61,10 +61,14 @@ class Client:
 
     def learner(self, folder: Path) -> Learner:
         """Make the learner that trains it, with its state in ``folder``."""
+        from arclight.fabric.seeding import generators_lock
+
+        with generators_lock:  # the server may measure in this process meanwhile
+            return self._trained_by(folder) if self._learner is None else self._learner(folder)
+
+    def _trained_by(self, folder: Path) -> Learner:
         from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 
-        if self._learner is not None:
-            return self._learner(folder)
         module, data = (self._module, self._datamodule) if self._build is None else self._build()
         if module is None:
             raise FederatedError(f"build() of client {self.name!r} gave no module: return (module, datamodule)")
