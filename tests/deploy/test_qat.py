@@ -35,7 +35,7 @@ from arclight.deploy import (
     quantize,
 )
 from arclight.deploy.programs import processor
-from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing import pt2e, qat
 from arclight.deploy.quantizing.batch_norm import literals
 from arclight.deploy.quantizing.observers import MovingRange
 from arclight.deploy.quantizing.placement import PlacementQuantizer
@@ -770,6 +770,22 @@ def test_pickles_compute_alike(trained: tuple[Normed, Tensor]) -> None:
     assert torch.equal(convert(again)(x), convert(prepared)(x))
     with pytest.raises(MisconfigurationError, match="which is False here"):
         again.load_state_dict(prepare_qat(model, x, recipe=SEVEN).state_dict())
+
+
+def test_pickles_are_captured_where_the_weights_are(
+    trained: tuple[Normed, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example inputs stay where the model was prepared when it is moved."""
+    pickled, devices = pickle.dumps(prepare_qat(*trained, recipe=EIGHT).to("meta")), []
+
+    def capture(kind: str, model: nn.Module, example: tuple[Tensor, ...]) -> None:
+        devices.extend(tensor.device.type for tensor in (*model.parameters(), *example))
+        raise ExportError("far enough: meta tensors have no values")
+
+    monkeypatch.setattr(qat, "capture_as", capture)
+    with pytest.raises(ExportError, match="far enough"):
+        pickle.loads(pickled)
+    assert set(devices) == {"meta"}
 
 
 class Offset(Normed):

@@ -257,7 +257,8 @@ def _captured_again(
 ) -> PreparedModel:  # fmt: skip
     """Prepare ``model`` in the modes that it was ``captured`` in, and give the result what the one before had learnt and was set to."""
     _set_modes(model, captured)
-    prepared = PreparedModel(model, example, recipe, target, settled=settled)
+    inputs = inputs_on(model, example)  # the model may have been moved
+    prepared = PreparedModel(model, inputs, recipe, target, settled=settled)
     prepared._modules[RANGES].load_state_dict(ranges)  # type: ignore[union-attr]
     prepared.observe(observing)
     prepared.freeze_batch_norm(batch_norm_frozen)
