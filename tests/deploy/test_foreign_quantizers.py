@@ -62,13 +62,23 @@ def test_a_refused_placement_is_not_blamed_on_a_field_that_nobody_reads(tmp_path
     assert "skip" not in str(refused.value), "a quantizer of torchao does not read Int8.skip"
 
 
+def test_a_quantizer_of_8_bits_is_refused_with_the_reason_where_sums_overflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx", "avx2"}))
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()
+    placed = quantize(model, [X], quantizer=x86(), target="onnxruntime")
+    with pytest.raises(ExportError, match="has no VNNI, .* X86InductorQuantizer round weights to 7 bits"):
+        export(placed, tmp_path / "x86.onnx", example_inputs=X, max_difference=-1.0)
+
+
 @pytest.mark.slow
 def test_inductors_own_quantizer_runs_on_integers_in_aoti(tmp_path: Path) -> None:
     """Compiled as it is documented, with gradients and without freezing, not one of its layers would be an integer kernel."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(4, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 5))
     model = nn.Sequential(*layers).eval()
-    placed = quantize(model, [X], quantizer=x86())
+    placed = quantize(model, [X], quantizer=x86(reduce_range=processor.overflows()))
     key = SigningKey.make(tmp_path / "key.pem")
     program = export(placed, tmp_path / "p", example_inputs=X, sign=key, dynamic_batch=False)
     report = program.metadata["quantization"]

@@ -439,10 +439,13 @@ def precision_of(recipe: Quantization) -> str:
 
 def _way_out(quantized: QuantizedModel | None) -> str:
     """Return what to do about a program that differs, where the reason is known."""
-    if quantized is None or quantized.quantizer is not None:
+    if quantized is None or not overflows():
         return ""
-    if getattr(quantized.recipe, "reduce_range", None) is False and overflows():
-        return " (this processor has no VNNI, and its sums of 8-bit products overflow: quantize with reduce_range=True)"
+    reason = "this processor has no VNNI, and its sums of 8-bit products overflow"
+    if quantized.quantizer is not None:
+        return f" ({reason}: let the configuration of {quantized.quantizer} round weights to 7 bits, where it has reduce_range)"
+    if getattr(quantized.recipe, "reduce_range", None) is False:
+        return f" ({reason}: quantize with reduce_range=True)"
     return ""
 
 
