@@ -772,6 +772,14 @@ def test_pickles_compute_alike(trained: tuple[Normed, Tensor]) -> None:
         again.load_state_dict(prepare_qat(model, x, recipe=SEVEN).state_dict())
 
 
+@pytest.mark.parametrize("name", ["extra", "out"])
+def test_pickles_do_not_lose_what_was_put_into_a_model(trained: tuple[Normed, Tensor], name: str) -> None:
+    prepared = prepare_qat(*trained, recipe=EIGHT)
+    setattr(prepared, name, nn.Linear(*reversed(prepared.out.weight.shape)))
+    with pytest.raises(QuantizeError, match=f"cannot be pickled: {name} was put into it"):
+        pickle.dumps(prepared)
+
+
 def test_pickles_are_captured_where_the_weights_are(
     trained: tuple[Normed, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

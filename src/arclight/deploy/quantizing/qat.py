@@ -85,6 +85,7 @@ class PreparedModel(NamedGraphs):
         ranges.register_buffer(WEIGHT_BITS, torch.tensor(self.weight_bits, device=example[0].device))
         self._modules[RANGES] = ranges
         self._adopt_constants()
+        self._own = frozenset(_entries(self).keys() - _entries(model).keys())
         self.bind()
         self.training = model.training
         self.called = False
@@ -105,6 +106,8 @@ class PreparedModel(NamedGraphs):
     """Whether it has computed anything; methods and submodules of the model compute without rounding."""
     evaluates_int8 = False
     """Whether evaluation mode runs the converted model, made of the weights at its first batch; see `evaluate_int8`."""
+    _own: frozenset[str]
+    """Names of what is registered here and not in the model: the ranges, and constants of the graphs."""
     _int8: QuantizedModel | None = None
     _batch_norm_frozen = False
 
@@ -143,8 +146,17 @@ class PreparedModel(NamedGraphs):
             return getattr(self.__dict__["float_model"], name)
 
     def __reduce__(self) -> tuple[Callable[..., PreparedModel], tuple[Any, ...]]:
-        """Pickle the float model and the ranges, as for spawned ranks: graphs are captured again, as torch's pickles lose their notes."""
+        """Pickle the float model and the ranges, as for spawned ranks: graphs are captured again, as torch's pickles lose their notes.
+
+        Raises QuantizeError where a layer or tensor was put here since: the float model does not have it.
+        """
         self._bind_own()
+        ours, captured = _entries(self), _entries(self.float_model)
+        if put := [name for name, value in ours.items() if captured.get(name) is not value and name not in self._own]:
+            raise QuantizeError(
+                f"the prepared model cannot be pickled: {put[0]} was put into it after it was prepared; put that into the model before, or "
+                "beside the prepared model"
+            )
         ranges = self._modules[RANGES].state_dict()  # type: ignore[union-attr]
         observing = all(module.observing for module in self.ranges())
         now = (ranges, _modes(self), observing, self._batch_norm_frozen)
@@ -264,6 +276,11 @@ def _captured_again(
     prepared.freeze_batch_norm(batch_norm_frozen)
     _set_modes(prepared, modes)
     return prepared
+
+
+def _entries(model: nn.Module) -> dict[str, Any]:
+    """Return the layers and tensors that are registered in ``model`` itself."""
+    return {**model._modules, **model._parameters, **model._buffers}
 
 
 def _modes(model: nn.Module) -> dict[str, bool]:
