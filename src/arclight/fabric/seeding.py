@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,24 @@ _LOG = logging.getLogger("arclight")
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
 
-generators_lock = threading.RLock()
-"""Held by a thread that seeds the process's generators and draws from them for long, where others may, too: clients, and the server that measures."""
+_generators_lock = threading.RLock()
+
+
+def generators_lock() -> AbstractContextManager[Any]:
+    """Return the lock of a thread that seeds the process's generators and draws from them for long, where others may, too.
+
+    These are clients, and the server that measures.
+    """
+    return _generators_lock
+
+
+def _renew_lock() -> None:
+    global _generators_lock
+    _generators_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ class Watched(Rows):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.done = threading.Event(), threading.Event()
+        self.inside, self.done, self.patience_s = threading.Event(), threading.Event(), 2.0
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.rows, 5, sampler=self)
@@ -130,7 +131,7 @@ class Watched(Rows):
 
     def __iter__(self) -> Iterator[int]:
         self.inside.set()
-        self.done.wait(2.0)
+        self.done.wait(self.patience_s)
         return iter(range(len(self.rows)))
 
 
@@ -186,6 +187,27 @@ def test_measuring_in_another_thread_does_not_disturb_what_is_built(tmp_path: Pa
         return weights_of(learner.module)
 
     assert_equal(built(measuring=False), built(measuring=True))
+
+
+def _measure(learner: TrainerLearner, weights: dict[str, torch.Tensor]) -> None:
+    learner.evaluate(evaluate_order(0), weights)
+
+
+def test_a_fork_beside_a_thread_that_measures_can_do_so_too(tmp_path: Path) -> None:
+    learner, data, weights = learner_of(tmp_path / "own", Net()), Watched(), weights_of(Net())
+    server = TrainerLearner(Net(), data, trainer_factory(**CPU), tmp_path / "server")
+    data.patience_s = 60.0
+    thread = threading.Thread(target=_measure, args=(server, weights))
+    thread.start()
+    assert data.inside.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=_measure, args=(learner, weights))
+    child.start()
+    child.join(30)
+    code = child.exitcode
+    child.kill()
+    data.done.set()
+    thread.join(60)
+    assert code == 0
 
 
 def test_an_evaluation_is_that_of_the_given_weights(tmp_path: Path) -> None:
