@@ -102,7 +102,7 @@ def seed_generators(seed: int) -> None:
 def seed_device(seed: int, device: torch.device) -> None:
     """Seed torch's global generators of the CPU and of ``device``, and no others.
 
-    ``torch.manual_seed`` seeds those of all devices, and formats a stack trace for each kind that is not in use yet: 10 ms.
+    ``torch.manual_seed`` seeds those of all devices, and formats a stack trace for each kind that is not in use yet: 0.7 ms under sixty calls.
     """
     if device.type not in ("cpu", "cuda"):
         torch.manual_seed(seed)
