@@ -68,7 +68,7 @@ def test_a_quantizer_of_8_bits_is_refused_with_the_reason_where_sums_overflow(
     monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx", "avx2"}))
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()
     placed = quantize(model, [X], quantizer=x86(), target="onnxruntime")
-    with pytest.raises(ExportError, match="has no VNNI, .* X86InductorQuantizer round weights to 7 bits"):
+    with pytest.raises(ExportError, match=r"has no VNNI, .* X86InductorQuantizer round weights to 7 bits"):
         export(placed, tmp_path / "x86.onnx", example_inputs=X, max_difference=-1.0)
 
 
