@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,19 +12,12 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-_lock = threading.RLock()
+from arclight.fabric.seeding import lock_of_process
+
+_lock = lock_of_process()
 _spare: list[np.random.MT19937] = []  # building one takes longer than all the rest of `isolated_rng`
 
 OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
-    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
 
 
 def derive_seed(*parts: int) -> int:
@@ -43,7 +34,7 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
     process's: other threads that would isolate theirs wait. A block must therefore wait for no thread that isolates generators, too.
     """
-    with _lock:
+    with _lock():
         python_state = random.getstate()
         torch_state = torch.default_generator.get_state()
         numpy_generator = get_bit_generator()

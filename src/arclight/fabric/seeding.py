@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,24 +20,23 @@ _LOG = logging.getLogger("arclight")
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
 
-_generators_lock = threading.RLock()
+
+def lock_of_process() -> Callable[[], AbstractContextManager[Any]]:
+    """Return a function that gives a reentrant lock; a forked process has another, as the thread that held it may not be there."""
+    lock = threading.RLock()
+
+    def renew() -> None:
+        nonlocal lock
+        lock = threading.RLock()
+
+    if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+        os.register_at_fork(after_in_child=renew)
+    return lambda: lock
 
 
-def generators_lock() -> AbstractContextManager[Any]:
-    """Return the lock of a thread that seeds the process's generators and draws from them for long, where others may, too.
-
-    These are clients, and the server that measures.
-    """
-    return _generators_lock
-
-
-def _renew_lock() -> None:
-    global _generators_lock
-    _generators_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
-    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it may not be there
+generators_lock = lock_of_process()
+"""The lock of a thread that seeds the process's generators and draws from them for long, where others may, too: clients, and the server that
+measures."""
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
