@@ -49,10 +49,8 @@ def check_processor(description: Mapping[str, Any]) -> None:
             f"the program was compiled for {', '.join(missing)}, which this processor lacks: compile it here, or take an onnx "
             "or openvino program"
         )
-    eight_bits = description.get("precision") in ("int8", "dynamic int8") and not description.get(
-        "quantization", {}
-    ).get("reduce_range")
-    if eight_bits and overflows():
+    reduced = description.get("quantization", {}).get("reduce_range")
+    if description.get("precision") in ("int8", "dynamic int8") and not reduced and overflows():
         warnings.warn(
             "this processor has no VNNI: it adds 8-bit products in 16 bits, which overflow with weights of 8 bits; quantize with "
             "reduce_range=True for it",

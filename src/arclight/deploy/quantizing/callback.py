@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,14 +77,16 @@ class QuantizationAwareTraining(Callback):
                 f"{type(pl_module).__name__}.{self.attribute} is a QuantizedModel, which has no gradients: put the model that "
                 "was trained back in its place"
             )
-        settled = for_processor(self.recipe, self.target)
-        self._prepare(pl_module, trainer.strategy.broadcast(settled))  # ranks may have unlike processors
+        self._prepare(pl_module, trainer.strategy.broadcast)  # ranks may have unlike processors
 
     def replace_layers(self, pl_module: Module) -> None:
-        self._prepare(pl_module, for_processor(self.recipe, self.target))
+        self._prepare(pl_module, lambda recipe: recipe)
 
-    def _prepare(self, pl_module: Module, settled: Quantization) -> None:
-        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there."""
+    def _prepare(self, pl_module: Module, agreed: Callable[[Quantization], Quantization]) -> None:
+        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there.
+
+        agreed: gives the recipe that all ranks take, of this one's.
+        """
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel | QuantizedModel):
             return
@@ -104,7 +106,7 @@ class QuantizationAwareTraining(Callback):
                 f"{type(pl_module).__name__}.{self.attribute} has no values yet (it is on the meta device), and the first ranges are taken "
                 "from what it computes: build it with values, say with trainer.init_module(empty_init=False)"
             )
-        inputs = inputs_on(model, example)
+        inputs, settled = inputs_on(model, example), agreed(for_processor(self.recipe, self.target))
         setattr(pl_module, self.attribute, PreparedModel(model, inputs, self.recipe, self.target, settled=settled))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
