@@ -42,15 +42,22 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, then each back into its own: some may be frozen in another."""
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Put every module back into its own mode afterwards: some may be frozen in another than the model's."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, then each back into its own."""
+    with keeping_modes(model):
+        model.eval()
+        yield
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
+from arclight.fabric.modules import keeping_modes
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.datamodule import DataHooks
@@ -550,18 +551,13 @@ def _export(module: Module, target: str | Path | IO[bytes] | None, input_sample:
     sample = module.transfer_batch_to_device(module.on_before_batch_transfer(input_sample, 0), module.device, 0)
     sample = module.on_after_batch_transfer(sample, 0)
     positional, named = _arguments(sample)
-    modes = {part: part.training for part in module.modules()}
-    try:
-        with torch.no_grad():
-            if target is None or isinstance(target, (str, Path)):
-                path = str(target) if target is not None else None
-                return torch.onnx.export(module, positional, path, kwargs=named, **options)
-            program = torch.onnx.export(module, positional, None, kwargs=named, **options | {"dynamo": True})
-            target.write(program.model_proto.SerializeToString())  # type: ignore[union-attr]
-            return program
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    with keeping_modes(module), torch.no_grad():
+        if target is None or isinstance(target, (str, Path)):
+            path = str(target) if target is not None else None
+            return torch.onnx.export(module, positional, path, kwargs=named, **options)
+        program = torch.onnx.export(module, positional, None, kwargs=named, **options | {"dynamo": True})
+        target.write(program.model_proto.SerializeToString())  # type: ignore[union-attr]
+        return program
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:

@@ -36,6 +36,7 @@ from arclight.fabric.distributed.hang_report import is_collective_error
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import is_out_of_memory
+from arclight.fabric.modules import keeping_modes
 
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
@@ -379,21 +380,15 @@ def _graphs(
     model: nn.Module, example: Inputs, recipe: Quantization, target: Target
 ) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
     """Capture ``model`` in training and evaluation mode, and insert fake quantization into both graphs."""
-    modes = {module: module.training for module in model.modules()}
     graphs = {}
-    try:
-        for kind in ("training", "inference"):
+    for kind in ("training", "inference"):
+        with keeping_modes(model):
             if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
                 model.train(kind == "training")
             graph = capture_as(kind, model, example)
             quantizer = placement(recipe, target, qat=True)
             with torch.no_grad(), quiet():
                 graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
-            for module, mode in modes.items():
-                module.training = mode
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not quantizer.quantized_layers:
         raise QuantizeError(
             f"no layer of {type(model).__name__} can run on integers, so there is nothing to train for; these stay in "

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from arclight.fabric.extras import require
+from arclight.fabric.modules import keeping_modes
 from arclight.vision.data.images import Image
 from arclight.vision.models.heads import ClassifyHead
 from arclight.vision.models.yolov5 import Yolo
@@ -75,16 +76,13 @@ def activation_map(model: Yolo, images: Tensor, conf_threshold: float) -> Tensor
         kept.append(output.detach().requires_grad_())  # gradients go no further back than here
         return kept[0]
 
-    modes = {part: part.training for part in model.modules()}
     handle = model.model[deep_layer(model)].register_forward_hook(cut)
     try:
-        with torch.enable_grad():
+        with keeping_modes(model), torch.enable_grad():
             answer = _evidence(model, model.eval().raw(images), conf_threshold)
             (gradient,) = torch.autograd.grad(answer, kept[0], allow_unused=True)
     finally:
         handle.remove()
-        for part, training in modes.items():
-            part.training = training
     if gradient is None:
         return torch.zeros(kept[0].shape[-2:], device=images.device)
     heat = (gradient * kept[0].detach())[0].sum(0).clamp(min=0)

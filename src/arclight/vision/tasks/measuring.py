@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arclight.fabric.memory import free_memory, is_out_of_memory
+from arclight.fabric.modules import keeping_modes
 from arclight.fabric.seeding import isolate_rng
 from arclight.vision.data.dataset import available_memory
 from arclight.vision.models.yolov5 import Yolo
@@ -126,17 +127,14 @@ def fitting_batch_size(
         return own.step_bytes(step)
 
     states = {name: value.clone() for name, value in model.state_dict().items()}
-    modes = {part: part.training for part in model.modules()}
     try:
-        with isolate_rng():
+        with keeping_modes(model), isolate_rng():
             model.train()
             budget = _budget(model, own, budget_gib, share)
             return largest_batch(measure, own, budget, images, f"of {side} pixels")
     finally:
         model.load_state_dict(states)
         model.zero_grad(set_to_none=True)
-        for part, training in modes.items():
-            part.training = training
 
 
 def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int, images: int, what: str) -> int:

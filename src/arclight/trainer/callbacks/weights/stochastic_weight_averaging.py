@@ -10,6 +10,7 @@ from torch.optim.swa_utils import SWALR
 
 from arclight._intervals import NonNegativeInt, PositiveFloat, check
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.modules import keeping_modes
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callbacks.weights.weight_averaging import AverageFunction, WeightAveraging, tensor_owners
@@ -206,11 +207,9 @@ def _pass_over(trainer: Trainer, module: Module) -> None:
     """One epoch of forward passes through ``training_step``."""
     move, step = trainer.data.transfer(module), trainer.precision_plugin.wrap(module.training_step)
     trainer.enter("training_step")
-    modes = {name: part.training for name, part in module.named_modules()}
-    module.train()
-    for index, batch in enumerate(trainer.data.train_batches(trainer.progress.epoch, 0)):
-        moved = batch if move is None else move(batch)
-        trainer.logged.batch.set(moved)
-        step(moved, index)
-    for name, part in module.named_modules():
-        part.training = modes[name]
+    with keeping_modes(module):
+        module.train()
+        for index, batch in enumerate(trainer.data.train_batches(trainer.progress.epoch, 0)):
+            moved = batch if move is None else move(batch)
+            trainer.logged.batch.set(moved)
+            step(moved, index)

@@ -28,6 +28,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from arclight.fabric.modules import keeping_modes
 from arclight.parallel.pipeline.splitting.proxy_modules import parameter_names
 from arclight.parallel.plan import PlanError
 
@@ -109,10 +110,9 @@ class Frame:
     def refuse_mode(self, training: bool) -> None:
         """Raise PlanError if ``model.train(training)`` would change the mode of any module."""
         before = {name: module.training for name, module in self.skeleton.named_modules()}
-        self.skeleton.train(training)
-        changed = [name for name, module in self.skeleton.named_modules() if module.training != before[name]]
-        for name, module in self.skeleton.named_modules():
-            module.training = before[name]
+        with keeping_modes(self.skeleton):
+            self.skeleton.train(training)
+            changed = [name for name, module in self.skeleton.named_modules() if module.training != before[name]]
         if changed:
             was, name = "eval" if training else "train", changed[-1]
             raise PlanError(
