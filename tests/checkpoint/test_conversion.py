@@ -40,7 +40,9 @@ def test_modules_own_state_dict(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     torch.save(model.state_dict(), tmp_path / "a.pt")
     state = load(convert(tmp_path / "a.pt", tmp_path / "out"))
-    torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).load_state_dict(state["model"])
+    again = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    again.load_state_dict(state["model"])
+    assert same(again.state_dict(), model.state_dict())
 
 
 class Dangerous:
