@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from arclight.fabric.seeding import lock_of_process
+from arclight.fabric.seeding import ProcessLock
 
-_lock = lock_of_process()
+_LOCK = ProcessLock()
 _spare: list[np.random.MT19937] = []  # building one takes longer than all the rest of `isolated_rng`
 
 OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -34,7 +34,7 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
     process's: other threads that would isolate theirs wait. A block must therefore wait for no thread that isolates generators, too.
     """
-    with _lock():
+    with _LOCK.current:
         python_state = random.getstate()
         torch_state = torch.default_generator.get_state()
         numpy_generator = get_bit_generator()

@@ -6,8 +6,8 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,22 @@ MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
 
 
-def lock_of_process() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that gives a reentrant lock; a forked process has another, as the thread that held it may not be there."""
-    lock = threading.RLock()
+class ProcessLock:
+    """A reentrant lock of this process; a forked process has another, as the thread that held it may not be there.
 
-    def renew() -> None:
-        nonlocal lock
-        lock = threading.RLock()
+    ``with lock.current:`` costs no Python call.
+    """
 
-    if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
-        os.register_at_fork(after_in_child=renew)
-    return lambda: lock
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.current = threading.RLock()
 
 
-generators_lock = lock_of_process()
+generators_lock = ProcessLock()
 """The lock of a thread that seeds the process's generators and draws from them for long, where others may, too: clients, and the server that
 measures."""
 

@@ -63,7 +63,7 @@ class Client:
         """Make the learner that trains it, with its state in ``folder``."""
         from arclight.fabric.seeding import generators_lock
 
-        with generators_lock():  # the server may measure in this process meanwhile
+        with generators_lock.current:  # the server may measure in this process meanwhile
             return self._trained_by(folder) if self._learner is None else self._learner(folder)
 
     def _trained_by(self, folder: Path) -> Learner:

@@ -85,7 +85,7 @@ class TrainerLearner:
         state, at = self._newest()
         inside = at if at is not None and at.is_of(order) else None
         callback, self._memory = self._callback, None
-        with generators_lock(), isolate_rng():
+        with generators_lock.current, isolate_rng():
             if state is None:
                 self._seed_all(order)
                 self._load_first(order, weights)
@@ -108,7 +108,7 @@ class TrainerLearner:
             given = {**checkpoints.load_weights(state), **given}
         measuring = EvaluationCallback(given)
         trainer = self.trainer
-        with generators_lock(), isolate_rng(), trainer.temporarily(callbacks=[measuring]):
+        with generators_lock.current, isolate_rng(), trainer.temporarily(callbacks=[measuring]):
             try:
                 results = trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
             finally:

@@ -173,7 +173,7 @@ class Server:
 
     def _measured(self, number: int, weights: Weights) -> Measurement:
         assert self._evaluate is not None
-        with generators_lock():  # clients may train in this process, too
+        with generators_lock.current:  # clients may train in this process, too
             result = self._evaluate(weights)
         samples, metrics = (1, result) if isinstance(result, Mapping) else result
         found = {name: float(value) for name, value in metrics.items()}
