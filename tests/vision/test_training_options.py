@@ -15,9 +15,13 @@ import torch
 from arclight.optim.schedule_settings import WSD
 from arclight.optim.settings import SGD, AdamW
 from arclight.trainer import Callback, Trainer
-from arclight.trainer.callbacks import BatchSizeFinder
+from arclight.trainer.callbacks import BatchSizeFinder, ModelCheckpoint
 from arclight.vision import Detector
+from arclight.vision.data.augment_settings import Augment
+from arclight.vision.data.data_yaml import read_data_yaml
+from arclight.vision.data.dataset import DetectionDataset
 from arclight.vision.data.mix import MixedData
+from arclight.vision.data.progressive_resizing import ProgressiveResizing
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.loss import update_balance
 from arclight.vision.tasks import module as vision_module
@@ -145,8 +149,8 @@ def fit(task: DetectionTask, folder: Path, ckpt_path: Path | None = None, **sett
     torch.manual_seed(0)
     made = Detector(task, names=data.names)
     trainer = Trainer(
-        accelerator="cpu", default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **{"limit_val_batches": 0} | settings,
+        accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        **{"limit_val_batches": 0, "enable_checkpointing": False} | settings,
     )  # fmt: skip
     trainer.fit(made, datamodule=data, ckpt_path=ckpt_path)
     return made
@@ -319,3 +323,82 @@ def test_the_largest_batch_that_fits_is_found_and_trained_with(
     seen.clear()
     assert (fit(max_val=4).batch_size, seen) == (4, [2, 4, 4])
     assert task.batch_size == 3
+
+
+# ------------------------------------------------------------------------------------------------------------ progressive resizing
+
+
+def test_images_grow_with_the_epochs_and_a_resumed_run_goes_on_with_theirs(
+    tmp_path: Path, write_dataset: Callable[..., Path]
+) -> None:
+    yaml = write_dataset(tmp_path / "set", 4)
+    write_dataset(tmp_path / "set", 1, "val")
+    growing = ProgressiveResizing(initial_scale=0.34, delay_fraction=0.4, finetune_fraction=0.2)
+    task = DetectionTask(
+        data=yaml, image_size=96, batch_size=2, workers=1, memory_format="contiguous", cache_labels=False,
+        progressive_resizing=growing,
+    )  # fmt: skip
+    sides: list[int] = []
+
+    class Sides(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            sides.append(batch["images"].shape[-1])
+
+    whole = fit(task, tmp_path / "whole", max_epochs=5, callbacks=[Sides()])
+    assert sides == [32, 32, 32, 32, 64, 64, 64, 64, 96, 96]
+    sides.clear()
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)  # in the middle of an epoch
+    fit(task, tmp_path / "first", max_epochs=5, callbacks=[kept], enable_checkpointing=True)
+    (path,) = (tmp_path / "kept").glob("*step=5*")
+    resumed = fit(task, tmp_path / "second", path, max_epochs=5, callbacks=[Sides()])
+    assert sides == [64, 64, 64, 96, 96]
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "epochs", "sides"),
+    [
+        ({}, 10, [160] * 5 + [192, 256, 288, 320, 320]),
+        ({"delay_fraction": 0.5, "finetune_fraction": 0.5}, 4, [160, 160, 320, 320]),
+        ({"delay_fraction": 1.0, "finetune_fraction": 0.0}, 3, [160, 160, 320]),  # the last epoch is whole
+        ({"initial_scale": 0.01}, 2, [32, 320]),  # and none is smaller than the stride
+        ({}, 1, [320]),
+    ],
+)
+def test_sides_of_epochs(
+    tmp_path: Path, write_dataset: Callable[..., Path], settings: dict[str, float], epochs: int, sides: list[int]
+) -> None:
+    opened = DetectionDataset.open(
+        read_data_yaml(write_dataset(tmp_path, 1)), "train", image_size=320, augment=Augment(), epochs=epochs,
+        resizing=ProgressiveResizing(**settings),
+    )  # fmt: skip
+    found = []
+    for epoch in range(epochs):
+        opened.set_epoch(epoch)
+        found.append(opened.__getitems__([0]).images.shape[-1])
+    assert found == sides
+    opened.set_epoch(epochs + 3)  # of a run that goes on beyond its length
+    assert opened.__getitems__([0]).images.shape[-1] == 320
+
+
+def test_progressive_resizing_that_cannot_be_is_refused(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"delay_fraction = 0.7 and finetune_fraction = 0.4 are more than all epochs"):
+        ProgressiveResizing(delay_fraction=0.7, finetune_fraction=0.4)
+    growing = ProgressiveResizing()
+    with pytest.raises(ValueError, match="rect_train and progressive_resizing both say which sides"):
+        DetectionTask(data=tmp_path, rect_train=True, progressive_resizing=growing)
+    yaml = write_dataset(tmp_path / "set", 2)
+    write_dataset(tmp_path / "set", 1, "val")
+    task = DetectionTask(
+        data=yaml, image_size=64, workers=0, memory_format="contiguous", cache_labels=False,
+        progressive_resizing=growing,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"nothing says how many there will be: give trainer.max_epochs or max_steps"):
+        fit(task, tmp_path, max_epochs=-1, max_time="00:00:00:10")
+    data = DetectionData(task)
+    data.setup("fit")
+    data.train.epochs = 2
+    data.trainer = SimpleNamespace(strategy=SimpleNamespace(in_stages=True))
+    with pytest.raises(ValueError, match="progressive_resizing: stages of a network take batches of one shape"):
+        data.training_order()

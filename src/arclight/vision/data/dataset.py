@@ -36,6 +36,7 @@ from arclight.vision.data.labels import (
 )
 from arclight.vision.data.letterbox import Frame, Letterbox, letterbox, scaled_shape
 from arclight.vision.data.mix import EpochMix, MixedData
+from arclight.vision.data.progressive_resizing import ProgressiveResizing
 from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, FramedIndex, smallest_frame
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
@@ -149,7 +150,8 @@ class DetectionDataset(Dataset[Sample]):
     cache: keep all training images decoded in memory, at the size of the input. disk_cache: keep them in files of this folder, which
     are there again at the next start; an image that has changed since is decoded again.
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
-    share of ``image_size`` and a multiple of ``stride``. image_weights: draw training images by how rare their classes are.
+    share of ``image_size`` and a multiple of ``stride``. resizing: the side of an epoch's batches grows with the share of ``epochs`` that
+    are over. image_weights: draw training images by how rare their classes are.
     rect: pad each batch no further than to a multiple of ``stride``: without ``augment`` images are sorted by aspect ratio, in training
     `aspect_order` groups them, and nothing is composed to mosaics.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
@@ -176,6 +178,7 @@ class DetectionDataset(Dataset[Sample]):
         mix: EpochMix | None = None,
         names: Sequence[str] = (),
         multi_scale: float = 0.0,
+        resizing: ProgressiveResizing | None = None,
         stride: int = 32,
         image_weights: bool = False,
         rect: bool = False,
@@ -201,16 +204,14 @@ class DetectionDataset(Dataset[Sample]):
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
         self._stride, self._shapes = stride, None if not rect else self._image_shapes(ordered=augment is None)
         self._sides = batch_sides(image_size, multi_scale, stride)
+        self._multi_scale, self._resizing = multi_scale, resizing
         self._weights = draw_weights(self.labels) if image_weights else None
         self.outlines = None if outlines is None else [tuple(of_image) for of_image in outlines]
         self._points = max((len(points) for of_image in self.outlines or () for points in of_image), default=0)
         self.keypoints, self.oriented = keypoints, oriented
         if keypoints is not None:
             self._points = keypoints.count
-            if keypoints.flip is None and augment is not None and (augment.fliplr or augment.flipud):
-                log.warning(
-                    "images are not mirrored: there is no flip_idx that says what becomes of keypoints in a mirror"
-                )
+            _warn_of_no_mirror(keypoints, augment)
         self.mosaic_open = True
         self.mix, self.epoch = mix, 0
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
@@ -291,6 +292,9 @@ class DetectionDataset(Dataset[Sample]):
         self.epoch = epoch
         if self.augment is not None and self.epochs is not None:
             self.mosaic_open = epoch < self.epochs - round(self.augment.close_mosaic * self.epochs)
+            if self._resizing is not None:
+                whole = self.image_size / self._stride * self._resizing.scale(epoch, self.epochs)
+                self._sides = batch_sides(self._stride * max(1, round(whole)), self._multi_scale, self._stride)
 
     def __len__(self) -> int:
         return len(self.images) if self.mix is None else len(self.mix)
@@ -312,7 +316,7 @@ class DetectionDataset(Dataset[Sample]):
                 self._add_letterboxed(samples, int(index))
             return samples
         rng = np.random.default_rng(random.getrandbits(128))
-        side = self.image_size if len(self._sides) == 1 else int(rng.choice(self._sides))
+        side = self._sides[0] if len(self._sides) == 1 else int(rng.choice(self._sides))
         if self._weights is not None:
             indices = rng.choice(len(self), size=len(indices), p=self._weights).tolist()
         drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
@@ -571,6 +575,11 @@ def decode_at(path: Path, size: int) -> Image:
         far = max(image.shape[:2]) > 2 * size
         image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if far else cv2.INTER_LINEAR)
     return image
+
+
+def _warn_of_no_mirror(keypoints: KeypointShape, augment: Augment | None) -> None:
+    if keypoints.flip is None and augment is not None and (augment.fliplr or augment.flipud):
+        log.warning("images are not mirrored: there is no flip_idx that says what becomes of keypoints in a mirror")
 
 
 def batch_sides(size: int, share: float, stride: int) -> list[int]:

@@ -345,10 +345,18 @@ class DetectionData(VisionData):
             )
 
     def training_order(self) -> AspectOrder | None:
-        if not self.settings.rect_train:
+        s = self.settings
+        if s.progressive_resizing is not None and self.train.epochs is None:
+            raise ValueError(
+                "progressive_resizing goes by the share of epochs that are over, and nothing says how many there will be: "
+                "give trainer.max_epochs or max_steps"
+            )
+        shaped = {"rect_train": s.rect_train, "progressive_resizing": s.progressive_resizing is not None}
+        if self.trainer is not None and self.trainer.strategy.in_stages and any(shaped.values()):
+            named = " and ".join(name for name, given in shaped.items() if given)
+            raise ValueError(f"{named}: stages of a network take batches of one shape: leave it out")
+        if not s.rect_train:
             return None
-        if self.trainer is not None and self.trainer.strategy.in_stages:
-            raise ValueError("rect_train = true: stages of a network take batches of one shape: leave it false")
         self._order = self.train.aspect_order(self._global_batch, self._begun)
         return self._order
 
@@ -385,8 +393,9 @@ class DetectionData(VisionData):
         if options.get("augment") is not None:
             files = s.data.parent / "images.cache" if s.disk_cache else None
             options |= {"disk_cache": files, "image_weights": s.image_weights}
-            if s.multi_scale or s.rect_train:
+            if s.multi_scale or s.rect_train or s.progressive_resizing:
                 options |= {"multi_scale": s.multi_scale, "stride": self._coarsest_stride(), "rect": s.rect_train}
+                options |= {"resizing": s.progressive_resizing}
         dataset = DetectionDataset.open(
             self.spec,
             split,

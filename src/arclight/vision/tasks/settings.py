@@ -22,6 +22,7 @@ from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
 from arclight.vision.data.augment_settings import AnyAugment, Augment, CropAugment
 from arclight.vision.data.mix import MixedData
+from arclight.vision.data.progressive_resizing import ProgressiveResizing
 from arclight.vision.data.site_split import Merchant, SiteShare
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class DetectionTask(VisionTask):
     """Random changes to training images; the kinds beside augment are YOLOv5's presets."""
     multi_scale: Annotated[float, Interval(ge=0, le=0.9)] = 0.0
     """Give each training batch a side of its own, up to this share below or above image_size."""
+    progressive_resizing: ProgressiveResizing | None = None
+    """Begin with small training images and end with those of image_size; none for one size."""
     rect: bool = False
     """Validate and test in batches of like aspect ratios, each padded no further than the coarsest stride asks."""
     rect_train: bool = False
@@ -171,6 +174,10 @@ class DetectionTask(VisionTask):
         if self.rect_train and self.image_weights:
             raise ValueError(
                 "rect_train and image_weights both say which images share a batch: leave one of them false"
+            )
+        if self.rect_train and self.progressive_resizing is not None:
+            raise ValueError(
+                "rect_train and progressive_resizing both say which sides batches have: leave one of them out"
             )
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Self:
