@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import arclight as al
@@ -117,6 +118,26 @@ def test_blocks_are_found_without_being_named() -> None:
     assert repeated_blocks(mixed) == []
     assert len(embeddings(build_model("llama3-debug", **SMALL))) == 1
     assert embeddings(build_model("llama3-debug", **SMALL, tied=True)) == []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def test_all_blocks_are_compiled_to_one_code() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    blocks, x = nn.ModuleList(Block() for _ in range(3)), torch.ones(2, 4)
+    wanted = [block(x) for block in blocks]
+    compile_blocks(nn.ModuleDict({"layers": blocks}), Plan(compile="aot_eager"))
+    torch.testing.assert_close([block(x) for block in blocks], wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 @pytest.mark.slow

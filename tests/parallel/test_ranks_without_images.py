@@ -46,7 +46,9 @@ def same_gradients(rank: int, plan: Plan) -> None:
         loss_of(model, rank)
 
 
-@pytest.mark.parametrize("plan", [Plan(dp_shard=PROCESSES), Plan(dp_replicate=PROCESSES)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(Plan(dp_shard=PROCESSES), marks=pytest.mark.slow), Plan(dp_replicate=PROCESSES)], ids=str
+)
 def test_a_rank_without_images_holds_nobody_up(plan: Plan, tmp_path: Path) -> None:
     said = everyone(tmp_path, same_gradients, plan, limit=60)
     assert len(said) == PROCESSES

@@ -183,8 +183,8 @@ def test_an_exchange_after_every_step_of_sgd_is_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
-        ({}, 2), ({"tp": 2}, 1), pytest.param({"dp_shard": 2}, 2, marks=pytest.mark.slow),
-        *(pytest.param(sizes, 1, marks=pytest.mark.slow) for sizes in ({"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2})),
+        ({}, 2), pytest.param({"dp_shard": 2}, 2, marks=pytest.mark.slow),
+        *(pytest.param(sizes, 1, marks=pytest.mark.slow) for sizes in ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2})),
     ],
     ids=str,
 )  # fmt: skip
@@ -214,6 +214,7 @@ def test_replicas_train_as_models_of_one_process_by_hand(tmp_path: Path, sizes: 
     assert all(torch.equal(value, own["anchor"][key]) for key, value in state["model"].items() if key in own["anchor"])
 
 
+@pytest.mark.slow
 def test_a_replica_cut_by_fsdp_over_tensor_parallelism_is_saved(tmp_path: Path) -> None:
     """Two cuts along one dimension, behind that of the replicas; one replica shows it in four processes."""
     plan, options = Plan(dp_shard=2, tp=2, replicas="apart"), {"max_steps": 2}
@@ -225,8 +226,9 @@ def test_a_replica_cut_by_fsdp_over_tensor_parallelism_is_saved(tmp_path: Path) 
     assert moments.shape == (1, *next(iter(state["anchor"].values())).shape)
 
 
-def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path) -> None:
-    fit(tmp_path / "a", Plan(dp_replicate=2, tp=2, replicas="apart"), DiLoCo(EVERY), save_at=4, max_steps=4)
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path, sizes: dict[str, int]) -> None:
+    fit(tmp_path / "a", Plan(dp_replicate=2, replicas="apart", **sizes), DiLoCo(EVERY), save_at=4, max_steps=4)
     anchor = checkpoint.load(tmp_path / "a" / "state")["model"]
     plan = Plan(dp_shard=2, replicas="apart")
     found = fit(tmp_path / "b", plan, DiLoCo(EVERY), ckpt=tmp_path / "a" / "state", max_steps=4)

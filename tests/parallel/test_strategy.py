@@ -142,7 +142,7 @@ def test_a_plan_in_double_precision_trains_what_one_process_trains(tmp_path: Pat
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-QUICK_PLANS = [Plan(dp_shard=2, tp=2), Plan(pp=2)]
+SHORT_PLANS = [Plan(pp=2), Plan(dp_shard=2, tp=2)]
 OTHER_PLANS = [
     Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(cp=2),
     Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=5), Plan(dp_shard=2, pp=2, schedule="Interleaved1F1B"),
@@ -156,10 +156,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "plan", [*QUICK_PLANS, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHER_PLANS)], ids=str
+    "plan",
+    [SHORT_PLANS[0], *(pytest.param(plan, marks=pytest.mark.slow) for plan in (*SHORT_PLANS[1:], *OTHER_PLANS))],
+    ids=str,
 )
 def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan, alone: Any) -> None:
-    options = QUICK if plan in QUICK_PLANS else {}
+    options = QUICK if plan in SHORT_PLANS else {}
     steps = options.get("max_steps", STEPS)
     one, wanted = alone(**options)
     two, found, _ = fit(tmp_path / "2", plan, **options)
@@ -171,6 +173,7 @@ def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan, alone
     assert two.callback_metrics["batches"] == plan.data_parallel * one.callback_metrics["batches"]
 
 
+@pytest.mark.slow
 def test_windows_of_batches_that_count_differently(tmp_path: Path) -> None:
     options = {"max_steps": 2, "accumulate_grad_batches": 3, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)
@@ -314,8 +317,8 @@ WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("four", "two", "three"), WAYS, ids=str)
-def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | None, three: Plan) -> None:
-    _, wanted, _ = fit(tmp_path / "one")
+def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | None, three: Plan, alone: Any) -> None:
+    _, wanted = alone()
     fit(tmp_path / "4", four, curve=Curve(tmp_path / "a", 7))
     fit(tmp_path / "2", two, ckpt=tmp_path / "a", curve=Curve(tmp_path / "b", 14), more=[AtStart(tmp_path / "a2")])
     _, found, _ = fit(tmp_path / "3", three, ckpt=tmp_path / "b", more=[AtStart(tmp_path / "b3")])
@@ -336,14 +339,8 @@ class Scores(al.Callback):
         pl_module.log("score", (5.0, 3.0, 4.0, 1.0, 2.0, 0.5)[trainer.global_step - 1])
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(dp_shard=2),
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(dp_shard=2, tp=2), Plan(dp_shard=2, pp=2))),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(dp_shard=2), Plan(dp_shard=2, tp=2), Plan(dp_shard=2, pp=2)], ids=str)
 def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
     sizes: dict[str, Any] = {"layers": 2 if plan.pp > 1 else 1, "limit_val_batches": 0}
 
@@ -365,7 +362,8 @@ def test_shards_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path
     assert losses == wanted
 
 
-@pytest.mark.parametrize("plan", [Plan(tp=2), pytest.param(Plan(dp_shard=2, tp=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp_shard=2, tp=2)], ids=str)
 def test_windows_and_half_precision(tmp_path: Path, plan: Plan) -> None:
     options = {"accumulate_grad_batches": 2, "max_steps": 2, "layers": 2, "limit_val_batches": 0}
     _, wanted, _ = fit(tmp_path / "1", **options)
@@ -401,10 +399,12 @@ def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tens
     return losses, norms, {name: value.tolist() for name, value in weights.items()}
 
 
-def test_fabric_takes_a_plan() -> None:
+@pytest.mark.parametrize(
+    "plan", [Plan(tp=2), pytest.param(Plan(dp_replicate=2, tp=2), marks=pytest.mark.slow)], ids=str
+)
+def test_fabric_takes_a_plan(plan: Plan) -> None:
     wanted = by_hand(al.Fabric(accelerator="cpu", devices=1))
-    strategy = PlanStrategy(Plan(dp_replicate=2, tp=2), start_method="fork")
-    found = al.Fabric(accelerator="cpu", strategy=strategy).launch(by_hand)
+    found = al.Fabric(accelerator="cpu", strategy=PlanStrategy(plan, start_method="fork")).launch(by_hand)
     assert found[0] == pytest.approx(wanted[0], abs=1e-5)
     assert found[1] == pytest.approx(wanted[1], abs=1e-5)
     assert found[2].keys() == wanted[2].keys()

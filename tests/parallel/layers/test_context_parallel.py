@@ -191,7 +191,7 @@ def model_errors(fabric: al.Fabric, dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("dtype", "limit"), [pytest.param(torch.float32, 1e-7, marks=pytest.mark.slow), (torch.float64, 1e-12)], ids=str
 )
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_model_equals_one_process(processes: int, dtype: torch.dtype, limit: float) -> None:
     for errors in everywhere(processes, model_errors, dtype):
         assert len(errors) == 4
@@ -226,7 +226,7 @@ def traffic(fabric: al.Fabric, method: Any, options: dict[str, Any], kv_heads: i
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
-@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("kv_heads", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_bytes_of_an_attention_layer_are_as_counted_by_hand(method: Any, kv_heads: int) -> None:
     heads, width, v_width, itemsize, cp = 4, 8, 6, 8, 2
     if method == "gather":  # keys and values of all tokens, and their gradients back

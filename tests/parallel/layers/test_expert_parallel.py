@@ -26,7 +26,7 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_on_several_processes(size: int) -> None:
     for done in warm.run_ranks(size, Path(__file__).with_name("expert_script.py"), timeout=600):
         assert done.returncode == 0, done.stderr
