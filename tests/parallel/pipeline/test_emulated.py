@@ -40,6 +40,7 @@ def compare(names: list[str], unit: float, uneven: bool = False, steps: int = 5)
     return found
 
 
+@pytest.mark.slow
 def test_a_step_takes_about_what_is_simulated() -> None:
     def check(longer: float) -> None:
         for name, (ratio, points) in compare(["1F1B", "V-Min"], 0.02 * longer, steps=2).items():

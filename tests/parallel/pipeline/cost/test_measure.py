@@ -167,7 +167,10 @@ def test_glue_belongs_to_the_call_after_it(how: Any) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "timm-vit", "timm-resnet", "yolov5"])
+@pytest.mark.parametrize(
+    "name",
+    ["timm-resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "timm-vit", "yolov5"))],
+)
 def test_real_models_hold_what_is_predicted(name: str) -> None:
     """Everything that autograd keeps of a real forward is foreseen to the byte, part by part (dropout off: its kernels differ)."""
     torch.manual_seed(0)

@@ -122,7 +122,9 @@ def everyone(
     return {rank: path.read_text() for rank, path in found.items() if path.exists()}
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 4), ("ZBVZeroBubble", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("1F1B", 4), pytest.param("ZBVZeroBubble", 8, marks=pytest.mark.slow)]
+)
 def test_a_killed_process_ends_the_others_which_say_what_they_waited_for(
     schedule: str, stages: int, tmp_path: Path
 ) -> None:

@@ -26,10 +26,9 @@ def test_one_process_that_has_all_stages_gives_what_the_model_gives(case: str) -
     assert gradient_error("1F1B", case, torch.float64) <= LIMIT[torch.float64]
 
 
-def test_every_kind_of_schedule_with_what_is_hardest(tmp_path: Path) -> None:
-    """One stage on a process and two, interleaved and V-shaped, with whole and with split backward passes."""
-    run(2, tmp_path / "skips", check, torch.float64, ("1F1B", "Interleaved1F1B", "ZB-H1", "DualPipeV"), ("skip",))
-    run(2, tmp_path / "ties", check, torch.float64, ("1F1B", "ZBVZeroBubble"), ("tied",))
+def test_interleaved_and_v_shaped_schedules_with_what_is_hardest(tmp_path: Path) -> None:
+    """Interleaved and V-shaped, with whole and with split backward passes."""
+    run(2, tmp_path, check, torch.float64, ("Interleaved1F1B", "ZBVZeroBubble"), ("skip", "tied"))
 
 
 @pytest.mark.slow

@@ -435,7 +435,8 @@ def skips(rank: int) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        frozen, tied, shrinking, statistics, masked, evaluation, sizes, fewer_than_stages, beside_the_input, skips
+        frozen, tied, statistics, masked, fewer_than_stages, beside_the_input,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (shrinking, evaluation, sizes, skips)),
     ],
 )  # fmt: skip
 def test_on_two_processes(what: Callable[[int], None], tmp_path: Path) -> None:
@@ -472,6 +473,7 @@ def replicated(rank: int) -> None:
         assert float(result.loss) == pytest.approx(float(mse_loss(whole(x), y)), rel=1e-13)
 
 
+@pytest.mark.slow
 def test_gradients_over_replicas_and_split_backwards(tmp_path: Path) -> None:
     run(4, tmp_path, replicated)
 

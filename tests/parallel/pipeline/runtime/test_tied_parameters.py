@@ -63,7 +63,7 @@ def trained(folder: Path, **options: Any) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_a_tied_decoder_trains_in_stages_as_in_one_process(schedule: str, tmp_path: Path) -> None:
     wanted = trained(tmp_path / "one", devices=1)
     plan = PlanStrategy(Plan(pp=2, schedule=schedule, micro_batches=4), start_method="fork")

@@ -126,7 +126,10 @@ EXPERTS = Plan(pp=2, dp_shard=2, ep=2, micro_batches=2)
     ("kind", "strategy"),
     [
         (Layers, SHARDS),
-        *((kind, PlanStrategy(EXPERTS, start_method="fork", timeout=TIMEOUT)) for kind in (Mixture, Frozen)),
+        *(
+            pytest.param(kind, PlanStrategy(EXPERTS, start_method="fork", timeout=TIMEOUT), marks=pytest.mark.slow)
+            for kind in (Mixture, Frozen)
+        ),
     ],
 )
 def test_a_shape_that_one_replica_meets_holds_nobody_up(kind: type[OfReplica], strategy: Any) -> None:
@@ -136,6 +139,7 @@ def test_a_shape_that_one_replica_meets_holds_nobody_up(kind: type[OfReplica], s
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_fewer_micro_batches_where_experts_meet_in_each_are_refused() -> None:
     with pytest.raises(
         ProcessRaisedException,

@@ -144,7 +144,7 @@ def figures(name: str, processes: int, micro_batches: int) -> tuple[float, float
 
 
 @pytest.mark.parametrize(
-    "processes", [2, 3, 4, 5, 8, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 7, 9, 12, 16))]
+    "processes", [2, 3, 4, 5, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 7, 8, 9, 12, 16))]
 )
 def test_bubbles_and_activations_are_those_of_the_papers(processes: int) -> None:
     """Qi et al. 2023 (ZB-H1, ZB-H2, ZB-V), Qi et al. 2024 (V-Min, V-Half, V-ZB), Narayanan et al. 2021; F = I = W = 1."""
@@ -303,7 +303,7 @@ def test_sends_and_receives_are_in_an_order_that_cannot_lock(name: str) -> None:
 
 
 def test_orders_are_refused_where_torch_would_not_get_to_their_end() -> None:
-    generator, refused, trials = random.Random(5), 0, 300
+    generator, refused, trials = random.Random(5), 0, 100
     for _ in range(trials):
         name = generator.choice(list(SCHEDULES))
         rows = [list(one) for one in order_of(name, 3, 6)]

@@ -157,7 +157,9 @@ def test_what_parts_give_by_other_ways_than_returning_it_is_traced_or_refused(ki
         compare(kind(), 2)
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+@pytest.mark.parametrize(
+    "draw", [random.random, pytest.param(np.random.rand, marks=pytest.mark.slow)], ids=["python", "numpy"]
+)
 def test_random_numbers_that_each_stage_would_draw_for_itself_are_refused(draw: Callable[[], float]) -> None:
     class Scaled(Chain):
         def forward(self, x: Tensor) -> Any:
@@ -198,7 +200,7 @@ class Counted(Chain):
         return x if self.early else x * self.scale
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_statistics_between_parts_are_taken_once(stages: int) -> None:
     compare(Normalized(), stages)
     compare(Counted(), stages)

@@ -54,9 +54,9 @@ ASKED, PLANNED = (
 @pytest.mark.parametrize(
     ("model", "overrides", "strategy"),
     [
-        pytest.param("llama3-debug", SMALL, PLANNED, id="llama3-plan"),
-        pytest.param("qwen3-moe-debug", MIXTURE, ASKED, id="qwen3-moe-asked"),
-        pytest.param("llama3-debug", SMALL, ASKED, id="llama3-asked", marks=pytest.mark.slow),
+        pytest.param("llama3-debug", SMALL, ASKED, id="llama3-asked"),
+        pytest.param("llama3-debug", SMALL, PLANNED, id="llama3-plan", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe-debug", MIXTURE, ASKED, id="qwen3-moe-asked", marks=pytest.mark.slow),
         pytest.param("qwen3-moe-debug", MIXTURE, PLANNED, id="qwen3-moe-plan", marks=pytest.mark.slow),
     ],
 )

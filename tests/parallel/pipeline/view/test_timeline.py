@@ -200,7 +200,7 @@ def point(browser: Browser, rank: int, share: float) -> str:
     return browser.text("#readout")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_browser_shows_it_in_both_themes_without_a_complaint(browser: Browser, tmp_path: Path, theme: str) -> None:
     path = timeline(MEASURED, PREDICTED, tmp_path / "timeline.html", title=HOSTILE)
     browser.theme(theme)
@@ -263,6 +263,7 @@ def test_a_range_is_zoomed_into_and_left_again(browser: Browser, tmp_path: Path)
     assert browser.console() == []
 
 
+@pytest.mark.slow
 def test_a_large_step_stays_fluid(browser: Browser, tmp_path: Path) -> None:
     trace = run(one_forward_one_backward(64, 256), {"F": 0.001, "B": 0.002}, transfer=1e-4)
     assert len(trace.spans) == 64 * 256 * 2

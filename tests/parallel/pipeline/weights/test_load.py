@@ -305,6 +305,7 @@ def limit(found: dict[str, float]) -> float:
     return found["stage"] + found["largest"] + 64e6
 
 
+@pytest.mark.slow
 def test_one_of_four_stages_is_loaded_in_little_more_memory_than_it_takes(tmp_path: Path) -> None:
     found = load_peak(tmp_path, ["copied"], width=1024)["copied"]
     assert found["stage"] * 3 < sum(file.stat().st_size for file in (tmp_path / "rows-1024").iterdir())

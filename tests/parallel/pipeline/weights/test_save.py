@@ -102,7 +102,8 @@ def pass_on(source: Path, target: Path) -> tuple[Tensor, int]:
     return result, len(loaded.files)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILD)
 def test_saved_by_four_opens_in_two_and_one_and_in_transformers(name: str, tmp_path: Path) -> None:
     model = reference(name)
     model.save_pretrained(tmp_path / f"{name}-0", max_shard_size="30KB")
@@ -142,7 +143,7 @@ def test_a_model_of_another_type_is_saved_in_it(tmp_path: Path) -> None:
     assert model.config.architectures is None  # the user's own object
 
 
-@pytest.mark.parametrize("name", BUILD)
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_stages_of_a_traced_graph_load_and_save_as_those_of_modules_do(name: str, tmp_path: Path) -> None:
     model = reference(name)
     save(model, tmp_path / "m", model=model)
@@ -228,6 +229,7 @@ def replicas(folder: Path) -> list[str]:
     return written
 
 
+@pytest.mark.slow
 def test_what_several_processes_have_is_written_once_and_by_all_of_them(tmp_path: Path) -> None:
     everyone = everywhere(4, replicas, tmp_path / "m")
     pipe = cut("gpt2", 1)
@@ -354,6 +356,7 @@ def save_on(folder: Path) -> None:
         save(Filled(value), folder, max_shard_size="300KB")
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_what_was_there(tmp_path: Path) -> None:
     save(Filled(0), tmp_path / "m")
     rng, leftovers = random.Random(1), 0
