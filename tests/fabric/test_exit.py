@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from tests import warm
 
 STUCK = """
@@ -46,6 +47,7 @@ print(Path(inherited.name).exists(), Path(made).exists())
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_runs_its_own_exit_functions_and_not_those_of_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], timeout=120, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["own True", "True False", "parent True"], done.stderr

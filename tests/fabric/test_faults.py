@@ -16,17 +16,14 @@ from tests.waiting import patiently, wait_until
 SCRIPT = Path(__file__).with_name("faulty_script.py")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script's output and status; fails where a process of it is left running."""
+def run(*arguments: str, anew: bool = True) -> subprocess.CompletedProcess[str]:
+    """The script's output and status; fails where a process of it is left running. anew: the first rank starts Python."""
     environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    if anew:
+        command = [sys.executable, str(SCRIPT), *arguments]
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
+    else:
+        done = warm.run(SCRIPT, *arguments, env=environment, timeout=600)
     processes = [int(found) for found in re.findall(r"process (\d+)", done.stdout)]
     assert len(processes) == 2
     ended = lambda: not any(Path(f"/proc/{process}").exists() for process in processes)  # noqa: E731
@@ -34,9 +31,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("start_method", ["popen", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str) -> None:
-    done = run("crash", start_method)
+@pytest.mark.parametrize(
+    ("start_method", "meeting", "anew"),
+    [
+        ("popen", "reduce", False),
+        *(pytest.param(method, "ddp", True, marks=pytest.mark.slow) for method in ("popen", "spawn")),
+    ],
+)
+def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str, meeting: str, anew: bool) -> None:
+    done = run("crash", start_method, "300", meeting, anew=anew)
     assert done.returncode != 0
     assert "finished" not in done.stdout
     assert done.stderr.count("ValueError: the original fault") == 1
@@ -47,21 +50,27 @@ def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str) -> 
         assert "rank 0 stops because rank 1 failed before it" in done.stderr
 
 
-MEETINGS = ["reduce", pytest.param("ddp", marks=pytest.mark.slow)]
+WAYS = [
+    ("fork", "reduce"),
+    *(pytest.param("popen", meeting, marks=pytest.mark.slow) for meeting in ("reduce", "ddp")),
+]
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_a_killed_rank_is_named_and_ends_the_run(meeting: str) -> None:
-    done = run("kill", "popen", "300", meeting)
+@pytest.mark.parametrize(("start_method", "meeting"), WAYS)
+def test_a_killed_rank_is_named_and_ends_the_run(start_method: str, meeting: str) -> None:
+    done = run("kill", start_method, "300", meeting, anew=start_method == "popen")
     assert done.returncode != 0
     assert "finished" not in done.stdout
-    assert "local rank 1 was killed by SIGKILL" in done.stderr
+    named = (
+        "local rank 1 was killed by SIGKILL" if start_method == "popen" else "process 1 terminated with signal SIGKILL"
+    )
+    assert named in done.stderr
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time(meeting: str) -> None:
+@pytest.mark.parametrize(("start_method", "meeting"), WAYS)
+def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time(start_method: str, meeting: str) -> None:
     def check(seconds: float) -> None:
-        done = run("hang", "popen", str(seconds), meeting)
+        done = run("hang", start_method, str(seconds), meeting, anew=start_method == "popen")
         assert done.returncode != 0
         assert 1 <= done.stderr.count("holds the others up") <= 2  # when it is found out, and by the rank that gave up
         assert "rank 1 (" in done.stderr
@@ -69,7 +78,7 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time(meeting
         assert "time.sleep(600)" in done.stderr
         assert "finished" not in done.stdout
 
-    patiently(check, 12, 90)
+    patiently(check, *((12, 90) if start_method == "popen" else (5, 90)))
 
 
 @pytest.mark.parametrize(

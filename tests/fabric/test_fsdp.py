@@ -122,10 +122,15 @@ def train(
     ("options", "arguments"),
     [
         ({}, {"fused": False}),
-        ({"auto_wrap_policy": None}, {"jointly": False}),
-        ({"auto_wrap_policy": 40, "sharding_strategy": "SHARD_GRAD_OP"}, {"window": 2}),
-        ({"activation_checkpointing_policy": {Block}, "cpu_offload": True}, {}),
-        ({"sharding_strategy": "NO_SHARD"}, {"clip": 0.1}),
+        ({"auto_wrap_policy": 40, "sharding_strategy": "SHARD_GRAD_OP"}, {"window": 2, "jointly": False}),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (
+                ({"auto_wrap_policy": None}, {"jointly": False}),
+                ({"activation_checkpointing_policy": {Block}, "cpu_offload": True}, {}),
+                ({"sharding_strategy": "NO_SHARD"}, {"clip": 0.1}),
+            )
+        ),
     ],
 )
 def test_two_processes_equal_one(options: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -140,6 +145,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_shares() -> None:
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_four_processes_in_two_copies() -> None:
     found, norms = fabric_for(4, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)).launch(train, clip=0.1)
     wanted, norms_wanted = reference(clip=0.1)
@@ -150,6 +156,10 @@ def test_four_processes_in_two_copies() -> None:
 def test_bfloat16_mixed() -> None:
     found, _ = fabric_for(precision="bf16-mixed").launch(train)
     assert_close(found, reference(precision="bf16-mixed")[0], 0.02)  # sums of bfloat16 gradients in another order
+
+
+@pytest.mark.slow
+def test_mixed_precision_of_ones_own() -> None:
     own = fabric_for(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     assert_close(own.launch(train)[0], reference()[0], 0.05)
 
@@ -242,7 +252,7 @@ def _trained(fabric: al.Fabric, data: torch.Tensor, path: Path | None = None) ->
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_checkpoint_opens_on_any_number_of_processes(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "state"
     saved, _ = fabric_for(state_dict_type=kind).launch(_save, path)
@@ -256,6 +266,7 @@ def test_a_checkpoint_opens_on_any_number_of_processes(tmp_path: Path, kind: str
     assert_close(fabric_for().launch(_resume, path)[0], wanted)
 
 
+@pytest.mark.slow
 def test_what_one_process_saved_two_go_on_with(tmp_path: Path) -> None:
     _save(al.Fabric(accelerator="cpu", devices=1), tmp_path / "state")
     assert_close(fabric_for().launch(_resume, tmp_path / "state")[0], reference()[0])

@@ -74,20 +74,25 @@ def assert_equal_runs(found: tuple[Any, list[float]], wanted: tuple[Any, list[fl
         torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("data", "tensor", "meta"), [(1, 2, False), (1, 2, True), (2, 2, False)])
+@pytest.mark.parametrize(
+    ("data", "tensor", "meta"),
+    [(1, 2, True), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((1, 2, False), (2, 2, False)))],
+)
 def test_a_mesh_equals_one_process(data: int, tensor: int, meta: bool) -> None:
     wanted = train(al.Fabric(accelerator="cpu", devices=1))
     assert_equal_runs(fabric_for(data, tensor).launch(train, meta=meta), wanted)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_a_checkpoint_of_a_mesh_opens_on_one_process_and_back(tmp_path: Path, shares: bool) -> None:
+@pytest.mark.parametrize(
+    ("data", "shares"), [(1, True), *(pytest.param(2, shares, marks=pytest.mark.slow) for shares in (True, False))]
+)
+def test_a_checkpoint_of_a_mesh_opens_on_one_process_and_back(tmp_path: Path, data: int, shares: bool) -> None:
     path = tmp_path / "state"
-    saved = fabric_for(2, 2, save_distributed_checkpoint=shares).launch(train, path)
+    saved = fabric_for(data, 2, save_distributed_checkpoint=shares).launch(train, path)
     assert checkpoint.verify(path) == []
     alone = train(al.Fabric(accelerator="cpu", devices=1), path, resume=True)
     assert_equal_runs((alone[0], alone[1]), (saved[0], saved[1][3:]))
-    again = fabric_for(2, 2).launch(train, path, True)
+    again = fabric_for(data, 2).launch(train, path, True)
     assert_equal_runs(again, alone)
 
 
