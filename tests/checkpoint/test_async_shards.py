@@ -141,8 +141,11 @@ def fit(
     return ranks, {k: v.detach().clone() for k, v in model.state_dict().items()}, saver.best_model_path
 
 
-def test_a_trainer_saves_shards_in_the_background_and_goes_on_on_any_number_of_processes(tmp_path: Path) -> None:
-    """10 steps of two processes; then from step 4 on three, one and two, with the same samples and the same losses."""
+@pytest.mark.parametrize("others", [(1,), pytest.param((3, 1, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_trainer_saves_shards_in_the_background_and_goes_on_on_any_number_of_processes(
+    tmp_path: Path, others: tuple[int, ...]
+) -> None:
+    """10 steps of two processes; then from step 4 on others, with the same samples and the same losses."""
     ranks, wanted, last = fit(2, tmp_path / "0", 10)
     assert all(kind for _, _, kind in ranks)
     assert Path(last).name == "step=10.ckpt"
@@ -151,7 +154,7 @@ def test_a_trainer_saves_shards_in_the_background_and_goes_on_on_any_number_of_p
     assert checkpoint.verify(saved) == []
     curve = torch.tensor([losses for _, losses, _ in ranks]).mean(0)
     samples = [sorted(a + b) for a, b in zip(ranks[0][0], ranks[1][0], strict=True)]
-    for devices in (3, 1, 2):
+    for devices in others:
         again, found, _ = fit(devices, tmp_path / str(devices), 10, saved)
         assert [sorted(chain(*step)) for step in zip(*[seen for seen, _, _ in again], strict=True)] == samples[4:]
         theirs = torch.tensor([losses for _, losses, _ in again]).mean(0)

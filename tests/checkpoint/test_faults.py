@@ -48,7 +48,7 @@ def save_for_ever(path: Path, step: int) -> None:
         save(path, state_at(step))
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypatch) -> None:
     if not exchange:
         monkeypatch.setattr(atomic_replace, "_exchange", lambda a, b: False)
@@ -162,6 +162,7 @@ print("step", load(folder + "/last")["step"])
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path) -> None:
     mounted = tmp_path / "disk"
     mounted.mkdir()

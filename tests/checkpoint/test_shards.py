@@ -102,7 +102,13 @@ def load_and_save(fabric: al.Fabric, source: Path, target: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kinds", [("fsdp4", "fsdp2", "fsdp3", "one"), ("2x2", "1x2", "fsdp3", "2x2"), ("one", "1x2", "fsdp4")], ids=" ".join
+    "kinds",
+    [
+        pytest.param(("fsdp4", "fsdp2", "fsdp3", "one"), marks=pytest.mark.slow),
+        pytest.param(("2x2", "1x2", "fsdp3", "2x2"), marks=pytest.mark.slow),
+        ("one", "1x2", "fsdp3"),
+    ],
+    ids=" ".join,
 )
 def test_nothing_changes_from_mesh_to_mesh(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     launch(kinds[0], train_and_save, tmp_path / "0")

@@ -208,7 +208,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=st.dictionaries(st.text(max_size=6), trees, max_size=4))
 def test_any_tree_comes_back(state, tmp_path) -> None:
     assert equal(round_trip(tmp_path, state), state)

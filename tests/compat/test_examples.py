@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.py"))
-SLOW = {"dcgan", "dqn", "kfold"}  # the others go through two optimizers, loops and all stages
+SLOW = {"dcgan", "dqn", "kfold", "language_model"}  # the others go through two optimizers, loops and all stages
 IMPORT = re.compile(r"^(?:import|from) arclight\.compat\.lightning\b")
 
 

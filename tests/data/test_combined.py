@@ -185,8 +185,14 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if value is None else value.tolist() for key, value in row.items()}
 
 
-@pytest.mark.parametrize("mode", SIDE_BY_SIDE)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [
+        *((mode, 0) for mode in SIDE_BY_SIDE),
+        ("min_size", 2),
+        *(pytest.param(mode, 2, marks=pytest.mark.slow) for mode in ("max_size_cycle", "max_size")),
+    ],
+)
 def test_a_combination_starts_at_any_row(mode: Any, workers: int) -> None:
     def make() -> ResumableCombination:
         parts = [

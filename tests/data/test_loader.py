@@ -394,7 +394,10 @@ def test_worker_init_fn_sees_the_users_dataset() -> None:
     assert same([batch[:, 3:] for batch in batches], [batch[:, 3:] for batch in plain])
 
 
-def test_spawned_workers_load_the_same_batches(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("anew", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_spawned_workers_load_the_same_batches(anew, tmp_path, monkeypatch, request) -> None:
+    if not anew:
+        request.getfixturevalue("fork_spawned")
     (tmp_path / "spawned_dataset.py").write_text(
         "import random, torch\n"
         "class Noise(torch.utils.data.Dataset):\n"

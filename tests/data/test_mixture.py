@@ -33,7 +33,7 @@ def ids(order: MixtureOrder, first: int, last: int, seed: int = 3) -> np.ndarray
 
 
 @given(parts=weights_of_parts, samples=st.integers(50, 3000), seed=st.integers(0, 2**40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_shares_and_turns(parts: list[tuple[int, float]], samples: int, seed: int) -> None:
     """After any number of blocks, across epochs, no sample of a part has come twice more often than another."""
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
@@ -52,7 +52,7 @@ def test_shares_and_turns(parts: list[tuple[int, float]], samples: int, seed: in
 
 
 @given(first=st.integers(0, 9000), count=st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_position_is_known_without_those_before(first: int, count: int) -> None:
     fresh = MixtureOrder([40, 300, 7], [1, 2, 0.5], samples=500)
     whole = MixtureOrder([40, 300, 7], [1, 2, 0.5], samples=500)

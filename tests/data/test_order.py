@@ -48,7 +48,7 @@ phases = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0,
 
 
 @given(size=st.integers(1, 120), phases=phases, last=st.tuples(st.integers(1, 5), st.integers(1, 4)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_worlds_may_change_and_every_sample_still_comes_once(
     size: int, phases: list[tuple[int, int, int]], last: tuple[int, int]
 ) -> None:

@@ -682,7 +682,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_a_window_of_the_shuffle_fetches_the_corpus_once(
     large: Path, tmp_path: Path, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def placements_equal_one_process(rank: int, count: int) -> None:
+def placements_equal_one_process(rank: int, count: int, kinds: Sequence[str]) -> None:
     meshes = {1: init_device_mesh("cpu", (count,), mesh_dim_names=("a",))}
     if count == 4:
         meshes[2] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for kind in SETTINGS if count == 2 else ("normuon", "half", "mixed"):
+    for kind in kinds:
         settings = SETTINGS[kind]
         alone = {name: nn.Parameter(value) for name, value in numbers(1).items()}
         wanted = settings.build(alone.items())
@@ -179,13 +180,21 @@ def each_matrix_is_orthogonalised_once(rank: int, count: int) -> None:
     assert max(everyones) <= {2: 5, 4: 3}[count]
 
 
-def everything(rank: int, count: int) -> None:
+def everything(rank: int, count: int, kinds: Sequence[str]) -> None:
     each_matrix_is_orthogonalised_once(rank, count)
     models_equal_one_process(rank, count)
-    placements_equal_one_process(rank, count)
+    placements_equal_one_process(rank, count, kinds)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_any_mesh_equals_one_process(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "kinds"),
+    [
+        (2, ("mixed",)),
+        pytest.param(2, tuple(SETTINGS), marks=pytest.mark.slow),
+        pytest.param(4, ("normuon", "half", "mixed"), marks=pytest.mark.slow),
+    ],
+    ids=["2", "2-all", "4"],
+)
+def test_any_mesh_equals_one_process(tmp_path: Path, count: int, kinds: Sequence[str]) -> None:
     """Every placement with given gradients, then models under FSDP2, tensor parallelism and both; each rank its share of work."""
-    run(count, tmp_path, everything, count)
+    run(count, tmp_path, everything, count, kinds)
