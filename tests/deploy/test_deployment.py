@@ -46,7 +46,10 @@ class Joined(Masked):
 X = torch.arange(20.0).reshape(5, 4)
 
 
-@pytest.mark.parametrize("example", [(X, X > 3), [X, X > 3], {"x": X, "mask": X > 3}])
+@pytest.mark.parametrize(
+    "example",
+    [{"x": X, "mask": X > 3}, *(pytest.param(one, marks=pytest.mark.slow) for one in ((X, X > 3), [X, X > 3]))],
+)
 def test_every_input_of_an_example_is_shipped(example: Any, tmp_path: Path) -> None:
     module = Masked()
     module.example_input_array = example

@@ -124,19 +124,19 @@ def test_every_output_is_recorded(tmp_path: Path) -> None:
     assert scores["sqnr_db"] is None  # equal bits
 
 
-def test_quantization_judges_every_output(model: nn.Module, images: Tensor) -> None:
+def test_quantization_judges_every_output() -> None:
     class Beside(nn.Module):
-        """A detector, and an output so large that noise in the detector is nothing beside it."""
+        """A network, and an output so large that noise in the network is nothing beside it."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.detector = model
+            self.network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 1e6, self.detector(x)
+            return x * 1e6, self.network(x)
 
     with pytest.raises(QuantizeError, match="leaves output 1 a signal-to-noise ratio"):
-        quantize(Beside(), [images], recipe=Int8(min_sqnr_db=90.0))
+        quantize(Beside(), [torch.rand(4, 8)], recipe=Int8(min_sqnr_db=90.0))
 
 
 def test_a_refused_export_does_not_touch_the_program_before_it(affine: nn.Module, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_program_of_one_batch_size_computes_any_number_of_samples(affine: nn.M
         summed.in_batches(x)
 
 
-@pytest.mark.parametrize("table_first", [False, True])
+@pytest.mark.parametrize("table_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fixed_batch_leaves_tables_as_they_are(table_first: bool, tmp_path: Path) -> None:
     class Lookup(nn.Module):
         def forward(self, *inputs: Tensor) -> Tensor:
@@ -324,7 +324,11 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("first", "value", "kind"), [(0, float("-inf"), "infinite in 4 of 4"), (3, float("nan"), "NaN in 1 of 4")]
+    ("first", "value", "kind"),
+    [
+        (3, float("nan"), "NaN in 1 of 4"),
+        pytest.param(0, float("-inf"), "infinite in 4 of 4", marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_of_which_nothing_can_be_told_are_refused(first: int, value: float, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=f"output logits of the reference is {kind} values"):
@@ -343,7 +347,14 @@ def test_infinite_masks_are_left_out_of_what_is_compared(tmp_path: Path) -> None
     assert largest == pytest.approx(float(model.layer(x)[:, :2].detach().abs().max()))
 
 
-@pytest.mark.parametrize(("first", "value"), [(3, float("-inf")), (2, float("inf")), (2, float("nan")), (4, 0.0)])
+@pytest.mark.parametrize(
+    ("first", "value"),
+    [
+        (2, float("nan")),
+        (4, 0.0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, float("-inf")), (2, float("inf")))),
+    ],
+)
 def test_a_program_with_other_infinities_than_its_model_is_refused(
     first: int, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -384,7 +395,10 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
     assert counter.calls == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float16))],
+)
 def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affine: nn.Module, tmp_path: Path) -> None:
     x = torch.randn(3, 4).to(dtype)
     affine.to(dtype)
@@ -398,7 +412,8 @@ def test_models_in_other_types_are_exported_in_float32(dtype: torch.dtype, affin
     np.testing.assert_allclose(program(x.float().numpy()), wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_quantized_models_are_exported_on_the_inputs_they_were_quantized_on(dtype: torch.dtype, tmp_path: Path) -> None:
     x = torch.randn(8, 32).to(dtype)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).to(dtype)
@@ -472,7 +487,7 @@ class Again(nn.Module):
         return x, double, double
 
 
-@pytest.mark.parametrize("form", ["onnx", "openvino"])
+@pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_each_tensor_of_a_program_has_a_name_of_its_own(form: Format, tmp_path: Path) -> None:
     x = torch.rand(2, 4)
     program = export(Again(), tmp_path / "p", example_inputs=x, format=form)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import nn
 from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
 from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
@@ -19,6 +20,11 @@ from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmet
 from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
 from arclight.deploy.programs import processor
 from arclight.fabric.signing import SigningKey
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch, rounds=3)
 
 
 def x86(**options: Any) -> Any:
@@ -95,9 +101,9 @@ VNNI = {"avx", "avx2", "avx512_vnni"}
     [
         (VNNI, "onnxruntime", True),
         (VNNI | {"avx_vnni_int8"}, "onnxruntime", False),
-        (VNNI, "executorch", False),
+        pytest.param(VNNI, "executorch", False, marks=pytest.mark.slow),
         ({"asimd", "asimddp"}, "onnxruntime", False),
-        (set(), "onnxruntime", False),
+        pytest.param(set(), "onnxruntime", False, marks=pytest.mark.slow),
     ],
 )
 def test_signed_activations_are_refused_where_their_kernels_are_slow(
@@ -155,7 +161,7 @@ def test_a_quantized_model_is_not_quantized_again(model: nn.Module) -> None:
         quantize(quantized, [torch.rand(4, 8)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_models_and_data_of_other_types_are_quantized_in_float32(dtype: torch.dtype) -> None:
     layer, inputs = nn.Sequential(nn.Linear(8, 8)).to(dtype), torch.rand(4, 8).to(dtype)
     quantized = quantize(layer, [inputs])

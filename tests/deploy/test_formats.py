@@ -195,6 +195,7 @@ def test_a_folder_that_was_filled_during_the_export_is_not_replaced(
     assert [file.name for file in path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.slow
 def test_a_program_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
     model, values, path = nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "p"
     before = export(model, path, example_inputs=values, dynamic_batch=False)

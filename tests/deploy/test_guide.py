@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests import warm
 from tests.test_readme import block
 
 from arclight.deploy import Program
 
 
+@pytest.mark.slow
 def test_python(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md"))
     lines = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
@@ -21,12 +23,14 @@ def test_python(tmp_path: Path) -> None:
     assert [sum(counts.values()) for counts in kernels] == [3, 3]
 
 
+@pytest.mark.slow
 def test_targets(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 1))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("openvino openvino {'Convolution': 3} {'over_fp32': "), printed
 
 
+@pytest.mark.slow
 def test_recipes(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
     first, second, third = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
@@ -36,6 +40,7 @@ def test_recipes(tmp_path: Path) -> None:
     assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
 
 
+@pytest.mark.slow
 def test_formats(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 3))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
@@ -49,6 +54,7 @@ def test_a_module_ships(tmp_path: Path) -> None:
     assert printed.startswith("torch.Size([3, 7, 5]) {'example': {'batch': 8, 'time': 20}, 'batch 1, time 1'"), printed
 
 
+@pytest.mark.slow
 def test_comparing(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
@@ -57,6 +63,7 @@ def test_comparing(tmp_path: Path) -> None:
     assert printed.strip().endswith(", ())"), printed
 
 
+@pytest.mark.slow
 def test_verifying(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 6))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout

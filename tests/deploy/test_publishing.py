@@ -49,6 +49,20 @@ def written(path: Path, value: float) -> Program:
     return export(Constant(value), path, example_inputs=VALUES, format="onnx", metadata={"value": value})
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a program that is written once and copied by the tests that change what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        compare_here(patch)
+        return written(tmp_path_factory.mktemp("one") / "p", 1.0).path
+
+
+@pytest.fixture
+def one(of_one: Path, tmp_path: Path) -> Program:
+    """The program of 1 in the folder p."""
+    return Program.load(shutil.copytree(of_one, tmp_path / "p"))
+
+
 def value_of(program: Program) -> float:
     """The value of a program; it computes what it says."""
     said: float = program.metadata["value"]
@@ -101,7 +115,9 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["p", "p.onnx", "large.onnx"])
+@pytest.mark.parametrize(
+    "name", ["p", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p.onnx", "large.onnx"))]
+)
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(
     name: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +147,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert [entry.name for entry in tmp_path.iterdir()] == ["q"]
 
 
+@pytest.mark.slow
 def test_new_weights_take_the_place_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_graph, "LARGEST_FILE", 1)
     (tmp_path / "p.txt").write_text("mine")
@@ -140,6 +157,7 @@ def test_new_weights_take_the_place_of_those_before(tmp_path: Path, monkeypatch:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_two_first_writers_leave_one_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one comes between the look at the destination and the rename."""
     written(tmp_path / "other", 2.0)
@@ -156,7 +174,7 @@ def test_two_first_writers_leave_one_program(tmp_path: Path, monkeypatch: pytest
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other", "p"]
 
 
-@pytest.mark.parametrize("name", ["p", "p.onnx"])
+@pytest.mark.parametrize("name", ["p", pytest.param("p.onnx", marks=pytest.mark.slow)])
 def test_a_reader_beside_a_writer_gets_one_program_or_an_error(name: str, tmp_path: Path) -> None:
     path, drafts = tmp_path / name, []
     for value in (1.0, 2.0):
@@ -218,7 +236,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("name", ["p", "p.onnx"])
+@pytest.mark.parametrize("name", ["p", pytest.param("p.onnx", marks=pytest.mark.slow)])
 def test_a_full_disk_is_named_and_leaves_the_program_before(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     written(path, 1.0)
@@ -232,15 +250,14 @@ def test_a_full_disk_is_named_and_leaves_the_program_before(name: str, tmp_path:
     assert {entry.name: entry.stat().st_ino for entry in tmp_path.rglob("*")} == before
 
 
-def test_a_description_of_other_tensors_than_the_model_has_is_refused(tmp_path: Path) -> None:
-    program = written(tmp_path / "p", 1.0)
-    (spec,) = program.inputs
-    (given,) = program.outputs
+def test_a_description_of_other_tensors_than_the_model_has_is_refused(one: Program, tmp_path: Path) -> None:
+    (spec,) = one.inputs
+    (given,) = one.outputs
     for wrong in ({"name": "other"}, {"dtype": "int64"}, {"shape": (2, 8, 1)}, {"shape": ("batch", 9)}):
         changed = replace(spec, **wrong)
         described = [((changed,), (given,)), ((spec, changed), (given,)), ((spec,), (replace(changed, name="out"),))]
         for inputs, outputs in described[: 2 if "name" in wrong else 3]:
-            described_as(tmp_path / "p", program, inputs=inputs, outputs=outputs)
+            described_as(tmp_path / "p", one, inputs=inputs, outputs=outputs)
             with pytest.raises(
                 ProgramError, match=r"program\.json describes the (inputs|outputs) .*, and the model has"
             ):
@@ -269,26 +286,25 @@ def test_weights_that_a_folder_does_not_list_are_refused(tmp_path: Path, monkeyp
     ],
     ids=str,
 )  # fmt: skip
-def test_descriptions_of_other_types_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    program = written(tmp_path / "p", 1.0)
-    described_as(tmp_path / "p", program, description={**program.metadata, **fields})
+def test_descriptions_of_other_types_are_refused(fields: dict[str, Any], one: Program, tmp_path: Path) -> None:
+    described_as(tmp_path / "p", one, description={**one.metadata, **fields})
     with pytest.raises(ProgramError, match=next(iter(fields))):
         Program.load(tmp_path / "p")
 
 
+@pytest.mark.usefixtures("one")
 def test_infinite_numbers_in_a_description_are_refused(tmp_path: Path) -> None:
-    written(tmp_path / "p", 1.0)
     text = (tmp_path / "p" / "program.json").read_text()
     (tmp_path / "p" / "program.json").write_text(text.replace('"value": 1.0', '"value": 1e999'))
     with pytest.raises(ProgramError, match="malformed"):
         Program.load(tmp_path / "p")
 
 
+@pytest.mark.usefixtures("one")
 def test_a_private_key_among_the_trusted_is_refused_without_showing_it(tmp_path: Path) -> None:
     from arclight.fabric.signing import SigningKey
 
     SigningKey.make(tmp_path / "key.pem")
-    written(tmp_path / "p", 1.0)
     with pytest.raises(ProgramError, match="holds a private key") as caught:
         Program.load(tmp_path / "p", trusted=tmp_path / "key.pem")
     secret = (tmp_path / "key.pem").read_text().splitlines()[1]
@@ -296,12 +312,11 @@ def test_a_private_key_among_the_trusted_is_refused_without_showing_it(tmp_path:
 
 
 def test_modules_of_the_current_folder_do_not_run_in_the_fresh_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from arclight.deploy.programs.fresh import run_fresh
 
-    program = written(tmp_path / "p", 1.0)
     (tmp_path / "json.py").write_text("raise RuntimeError('a file of the folder was imported')")
     monkeypatch.chdir(tmp_path)
-    (outputs,) = run_fresh(program, [[VALUES.numpy()]]).outputs
+    (outputs,) = run_fresh(one, [[VALUES.numpy()]]).outputs
     assert json.dumps(outputs[0].shape) == "[2, 64]"

@@ -211,6 +211,12 @@ def test_frozen_batch_norms_and_ranges_stay(trained: tuple[Normed, Tensor]) -> N
     assert {"bn.running_mean", "bn.num_batches_tracked", "fake_quantize.input_x.high"} <= changed
 
 
+@pytest.fixture(scope="module")
+def once_prepared(trained: tuple[Normed, Tensor]) -> qat.PreparedModel:
+    """A prepared model for tests that leave its weights and ranges as they are."""
+    return prepare_qat(*trained)
+
+
 GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:31364"
 
 
@@ -224,9 +230,9 @@ GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
     ],
 )
 def test_errors_that_another_size_did_not_cause_are_told_as_they_are(
-    trained: tuple[Normed, Tensor], kind: type[RuntimeError], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = prepare_qat(*trained).train()
+    once_prepared: qat.PreparedModel, trained: tuple[Normed, Tensor], kind: type[RuntimeError], said: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    prepared = once_prepared.train()
 
     def fail(*_: Tensor) -> None:
         raise kind(said)
@@ -391,6 +397,7 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
         assert torch.equal(value, state[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_of_eight_bits_does_not_go_on_in_seven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "instruction_sets", lambda: NEW)
     begun = fit(Task(), tmp_path, 2)
@@ -418,6 +425,7 @@ class Evaluated(Task):
         return self.model(batch[0])  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seven", [False, True])
 def test_runs_from_before_the_record_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seven: bool) -> None:
     """Their bits were the callback's state; before that weights had 8, or those that a recipe named."""
@@ -446,7 +454,16 @@ def test_runs_from_before_the_record_go_on(tmp_path: Path, monkeypatch: pytest.M
         go_on("first")
 
 
-@pytest.mark.parametrize("recipe", [EIGHT, SEVEN, LowBit(activation_bits=4, min_sqnr_db=-50)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        EIGHT,
+        *(
+            pytest.param(recipe, marks=pytest.mark.slow)
+            for recipe in (SEVEN, LowBit(activation_bits=4, min_sqnr_db=-50))
+        ),
+    ],
+)
 def test_weights_are_loaded_into_a_model_of_their_bits(
     trained: tuple[Normed, Tensor], recipe: Int8 | LowBit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +496,7 @@ def test_weights_are_loaded_into_a_model_of_their_bits(
         prepared.load_state_dict(prepared.state_dict() | {BITS: torch.tensor(3)})
 
 
+@pytest.mark.slow
 def test_weights_that_were_copied_in_place_are_not_converted_in_other_bits(trained: tuple[Normed, Tensor]) -> None:
     """As by DDP's first broadcast, and in rounds of federated clients: each takes the weights of others by name."""
     model, x = trained
@@ -502,6 +520,7 @@ class Pair(Task):
         return super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
 
 
+@pytest.mark.slow
 def test_two_networks_of_a_module_are_trained_with_rounding(tmp_path: Path) -> None:
     rounding = [QuantizationAwareTraining(attribute=name, example_inputs=samples()[0]) for name in ("model", "other")]
     trainer = al.Trainer(
@@ -523,6 +542,7 @@ class Saving(Task):
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "within.ckpt")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_validation_holds_what_is_trained(tmp_path: Path) -> None:
     al.seed_everything(6)
     fit(Saving(), tmp_path, 4)
@@ -531,6 +551,7 @@ def test_a_checkpoint_of_validation_holds_what_is_trained(tmp_path: Path) -> Non
     assert set(resumed.state_dict()) >= set(Task().state_dict())
 
 
+@pytest.mark.slow
 def test_validation_scores_the_average_in_either_order(tmp_path: Path) -> None:
     losses = []
     for place in ("before", "after"):
@@ -704,7 +725,7 @@ def train_on_rank(rank: int, strategy: str) -> dict[str, Any]:
     return state | {"logits": convert(task.model)(samples()[0]).tolist()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_train_one_model(ranks: Ranks, strategy: str) -> None:
     first, second = ranks(train_on_rank, strategy)
     assert first == second
@@ -729,14 +750,15 @@ def train_on_unlike_processors(rank: int, strategy: str, folder: Path) -> list[A
     return [convert(task.model).recipe.reduce_range, int(state[BITS]), str(refused.value)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_round_to_the_bits_of_the_first(ranks: Ranks, strategy: str, tmp_path: Path) -> None:
     for reduced, bits, refused in ranks(train_on_unlike_processors, strategy, tmp_path):
         assert (reduced, bits) == (True, 7)
         assert "reduce_range=True, which is False here" in refused
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_ranks_that_a_script_has_started_give_their_model_back(tmp_path: Path, strategy: str) -> None:
     task = Task()
     trainer = al.Trainer(
@@ -832,7 +854,7 @@ def train_quietly(rank: int, strategy: Any, batch: int, policy: bool = False) ->
     return whole_state(task.model) | {"logits": converted(samples()[0])}
 
 
-@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("policy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shards_train_what_one_process_does(ranks: Ranks, policy: bool) -> None:
     alone = train_quietly(0, "auto", 8)
     first, second = ranks(train_quietly, "fsdp", 4, policy)
@@ -863,6 +885,7 @@ def resume_on_rank(rank: int, folder: Path) -> list[str]:
     return [name for name, value in whole_state(resumed.model).items() if not torch.equal(value, state[name])]
 
 
+@pytest.mark.slow
 def test_shards_resume_exactly(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(resume_on_rank, tmp_path) == [[], []]
     assert (tmp_path / "half.ckpt").is_dir()

@@ -233,8 +233,13 @@ SEVEN_BITS: list[tuple[set[str], Target, bool]] = [
 
 @pytest.mark.parametrize(
     ("recipe", "present", "target", "reduced"),
-    [(Int8(), *case) for case in SEVEN_BITS]
-    + [(DynamicInt8(min_sqnr_db=0), *case) for case in SEVEN_BITS if case[1] == "onnxruntime"],
+    [(Int8(), *case) for case in SEVEN_BITS[:2]]
+    + [pytest.param(Int8(), *case, marks=pytest.mark.slow) for case in SEVEN_BITS[2:]]
+    + [
+        pytest.param(DynamicInt8(min_sqnr_db=0), *case, marks=[pytest.mark.slow] if place else [])
+        for place, case in enumerate(SEVEN_BITS)
+        if case[1] == "onnxruntime"
+    ],
 )
 def test_weights_have_seven_bits_where_sums_of_eight_would_overflow(
     recipe: Int8 | DynamicInt8, present: set[str], target: Target, reduced: bool, monkeypatch: pytest.MonkeyPatch
@@ -251,6 +256,7 @@ def test_weights_have_seven_bits_where_sums_of_eight_would_overflow(
     assert largest == [63 if reduced else 127] * 2
 
 
+@pytest.mark.slow
 def test_a_program_that_overflows_is_refused_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx", "avx2"}))
     model, batch = small(), torch.rand(4, 4, 16, 16)
@@ -262,6 +268,7 @@ def test_a_program_that_overflows_is_refused_with_the_way_out(tmp_path: Path, mo
         export(seven, tmp_path / "q.onnx", example_inputs=batch, max_difference=-1.0)
 
 
+@pytest.mark.slow
 def test_a_nearly_dead_channel_does_not_overflow_the_bias(tmp_path: Path) -> None:
     model, batch = small(), torch.rand(4, 4, 16, 16)
     with torch.no_grad():
@@ -404,7 +411,8 @@ def test_settings_are_checked_and_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("afresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("afresh", [False, True])
 def test_quantizing_and_exporting_say_nothing(afresh: bool, tmp_path: Path) -> None:
     """afresh: nor do the imports of torch."""
     code = (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.exports import compare_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,6 +30,11 @@ from arclight.deploy import (
 )
 from arclight.deploy.quantizing.linear import linear_dynamic, pack, unpack
 from arclight.deploy.settings import Quantization
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch, rounds=3)
 
 
 class Language(nn.Module):

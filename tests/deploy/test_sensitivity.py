@@ -112,7 +112,7 @@ def test_all_layers_together_are_the_quantized_model_and_none_the_float_one(mode
             assert torch.equal(run.run(INPUTS), graph(INPUTS))
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("target", ["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_the_fewest_layers_stay_in_float(model: nn.Sequential, target: Target) -> None:
     metric = closeness(model)
     plain = quantize(model, [INPUTS], metric=metric, target=target)
@@ -146,7 +146,16 @@ def test_nothing_is_searched_where_the_score_is_kept(model: nn.Sequential) -> No
     assert quantized.float_layers == ()
 
 
-@pytest.mark.parametrize("recipe", [WeightOnly(bits=4, group_size=16), DynamicInt8(), LowBit(group_size=16)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        DynamicInt8(),
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (WeightOnly(bits=4, group_size=16), LowBit(group_size=16))
+        ),
+    ],
+)
 def test_linear_recipes_are_searched_too(recipe: Quantization) -> None:
     torch.manual_seed(0)
     layers = {name: nn.Linear(16, 16) for name in "abcd"}
@@ -169,6 +178,7 @@ def test_linear_recipes_are_searched_too(recipe: Quantization) -> None:
     assert -found.scores.quantized_model <= allowed
 
 
+@pytest.mark.slow
 def test_what_cannot_keep_its_score_is_sent_to_training(model: nn.Sequential) -> None:
     with pytest.raises(
         QuantizeError,
@@ -181,6 +191,7 @@ def test_what_cannot_keep_its_score_is_sent_to_training(model: nn.Sequential) ->
         quantize(model, recipe=BFloat16(), example=INPUTS, metric=closeness(model), max_drop=1e-9)
 
 
+@pytest.mark.slow
 def test_the_noise_is_judged_after_the_search(model: nn.Sequential) -> None:
     metric, bound = closeness(model), 30.0
     whole = quantize(model, [INPUTS], recipe=Int8(min_sqnr_db=0))

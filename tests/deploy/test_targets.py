@@ -89,6 +89,7 @@ def test_a_fused_activation_is_rounded_once(residual: nn.Module) -> None:
         assert all("quantize_per_tensor" in str(user.target) for user in node.users)
 
 
+@pytest.mark.slow
 def test_an_openvino_program_has_fewer_operators_than_one_placed_for_onnxruntime(
     residual: nn.Module, by_default: Program, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_targets_that_run_no_onnx_are_refused_by_export(residual: nn.Module, tar
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_placed_for_its_target_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = {"a": nn.Conv2d(4, 8, 3), "norm": nn.BatchNorm2d(8), "act": nn.SiLU(), "b": nn.Conv2d(8, 4, 1)}

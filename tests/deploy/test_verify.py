@@ -359,6 +359,7 @@ def test_a_placement_that_no_kernel_takes(net: nn.Module, batches: list[Tensor])
     assert error.report.outputs["0"].sqnr_db > 30  # a right result at the speed of float
 
 
+@pytest.mark.slow
 def test_counts_order_and_bounds(net: nn.Module, batches: list[Tensor]) -> None:
     error = fails(
         "checks", net, batches[:1], PlacementQuantizer(),
