@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import ssl
-import subprocess
-import sys
 
 import httpx
 import pytest
+from tests import warm
 from tests.ports import free_port
 from tests.serve.conftest import LOOPBACK, running
 from tests.serve.test_tensors import SERVE
@@ -194,10 +194,9 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
         f"--tls-cert={made.certificate}",
         f"--tls-key={made.private_key}",
     ]
-    process = subprocess.Popen([sys.executable, "-m", "arclight.cli", *words], stdout=subprocess.PIPE, text=True)
     url = f"https://localhost:{port}"
-    try:
-        assert process.stdout.readline().startswith("open https://localhost:")
+    with warm.Program("-m", "arclight.cli", *words, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        assert process.until("", 120).startswith("open https://localhost:")
         context = ssl.create_default_context(cafile=made.certificate)
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         with httpx.Client(verify=context, trust_env=False, timeout=60) as client:
@@ -212,9 +211,6 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
             assert [client.get(f"{url}/health").status_code for _ in range(5)] == [200] * 5, "health has no rate"
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/health", **LOOPBACK)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_key_that_waits_as_told_passes(monkeypatch):

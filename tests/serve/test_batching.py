@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from starlette.testclient import TestClient
+from tests.exports import compare_here
 from torch import nn
 
 from arclight.deploy import Program, ProgramError, export
@@ -44,6 +45,14 @@ def written(folder, name: str, model: nn.Module, **options: Any) -> Program:
     path = folder / f"{name}.onnx"
     export(model, path, example_inputs=torch.rand(2, 8), input_names=["x"], output_names=["y"], **options)
     return Program.load(path, threads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_this_process():
+    """Compare what is written here in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        compare_here(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +107,7 @@ def test_a_program_whose_batch_costs_less_is_measured(program):
     assert found.largest_difference <= batching.TOLERANCE
 
 
-@pytest.mark.parametrize("model", [Centred(), Scaled()])
+@pytest.mark.parametrize("model", [Centred(), pytest.param(Scaled(), marks=pytest.mark.slow)])
 def test_a_program_whose_rows_change_each_other_makes_no_batch(folder, model):
     assert measure(written(folder, type(model).__name__, model), 16) is None
 

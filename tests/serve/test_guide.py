@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_box_path: Path) -> Iter
         yield path, port
 
 
+@pytest.mark.slow
 def test_the_client_gets_boxes_and_tensors(folder, sample):
     path, port = folder
     (path / "photo.jpg").write_bytes(sample("counter"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import urllib.request
 
 import pytest
+from tests import warm
 from tests.serve.programs import write_detector
 
 from arclight import deploy
@@ -89,17 +91,13 @@ def test_the_second_server_to_reserve_a_port_is_told_as_well():
 
 
 def test_the_server_says_where_it_can_be_opened(one_box_path):
-    command = [sys.executable, "-c", f"from arclight.serve import serve; serve({str(one_box_path)!r}, port=0)"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        said = process.stdout.readline()
-        address = re.fullmatch(r"open (http://127\.0\.0\.1:\d+) \(ctrl-C ends the server\)\n", said)
-        assert address, said + (process.stderr.read() if process.poll() is not None else "")
+    code = f"from arclight.serve import serve; serve({str(one_box_path)!r}, port=0)"
+    with warm.Program("-c", code, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        said = process.until("", 120)
+        address = re.fullmatch(r"open (http://127\.0\.0\.1:\d+) \(ctrl-C ends the server\)", said)
+        assert address, said
         with urllib.request.urlopen(address[1] + "/", timeout=60) as page:
             assert page.status == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.communicate()
+        assert process.said()[1] == ""

@@ -109,6 +109,7 @@ def factor(server, name: str) -> float:
         return infer(server, name, client).json()["outputs"][0]["data"][0]
 
 
+@pytest.mark.slow
 def test_no_request_fails_while_programs_are_replaced_under_load(folder, one_box_path, tmp_path):
     put(folder / "times-2.onnx", tmp_path / "a.onnx")
     put(folder / "times-2.onnx", tmp_path / "b.onnx")
@@ -165,7 +166,12 @@ def bare(path: Path) -> None:
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
-BAD = ["truncated", "gone", "other outputs", "NaN", "never compared", "other task"]
+BAD = [
+    "truncated",
+    "NaN",
+    "other task",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gone", "other outputs", "never compared")),
+]
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -118,7 +118,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(["name", "datatype", "shape", "data", "parameters"]), value=JSON, tail=st.binary(max_size=9),
     size=st.none() | st.integers(-2, 300),
