@@ -30,8 +30,8 @@ def test_exact_ratios_have_no_spread() -> None:
 
 
 def test_intervals_hold_the_true_ratio_about_as_often_as_they_say() -> None:
-    held = [(found := paired(*noisy(1.1, 100, seed))).low <= 1.1 <= found.high for seed in range(100)]
-    assert 88 <= sum(held) <= 100
+    held = [(found := paired(*noisy(1.1, 100, seed))).low <= 1.1 <= found.high for seed in range(50)]
+    assert 43 <= sum(held) <= 50
 
 
 def test_small_ratios_are_told_from_none_though_single_pairs_vary_widely() -> None:

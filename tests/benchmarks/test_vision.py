@@ -21,9 +21,13 @@ def found(boxes: np.ndarray, conf: float = 0.9) -> Detections:
     return Detections.from_arrays(boxes, np.full(len(boxes), conf), np.zeros(len(boxes)), names=["qr_code"])
 
 
-def test_moving_scenes_are_the_same_each_time_and_hide_codes() -> None:
-    scene, again = list(frames(3, 30)), list(frames(3, 30))
-    for one, other in zip(scene, again):
+@pytest.fixture(scope="module")
+def scene() -> list[MovingFrame]:
+    return list(frames(3, 30))
+
+
+def test_moving_scenes_are_the_same_each_time_and_hide_codes(scene: list[MovingFrame]) -> None:
+    for one, other in zip(scene, frames(3, 30)):
         np.testing.assert_array_equal(one.image, other.image)
         np.testing.assert_array_equal(one.boxes, other.boxes)
         assert one.image.shape == (SIDE, SIDE, 3)
@@ -35,8 +39,7 @@ def test_moving_scenes_are_the_same_each_time_and_hide_codes() -> None:
 
 
 @pytest.mark.parametrize("name", vision.TRACKERS)
-def test_perfect_boxes_are_followed_and_hidden_codes_are_no_mistake(name: str) -> None:
-    scene = list(frames(3, 30))
+def test_perfect_boxes_are_followed_and_hidden_codes_are_no_mistake(name: str, scene: list[MovingFrame]) -> None:
     perfect = [found(np.concatenate((frame.boxes, frame.hidden))) for frame in scene]
     scores = vision._score(name, scene, perfect)
     assert scores.idf1 > 0.9

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cli.test_export_own_module import SOURCE
+from tests.exports import compare_here
 from tests.text.test_language_program import decoder_program
 from torch import nn
 
@@ -25,10 +26,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     shutil.copy(decoder_program(tmp_path_factory), folder / "lm.onnx")
     tagger = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 5))
-    tokens = torch.randint(0, 11, (3, 6))
-    export(tagger, folder / "tags", example_inputs=tokens, format="onnx", dynamic={"input": {0: "batch", 1: "time"}})
-    export(nn.Linear(16, 4), folder / "numbers.onnx", example_inputs=torch.randn(3, 16))
-    export(nn.Linear(16, 4), folder / "one.onnx", example_inputs=torch.randn(1, 16), dynamic_batch=False)
+    tokens, free = torch.randint(0, 11, (3, 6)), {"input": {0: "batch", 1: "time"}}
+    with pytest.MonkeyPatch.context() as patch:
+        compare_here(patch)
+        export(tagger, folder / "tags", example_inputs=tokens, format="onnx", dynamic=free)
+        export(nn.Linear(16, 4), folder / "numbers.onnx", example_inputs=torch.randn(3, 16))
+        export(nn.Linear(16, 4), folder / "one.onnx", example_inputs=torch.randn(1, 16), dynamic_batch=False)
     return folder
 
 

@@ -206,6 +206,7 @@ def cpu_seconds(*words: str, times: int = 1) -> float:
     return min(once() for _ in range(times))
 
 
+@pytest.mark.slow
 def test_help_is_much_faster_than_importing_torch() -> None:
     torch = cpu_seconds("-c", "import torch")
     assert cpu_seconds("-m", "arclight.cli", "--help", times=3) < 0.3 * torch

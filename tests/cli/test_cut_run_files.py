@@ -130,7 +130,7 @@ def damages(stopped: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
             yield f"{name} ({'gone' if left is None else f'{number}: {left[:20]!r}... of {len(left)} bytes'})", root
 
 
-@pytest.mark.parametrize("what", [goes_on, recipe_is_read])
+@pytest.mark.parametrize("what", [recipe_is_read, pytest.param(goes_on, marks=pytest.mark.slow)])
 def test_each_file_of_a_run_may_be_cut_at_any_boundary(
     stopped: Path, tmp_path: Path, what: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

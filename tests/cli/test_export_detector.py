@@ -20,6 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return detector_run(tmp_path_factory.mktemp("runs") / "tiny" / "1")
 
 
+@pytest.mark.slow
 def test_a_folder_is_written_for_openvino_and_read_by_every_verb(run: Path, folder: Path, typed: Typed) -> None:
     pytest.importorskip("openvino")
     status, out, err = typed(f"export {run} --out v1.5 --format openvino")

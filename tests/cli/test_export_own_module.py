@@ -144,6 +144,7 @@ def test_a_trained_network_is_quantized_and_its_checkpoints_are_named(trained: A
         torch.testing.assert_close(again(x[:2]), trained.model(x[:2]).detach())
 
 
+@pytest.mark.slow
 def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
     status, out, err = typed("export own_net:Tagger --out tags --format onnx")
     assert status == 0, err

@@ -457,6 +457,7 @@ def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, f
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder: Path) -> None:
     run = command("federate", "lines.toml", FED_PAUSE="0.3")
     until(run, "round 1/3")
@@ -575,6 +576,7 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert (folder / "runs/lines/2/report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, folder: Path) -> None:
     """The server measures nothing and need not have the data."""
     server = command(
@@ -590,6 +592,7 @@ def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, f
     assert TOO_FEW not in server.communicate(timeout=DEADLINE)[0]  # once is enough
 
 
+@pytest.mark.slow
 def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
     lines: Path, broken: Path, typed: Typed, folder: Path
 ) -> None:
@@ -639,6 +642,7 @@ def test_processes_of_a_site_train_a_client_together(lines: Path, typed: Typed, 
     assert history[-1]["metrics"]["val/loss"] == pytest.approx(alone[-1]["metrics"]["val/loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_interrupted_processes_say_what_is_kept(lines: Path, folder: Path) -> None:
     """The server has an ask in hand, which it does not keep waiting; the node waits for a server that is gone."""
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")

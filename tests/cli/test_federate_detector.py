@@ -89,7 +89,7 @@ def test_a_round_becomes_an_int8_program(photos: Path, typed: Typed, folder: Pat
     assert "3 images" in out
 
 
-@pytest.mark.parametrize("measured_by", ["server", "clients"])
+@pytest.mark.parametrize("measured_by", ["clients", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_federation_begins_with_a_centralised_detector(
     photos: Path, typed: Typed, folder: Path, measured_by: str
 ) -> None:

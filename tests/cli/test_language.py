@@ -92,12 +92,19 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     assert typed("export runs/lm/1 --out hf")[0] == 0
     model, tokenizer = from_hf("hf"), Tokenizer.load("hf")
     assert generate(model, tokenizer, said["prompt"], 4, temperature=0) == said["text"]
+
+
+@pytest.mark.slow
+def test_a_program_says_what_its_run_says(typed: Typed, recipe: str) -> None:
+    assert typed(f"train {recipe}")[0] == 0
+    assert typed("predict runs/lm/1 --prompt the --tokens 4 --temperature 0 --json said.json")[0] == 0
+    said = json.loads(Path("said.json").read_text())
     status, out, _ = typed("export runs/lm/1 --out lm.onnx")
     assert status == 0
     assert "with cache and tokenizer, for up to 2048 tokens" in out
     status, out, _ = typed("predict lm.onnx --prompt the --tokens 4 --temperature 0 --json program.json")
     assert status == 0, out
-    assert json.loads(Path("program.json").read_text()) == [said]
+    assert json.loads(Path("program.json").read_text()) == said
     status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err
@@ -176,6 +183,7 @@ def test_a_pipeline_is_shown_where_the_recipe_asks_for_it(recipe: str) -> None:
     assert "process  stages" in Path("runs/lm/1/log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
     """In a process of their own: those of a plan start the command again."""
     words = "--diloco.sync_every 4 --diloco.outer_lr 1 --diloco.outer_momentum 0"

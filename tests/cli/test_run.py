@@ -33,6 +33,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return warm.run("-m", "arclight.cli", "run", *words, timeout=180)
 
 
+@pytest.mark.slow
 def test_two_processes_and_the_scripts_own_arguments(script: Path) -> None:
     done = run(
         "--devices", "2", "--strategy", "ddp", "--precision", "64-true", "--accelerator", "cpu", str(script), "--x", "1"
@@ -41,8 +42,9 @@ def test_two_processes_and_the_scripts_own_arguments(script: Path) -> None:
     assert done.stdout.strip() == "DDPStrategy 2 torch.float32 3.0 --x 1"
 
 
-def test_a_second_launch_is_refused(script: Path) -> None:
-    done = run("--accelerator", "cpu", str(script), "--launch")
+def test_one_process_has_the_scripts_own_arguments_and_a_second_launch_is_refused(script: Path) -> None:
+    done = run("--accelerator", "cpu", "--precision", "64-true", str(script), "--launch")
+    assert done.stdout.strip() == "SingleDeviceStrategy 1 torch.float32 1.0 --launch"
     assert done.returncode != 0
     assert "this script was launched through the CLI" in done.stderr
 

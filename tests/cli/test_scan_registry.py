@@ -76,6 +76,7 @@ def test_mistakes_are_named_before_anything_is_scanned(photos: Path) -> None:
         scan([str(photos), "--registry", str(photos.parent / "places.csv")])
 
 
+@pytest.mark.slow
 def test_codes_are_followed_through_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clip = draw_clip(np.random.default_rng(6), size=480, frames=6, codes=3)
     video = cv2.VideoWriter(str(tmp_path / "clip.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 10, (480, 480))

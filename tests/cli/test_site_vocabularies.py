@@ -86,11 +86,37 @@ def own_states(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def test_sites_share_the_trunk_and_resume_with_the_same_bits(corpora: Path, folder: Path, typed: Typed) -> None:
-    recipe = written(folder, recipe_of(corpora, ("law", "sums")))
-    status, _, err = typed(f"federate {recipe} --root whole")
+@pytest.fixture
+def whole(corpora: Path, folder: Path, typed: Typed) -> Path:
+    """A run of three rounds by two sites."""
+    status, _, err = typed(f"federate {written(folder, recipe_of(corpora, ('law', 'sums')))} --root whole")
     assert status == 0, err
-    whole = folder / "whole" / "own" / "1"
+    return folder / "whole" / "own" / "1"
+
+
+def test_sites_share_the_trunk_and_keep_what_is_personal(whole: Path) -> None:
+    first, last = weights(whole, 1), weights(whole, 3)
+    for name, value in last.items():
+        personal = name.startswith(("model.tok_embeddings.", "model.output."))
+        assert torch.equal(value, first[name]) == personal, name  # nobody sends what is personal
+    shapes = {name: state["model.output.weight"].shape[0] for name, state in own_states(whole).items()}
+    assert sorted(shapes.values()) == [320, 384]
+
+    history = read_history(whole)
+    for client, said in history[-1]["metrics_by_client"].items():
+        assert said["val/unigram_normalized_loss"] < said["val/loss"], client
+        assert math.isfinite(history[-1]["train"][client]["train/unigram_normalized_loss"])
+    mean = history[-1]["metrics"]["val/unigram_normalized_loss"]
+    values = [said["val/unigram_normalized_loss"] for said in history[-1]["metrics_by_client"].values()]
+    assert min(values) <= mean <= max(values)
+    page = (whole / "report.html").read_text()
+    assert "val/unigram_normalized_loss by client" in page
+    assert "val/unigram_normalized_loss" in (whole / "metrics.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.slow
+def test_sites_resume_with_the_same_bits(whole: Path, folder: Path, typed: Typed) -> None:
+    recipe = folder / "own.toml"
     for rounds in (1, 2, 3):  # the last is a second resume
         status, _, err = typed(
             f"federate {recipe} --root parts --federation.rounds {rounds} --trainer.max_steps 12"
@@ -98,14 +124,10 @@ def test_sites_share_the_trunk_and_resume_with_the_same_bits(corpora: Path, fold
         )
         assert status == 0, err
     parts = folder / "parts" / "own" / "1"
-    first, last, resumed = weights(whole, 1), weights(whole, 3), weights(parts, 3)
+    last, resumed = weights(whole, 3), weights(parts, 3)
     assert last.keys() == resumed.keys()
     for name, value in last.items():
         assert torch.equal(value, resumed[name]), name
-        personal = name.startswith(("model.tok_embeddings.", "model.output."))
-        assert torch.equal(value, first[name]) == personal, name  # nobody sends what is personal
-    shapes = {name: state["model.output.weight"].shape[0] for name, state in own_states(whole).items()}
-    assert sorted(shapes.values()) == [320, 384]
     for name, state in own_states(whole).items():
         for key, value in own_states(parts)[name].items():
             assert torch.equal(value, state[key]), (name, key)
@@ -116,15 +138,6 @@ def test_sites_share_the_trunk_and_resume_with_the_same_bits(corpora: Path, fold
         for client, said in here["train"].items():
             for name in ("train/loss", "train/unigram_normalized_loss"):
                 assert said[name] == there["train"][client][name]
-    for client, said in one[-1]["metrics_by_client"].items():
-        assert said["val/unigram_normalized_loss"] < said["val/loss"], client
-        assert math.isfinite(one[-1]["train"][client]["train/unigram_normalized_loss"])
-    mean = one[-1]["metrics"]["val/unigram_normalized_loss"]
-    values = [said["val/unigram_normalized_loss"] for said in one[-1]["metrics_by_client"].values()]
-    assert min(values) <= mean <= max(values)
-    page = (whole / "report.html").read_text()
-    assert "val/unigram_normalized_loss by client" in page
-    assert "val/unigram_normalized_loss" in (whole / "metrics.csv").read_text().splitlines()[0]
 
 
 def test_a_sites_loss_is_less_what_its_own_counts_explain(corpora: Path, folder: Path) -> None:

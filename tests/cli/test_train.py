@@ -51,7 +51,16 @@ def test_another_seed_is_another_run(trained: Path, typed: Typed) -> None:
     assert not np.array_equal(weights(Path("runs/tiny/2")), weights(trained))
 
 
-@pytest.mark.parametrize("place", ["last", "runs/tiny/1", "runs/tiny/1/checkpoints/last.ckpt"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "last",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("runs/tiny/1", "runs/tiny/1/checkpoints/last.ckpt")
+        ),
+    ],
+)
 def test_resuming_goes_on_in_the_same_run(trained: Path, typed: Typed, place: str) -> None:
     typed("train tiny.toml --task.lr 0.2 --trainer.max_epochs 5 --name whole")
     status, _, err = typed(f"train tiny.toml --task.lr 0.2 --trainer.max_epochs 5 --resume {place}")

@@ -130,7 +130,9 @@ def minimise(search: Search, trials: int, value: Callable[[dict[str, object]], f
     return [one.params for one in study.trials]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sampler", ["cmaes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpe", "random"))]
+)
 def test_a_search_that_was_stopped_draws_the_values_of_one_that_was_not(tmp_path: Path, sampler: str) -> None:
     found = (Range("lr", 1e-4, 1.0, log=True), Range("width", 1, 64, integer=True), Choice("kind", ("a", "b")))
 
@@ -163,6 +165,7 @@ def test_processes_that_draw_at_once_draw_other_values_and_killed_trials_are_dra
     assert search.parameters[0].suggest(again) == pytest.approx(lrs[1])
 
 
+@pytest.mark.slow
 def test_evolution_approaches_the_best_and_stays_in_its_bounds(tmp_path: Path) -> None:
     found = (Range("lr", 1e-4, 1.0, log=True), Range("width", 0, 1), Range("steps", 10, 90, step=20, integer=True))
     drawn = minimise(
@@ -414,6 +417,7 @@ def test_what_names_no_objective_or_several_processes_is_refused(typed: Typed, t
 # ----------------------------------------------------------------------------------------------------------- the guide
 
 
+@pytest.mark.slow
 def test_the_guide_s_search_runs_as_it_stands(typed: Typed, folder: Path) -> None:
     (folder / "spirals.py").write_text(block("python", "docs/tune.md"))
     for line in block("sh", "docs/tune.md").splitlines():
