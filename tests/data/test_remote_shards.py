@@ -526,6 +526,105 @@ def test_a_block_larger_than_the_room_is_fetched_alone(tmp_path: Path) -> None:
     through.close()
 
 
+def finished(through: BlockReader) -> None:
+    wait_until(lambda: not through._running._jobs, "the end of all fetches")
+
+
+def test_consumers_share_the_room_alike(tmp_path: Path) -> None:
+    """A consumer at rest, such as training while validation runs, gives up what it needs last, and takes it again."""
+    source, through = Gated(), reader(tmp_path, 4 * 4000)  # room for four blocks ahead
+    source.gate.release(1000)
+    train = [through.expect([(source, (0, block))], "train") for block in range(10)]
+    finished(through)
+    assert sorted(source.fetched) == [(block, True) for block in range(4)]
+    val = [through.expect([(source, (0, block))], "val") for block in range(20, 30)]
+    finished(through)
+    assert sorted(source.fetched)[4:] == [(20, True), (21, True)]
+    assert set(through._running._expected) == {f"gated/{block}" for block in (0, 1, 20, 21)}
+    for number, one in enumerate(val[:6], 20):
+        assert through.read(source, (0, number)) == bytes([number]) * 1000
+        through.release(one)
+        finished(through)
+        assert sorted(source.fetched)[4:] == [(block, True) for block in range(20, min(number + 3, 30))]
+    for one in reversed(val):  # the others are left
+        through.release(one)
+    finished(through)
+    assert set(through._running._expected) == {f"gated/{block}" for block in range(4)}
+    for number, one in enumerate(train):
+        assert through.read(source, (0, number)) == bytes([number]) * 1000
+        through.release(one)
+        finished(through)
+    assert sorted(source.fetched) == [(block, True) for block in (*range(10), *range(20, 28))]  # each once, all ahead
+    assert (through._running._expected_bytes, through._running._expected, through._running._consumers) == (0, {}, {})
+    through.close()
+
+
+def test_consumers_share_the_connections_alike(tmp_path: Path) -> None:
+    """What a consumer at rest still waits for does not stand before what is read now."""
+    source, through = Gated(), reader(tmp_path, 4 * 8000, connections=1)
+    train = [through.expect([(source, (0, block))], "train") for block in range(8)]
+    wait_until(lambda: source.in_flight == 1, "the first fetch")
+    val = [through.expect([(source, (0, block))], "val") for block in (20, 21)]
+    source.gate.release(5)
+    wait_until(lambda: len(source.fetched) == 5, "five fetches")
+    assert source.fetched == [(block, True) for block in (0, 1, 20, 2, 21)]
+    source.gate.release(100)
+    for one in (*train, *val):
+        through.release(one)
+    through.close()
+
+
+def test_a_block_of_two_consumers_is_fetched_once_and_for_both(tmp_path: Path) -> None:
+    source, through = Gated(), reader(tmp_path, 4 * 4000, connections=1)
+    expected = {name: [through.expect([(source, (0, n))], name) for n in (0, 1)] for name in ("one", "other")}
+    wait_until(lambda: source.in_flight == 1, "the first fetch")
+    for one in expected["one"]:
+        through.release(one)
+    source.gate.release(100)
+    finished(through)
+    assert source.fetched == [(0, True), (1, True)]
+    assert set(through._running._expected) == {"gated/0", "gated/1"}
+    for one in expected["other"]:
+        through.release(one)
+    assert not through._running._expected
+    through.close()
+
+
+@pytest.mark.parametrize("consumers", [2, 5])
+def test_the_room_is_kept_whatever_consumers_do(tmp_path: Path, consumers: int) -> None:
+    """Blocks of all sizes, shared and repeated, in any order: the bound holds but for a block each, and nothing is left."""
+
+    class Sized(Gated):
+        def size(self, block: tuple[int, int]) -> int:
+            return 100 * (1 + block[1] % 9)
+
+        def fetch(self, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+            return bytes([block[1]]) * self.size(block)
+
+    source, through, rng = Sized(), reader(tmp_path, 4 * 4000), np.random.default_rng(consumers)
+    opened: list[Expected] = []
+    for _ in range(400):
+        if opened and rng.random() < 0.5:
+            one = opened.pop(int(rng.integers(len(opened))))
+            for wanted in one.blocks[: int(rng.integers(4))]:
+                assert through.read(source, wanted.block) == source.fetch(wanted.block, b"", threading.Event())
+            through.release(one)
+        else:
+            blocks = rng.integers(0, 60, int(rng.integers(4))).tolist()
+            opened.append(through.expect([(source, (0, n)) for n in blocks], int(rng.integers(consumers))))
+        running = through._running
+        with running._changed:
+            held = {key for one in running._consumers.values() for key in one.blocks}
+            assert held == set(running._expected)
+            assert running._expected_bytes <= 4000 + 900 * consumers
+            assert {key for one in running._consumers.values() for key in one.queue} <= held & set(running._jobs)
+    for one in opened:
+        through.release(one)
+    finished(through)
+    assert (through._running._expected_bytes, through._running._expected, through._running._consumers) == (0, {}, {})
+    through.close()
+
+
 class Told(Dataset[int]):
     """Samples 0 to 39, and what was expected, read and released, in order; read in a worker is not seen."""
 
@@ -533,6 +632,7 @@ class Told(Dataset[int]):
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
+        self.consumers = set[Any]()
 
     def __len__(self) -> int:
         return 40
@@ -541,8 +641,9 @@ class Told(Dataset[int]):
         self.log.append(("read", sample))
         return sample
 
-    def expect(self, samples: list[int]) -> int:
+    def expect(self, samples: list[int], consumer: Any) -> int:
         self.log.append(("expect", samples[0]))
+        self.consumers.add(consumer)
         return samples[0]
 
     def release(self, expected: int) -> None:
@@ -566,6 +667,9 @@ def test_a_batch_is_released_once_it_was_read(workers: int, size: int) -> None:
         ahead = max(1, 2 * workers) + data.read_ahead  # batches that are asked for, and those behind them
         assert len(of(data.log, "expect")) == min(40 // size, len(firsts) - 1 + (workers > 0) + ahead)
     assert of(data.log, "expect") == firsts
+    assert len(data.consumers) == 1
+    list(loader.batches(1))
+    assert len(data.consumers) == 2  # a pass is one
 
 
 @pytest.mark.parametrize("workers", [0, 2, pytest.param(-2, id="persistent")])
@@ -606,6 +710,7 @@ def test_what_follows_an_error_can_be_read(workers: int) -> None:
         next(found)
     assert next(found) == [8, 9, 10, 11]
     assert of(data.log, "release") == [0, 4, 8]
+    assert len(list(found)) == 7  # to the end, where workers end
 
 
 def test_a_pass_that_ends_with_the_process_releases_without_an_error(tmp_path: Path) -> None:
@@ -615,7 +720,7 @@ def test_a_pass_that_ends_with_the_process_releases_without_an_error(tmp_path: P
     running = through._running
     closing = threading.Thread(target=running.close)  # as the finalizer does, while the reader is there
     closing.start()
-    wait_until(lambda: not running._queue, "the end of what waits")
+    wait_until(lambda: len(running._jobs) == 3, "the end of what waits")
     source.gate.release(100)
     closing.join(60)
     for one in expected:
@@ -680,6 +785,51 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large") / "corpus"
     write_corpus(folder, documents, ByteTokenizer(), split=held_out(0.02), shard_bytes=300_000)
     return folder
+
+
+def test_validation_within_an_epoch_is_read_ahead(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what training expects fills the room."""
+    fetch, fetched = ShardBlocks.fetch, list[str]()
+
+    def noted(self: ShardBlocks, block: tuple[int, int], digest: bytes, cancel: threading.Event) -> bytes:
+        if not threading.current_thread().name.startswith("arclight-read-ahead"):
+            fetched.append(self.key(block))
+        return fetch(self, block, digest, cancel)
+
+    monkeypatch.setattr(ShardBlocks, "fetch", noted)
+    here = write(tmp_path / "val", seed=1)
+    through = reader(tmp_path / "blocks", 2**21)  # room for eight blocks ahead
+    train, val = (
+        TokenSamples([Windows(RemoteTokenShards(f"file://{folder}", through), 2048)], np.ones(VOCAB, np.int64))
+        for folder in (large / "train", tmp_path / "val")
+    )
+    loaders = [
+        ResumableLoader(DataLoader(data, 4, sampler=EpochOrder(len(data), shuffle=data is train), collate_fn=identity))
+        for data in (train, val)
+    ]
+    training = loaders[0].batches(0)
+    next(training)
+    finished(through)
+    validation = loaders[1].batches(0)
+    found = [next(validation)]
+    fetched.clear()
+    for _ in range(len(val) // 4 - 1):
+        finished(through)
+        found.append(next(validation))
+    assert not fetched
+    assert len(through._running._consumers) == 2
+    del validation
+    assert len(through._running._consumers) == 1
+    finished(through)
+    next(training)
+    assert not fetched
+    del training
+    assert not through._running._consumers
+    through.close()
+    assert all(
+        torch.equal(batch["tokens"].flatten(), torch.from_numpy(here.read(8192 * n, 8192 * (n + 1)).astype(np.int64)))
+        for n, batch in enumerate(found)
+    )
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 64])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -30,8 +30,8 @@ class ReadsAhead(Protocol):
     read_ahead: int
     """Batches ahead that it wants to know; 0 for none."""
 
-    def expect(self, samples: Sequence[int]) -> Any:
-        """Begin to fetch the samples of a batch, and return what `release` is given."""
+    def expect(self, samples: Sequence[int], consumer: Hashable) -> Any:
+        """Begin to fetch the samples of a batch, and return what `release` is given. consumer: stands for the pass."""
         ...
 
     def release(self, expected: Any) -> None: ...
@@ -43,6 +43,7 @@ class Ahead:
     def __init__(self, batches: Iterator[Any], dataset: ReadsAhead) -> None:
         self._batches, self._dataset = batches, dataset
         self._expected: deque[Any] = deque()
+        self._consumer = object()
 
     def __iter__(self) -> Iterator[Any]:
         waiting = deque[Any]()
@@ -70,7 +71,7 @@ class Ahead:
 
     def _expect(self, waiting: deque[Any], count: int) -> None:
         for indices in islice(self._batches, count):
-            self._expected.append(self._dataset.expect(indices))
+            self._expected.append(self._dataset.expect(indices, self._consumer))
             waiting.append(indices)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -72,8 +72,8 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         """Batches ahead that `expect` wants to know: those of its shards that wants most."""
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
-    def expect(self, samples: Sequence[int]) -> list[tuple[TokenShards, Any]]:
-        """Let shards at an address fetch what the samples of a batch will need."""
+    def expect(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:
+        """Let shards at an address fetch what the samples of a batch will need; passes over data share the room for it."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for sample in samples:
             if sample != PADDING:
@@ -84,7 +84,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         for part, wanted in spans.items():
             layout = self.layouts[part]
             boundaries = self.mask_documents and not layout.inside_documents
-            found.append((layout.shards, layout.shards.expect(wanted, boundaries=boundaries)))
+            found.append((layout.shards, layout.shards.expect(wanted, boundaries=boundaries, consumer=consumer)))
         return found
 
     def release(self, expected: list[tuple[TokenShards, Any]]) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -364,8 +364,11 @@ class TokenShards:
     read_ahead = 0
     """Batches before it is needed that what will be read should be named to `expect`; 0 where that helps nothing."""
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Any:
-        """Fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return that for `release`."""
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Any:
+        """Fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return that for `release`.
+
+        consumer: stands for who reads it, such as one pass over a loader; each gets a fair share of the room.
+        """
         return None
 
     def release(self, expected: Any) -> None:

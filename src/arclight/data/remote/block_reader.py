@@ -6,8 +6,9 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -51,10 +52,10 @@ class Wanted(NamedTuple):
 
 
 class Expected:
-    """Blocks that will be read, in the order of need; the first ``taken`` are fetched ahead, the others wait for room."""
+    """Blocks that ``consumer`` will read, in the order of need; the first ``taken`` are fetched ahead, the others wait for room."""
 
-    def __init__(self, blocks: Iterable[Wanted]) -> None:
-        self.blocks, self.taken = tuple(blocks), 0
+    def __init__(self, blocks: Iterable[Wanted], consumer: Hashable = None) -> None:
+        self.blocks, self.consumer, self.taken = tuple(blocks), consumer, 0
 
 
 class BlockReader:
@@ -78,12 +79,16 @@ class BlockReader:
         """Return a block. An error of fetching it ahead is raised here, with its cause."""
         return self._state().read(Wanted(source, block, source.key(block)))
 
-    def expect(self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]]) -> Expected:
-        """Fetch blocks ahead, in this order behind what is expected already, and keep them until `release`.
+    def expect(
+        self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]], consumer: Hashable = None
+    ) -> Expected:  # fmt: skip
+        """Fetch blocks ahead, in this order behind what ``consumer`` expects already, and keep them until `release`.
 
-        A fourth of the folder is room for that: what is beyond it waits, and is fetched as `release` makes room.
+        A fourth of the folder is room for that: what is beyond it waits, and is fetched as `release` makes room. consumer: stands
+        for who reads them, such as one pass over a loader; several share room and connections alike, also where one is at rest.
         """
-        return self._state().expect(Expected(Wanted(source, block, source.key(block)) for source, block in blocks))
+        wanted = (Wanted(source, block, source.key(block)) for source, block in blocks)
+        return self._state().expect(Expected(wanted, consumer))
 
     def release(self, expected: Expected) -> None:
         """Let go of what `expect` returned; again, or after `close`, this does nothing."""
@@ -130,6 +135,18 @@ class _Job:
         self.result: Future[bytes | None] = Future()
 
 
+class _Consumer:
+    """Expected blocks of one consumer, in the order of need: ``taken`` has room, ``waiting`` has none or is the first that has some."""
+
+    def __init__(self) -> None:
+        self.taken: deque[Expected] = deque()
+        self.waiting: deque[Expected] = deque()
+        self.blocks: dict[str, int] = {}
+        """How often each block with room is expected."""
+        self.size_bytes = 0
+        self.queue: OrderedDict[str, _Job] = OrderedDict()
+
+
 class _Running:
     """Run a reader in one process: threads, the blocks that are expected, the latest ones in memory."""
 
@@ -141,14 +158,12 @@ class _Running:
         self._changed = threading.Condition()
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._queue: deque[_Job] = deque()
         self._jobs: dict[str, _Job] = {}
-        self._waiting: deque[Expected] = deque()
+        self._consumers: OrderedDict[Hashable, _Consumer] = OrderedDict()
         self._released: deque[Expected] = deque()
         self._arranging = False
         self._open: set[Expected] = set()
         self._expected: dict[str, int] = {}
-        self._expected_bytes = 0
         self._failed: dict[str, BaseException] = {}
         self._memory: OrderedDict[str, bytes] = OrderedDict()
 
@@ -158,9 +173,11 @@ class _Running:
                 self._memory.move_to_end(wanted.key)
                 return self._memory[wanted.key]
             error, job = self._failed.pop(wanted.key, None), self._jobs.get(wanted.key)
-            if job is not None and not job.begun:  # behind others in the queue: whoever needs it now fetches it
-                self._queue.remove(job)
-                self._jobs.pop(wanted.key)
+            if job is not None and not job.begun:  # behind others in a queue: whoever needs it now fetches it
+                with self._undisturbed():
+                    for consumer in self._consumers.values():
+                        consumer.queue.pop(wanted.key, None)
+                self._jobs.pop(wanted.key, None)
                 job.result.cancel()
                 job = None
         if error is not None:
@@ -184,7 +201,7 @@ class _Running:
     def expect(self, expected: Expected) -> Expected:
         with self._changed:
             self._open.add(expected)
-            self._waiting.append(expected)
+            self._consumers.setdefault(expected.consumer, _Consumer()).waiting.append(expected)
             self._arrange()
         return expected
 
@@ -195,57 +212,103 @@ class _Running:
 
     def _arrange(self) -> None:
         """Let go of what was released, and let threads fetch what waits, in the order of need, as far as there is room."""
-        if self._arranging:  # below, where the garbage collector ended an iterator: it is let go of the next time
+        if self._arranging:
             return
-        self._arranging = True
-        try:
+        with self._undisturbed():
             while self._released:
                 self._let_go(self._released.popleft())
-            while self._waiting and not self._cancel.is_set() and self._take(self._waiting[0]):
-                self._waiting.popleft()
-        finally:
-            self._arranging = False
+            while not self._cancel.is_set() and (waiting := [one for one in self._consumers.values() if one.waiting]):
+                if not self._take(min(waiting, key=_size)):  # whoever has least comes first
+                    break
+            queued = any(consumer.queue for consumer in self._consumers.values())
         while len(self._threads) < min(self._connections, len(self._jobs)):
             name = f"arclight-read-ahead-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        if self._queue:
+        if queued:
             self._changed.notify()  # one thread, which wakes the next: all at once would keep the caller from going on
 
-    def _take(self, expected: Expected) -> bool:
-        """Return True if there is room for all of it, and in any case for one block."""
-        for wanted in expected.blocks[expected.taken :]:
-            if wanted.key not in self._expected:
-                size = wanted.source.size(wanted.block)
-                if self._expected_bytes and self._expected_bytes + size > self._ahead:
-                    return False
-                self._expected_bytes += size
-                if wanted.key not in self._jobs:
-                    job = self._jobs[wanted.key] = _Job(wanted)
-                    self._queue.append(job)
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Leave alone what is changed here if the garbage collector ends a pass meanwhile: that is let go of the next time."""
+        self._arranging = True
+        try:
+            yield
+        finally:
+            self._arranging = False
+
+    def _take(self, consumer: _Consumer) -> bool:
+        """Let the next block of a consumer be fetched; return False if it has to wait for room."""
+        expected = consumer.waiting[0]
+        if expected.taken == len(expected.blocks):
+            consumer.taken.append(consumer.waiting.popleft())
+            return True
+        wanted = expected.blocks[expected.taken]
+        if wanted.key not in consumer.blocks:
+            size = wanted.source.size(wanted.block)
+            if not self._make_room(consumer, size):
+                return False
+            consumer.size_bytes += size
+            if wanted.key not in self._expected and wanted.key not in self._jobs:
+                self._jobs[wanted.key] = consumer.queue[wanted.key] = _Job(wanted)
             self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
-            expected.taken += 1
+        consumer.blocks[wanted.key] = consumer.blocks.get(wanted.key, 0) + 1
+        expected.taken += 1
         return True
+
+    def _make_room(self, consumer: _Consumer, size: int) -> bool:
+        """Return True if a consumer may take so many bytes: there is room, others have more than their share, or it has no block.
+
+        Others then give up what they need last; it stays in the folder, unless the room is needed, and they take it again later.
+        """
+        share = self._ahead // len(self._consumers)
+        while not (fits := self._expected_bytes + size <= self._ahead) and consumer.size_bytes + size <= share:
+            self._give_up_last(max(self._consumers.values(), key=_size))
+        return fits or not consumer.size_bytes
+
+    def _give_up_last(self, consumer: _Consumer) -> None:
+        while not (consumer.waiting and consumer.waiting[0].taken):
+            consumer.waiting.appendleft(consumer.taken.pop())
+        self._give_up(consumer, consumer.waiting[0])
 
     def _let_go(self, expected: Expected) -> None:
         if expected not in self._open:  # it is of before `close`, or was let go of
             return
         self._open.remove(expected)
-        if expected.taken < len(expected.blocks):
-            self._waiting.remove(expected)
-        for wanted in expected.blocks[: expected.taken]:
-            left = self._expected[wanted.key] = self._expected[wanted.key] - 1
-            if left == 0:
-                del self._expected[wanted.key]
-                self._expected_bytes -= wanted.source.size(wanted.block)
-                self._failed.pop(wanted.key, None)
-                job = self._jobs.get(wanted.key)
-                if job is not None and not job.begun:
-                    self._queue.remove(job)
-                    self._jobs.pop(wanted.key)
-                    job.result.cancel()
-                self._folder.release(wanted.key)
+        consumer = self._consumers[expected.consumer]
+        (consumer.taken if expected in consumer.taken else consumer.waiting).remove(expected)
+        while expected.taken:
+            self._give_up(consumer, expected)
+        if not consumer.taken and not consumer.waiting:
+            del self._consumers[expected.consumer]
+
+    def _give_up(self, consumer: _Consumer, expected: Expected) -> None:
+        """Give up the last block that was taken of what is expected."""
+        expected.taken -= 1
+        wanted = expected.blocks[expected.taken]
+        key = wanted.key
+        consumer.blocks[key] -= 1
+        if consumer.blocks[key]:
+            return
+        del consumer.blocks[key]
+        consumer.size_bytes -= wanted.source.size(wanted.block)
+        job = consumer.queue.pop(key, None)
+        self._expected[key] -= 1
+        if self._expected[key]:
+            if job is not None:
+                next(other for other in self._consumers.values() if key in other.blocks).queue[key] = job
+            return
+        del self._expected[key]
+        self._failed.pop(key, None)
+        if job is not None:
+            self._jobs.pop(key)
+            job.result.cancel()
+        self._folder.release(key)
+
+    @property
+    def _expected_bytes(self) -> int:
+        return sum(consumer.size_bytes for consumer in self._consumers.values())
 
     def recount(self) -> int:
         return self._folder.recount()
@@ -255,10 +318,12 @@ class _Running:
             return
         self._cancel.set()
         with self._changed:
-            for job in self._queue:
-                job.result.cancel()
-                self._jobs.pop(job.wanted.key)
-            self._queue.clear()
+            with self._undisturbed():
+                for consumer in self._consumers.values():
+                    for key, job in consumer.queue.items():
+                        job.result.cancel()
+                        self._jobs.pop(key)
+                    consumer.queue.clear()
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -268,14 +333,10 @@ class _Running:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._queue and not self._cancel.is_set():
+                while (job := self._next_job()) is None and not self._cancel.is_set():
                     self._changed.wait()
-                if self._cancel.is_set():
+                if job is None:
                     return
-                job = self._queue.popleft()
-                job.begun = True
-                if self._queue:
-                    self._changed.notify()
             try:
                 found = self._obtain(job.wanted, ahead=True)
             except BaseException as error:  # of whatever kind: it is the reader's of that block, not this thread's
@@ -284,6 +345,20 @@ class _Running:
             else:
                 self._end(job, None)
                 job.result.set_result(found)
+
+    def _next_job(self) -> _Job | None:
+        """Begin the first job of a queue; consumers take turns. None if there is none."""
+        with self._undisturbed():
+            found = [(name, consumer) for name, consumer in self._consumers.items() if consumer.queue]
+            if not found or self._cancel.is_set():
+                return None
+            name, consumer = found[0]
+            self._consumers.move_to_end(name)
+            _, job = consumer.queue.popitem(last=False)
+            job.begun = True
+            if consumer.queue or len(found) > 1:
+                self._changed.notify()
+            return job
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
         key = job.wanted.key
@@ -328,6 +403,10 @@ class _Running:
             return found
         self._folder.drop(wanted.key)  # torn by a crash, or changed by somebody
         return None
+
+
+def _size(consumer: _Consumer) -> int:
+    return consumer.size_bytes
 
 
 def _raise_again(error: BaseException) -> NoReturn:

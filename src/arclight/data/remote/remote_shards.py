@@ -6,7 +6,7 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -165,7 +165,7 @@ class RemoteTokenShards(TokenShards):
 
     read_ahead = 64
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool) -> Expected:
+    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Expected:
         blocks, ends = dict[tuple[int, int], None](), dict[tuple[int, int], None]()
         for start, stop in spans:
             for shard, a, b in self._spans(self._first_token, start, stop):
@@ -175,7 +175,7 @@ class RemoteTokenShards(TokenShards):
                 if boundaries:  # behind all tokens: whoever has read them keeps them in memory
                     stop_at = min(facts.body_bytes, facts.ends_at + _ENDS_AHEAD_BYTES)
                     ends |= dict.fromkeys(self._blocks(shard, facts.ends_at, stop_at))
-        return self.reader.expect((self._origin, block) for block in blocks | ends)
+        return self.reader.expect(((self._origin, block) for block in blocks | ends), consumer)
 
     def release(self, expected: Expected) -> None:
         self.reader.release(expected)
