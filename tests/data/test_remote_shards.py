@@ -625,6 +625,54 @@ def test_the_room_is_kept_whatever_consumers_do(tmp_path: Path, consumers: int) 
     through.close()
 
 
+def test_processes_share_the_room_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks do that have one folder: each alone would hold a fourth of it."""
+    monkeypatch.setattr("arclight.data.remote.block_reader._COUNT_S", 0.0)
+    source = Gated()
+    source.gate.release(1000)
+    readers = [reader(tmp_path, 4 * 12000) for _ in range(4)]  # room for twelve blocks ahead, in all
+    idle = reader(tmp_path, 4 * 12000)
+    idle.read(source, (0, 200))  # as a worker does, which fetches nothing ahead
+    expected = []
+    for number, through in enumerate(readers):
+        expected.append([through.expect([(source, (0, 20 * number + block))]) for block in range(20)])
+        finished(through)
+    for through, ones in zip(readers, expected, strict=True):
+        through.release(ones[0])
+        finished(through)
+    assert [through._running._expected_bytes for through in readers] == [3000] * 4
+    held = [path for path in (tmp_path / ".holders").rglob("*") if path.is_file() and path.stat().st_nlink > 1]
+    assert len(held) == 12
+    for through in readers[1:3]:
+        through.close()
+    readers[0].release(expected[0][1])
+    assert readers[0]._running._expected_bytes == 6000
+    for through in (readers[0], readers[3], idle):
+        through.close()
+
+
+def _expect_and_die(folder: Path) -> None:
+    source, through = Gated(), reader(folder, 4 * 4000)
+    source.gate.release(10)
+    through.expect([(source, (0, 0))])
+    finished(through)
+    os._exit(0)
+
+
+def test_a_killed_process_leaves_its_share_of_the_room(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_expect_and_die, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert list((tmp_path / ".holders").glob("*/ahead"))
+    source, through = Gated(), reader(tmp_path, 4 * 4000)
+    source.gate.release(10)
+    expected = [through.expect([(source, (0, block))]) for block in range(8)]
+    assert through._running._expected_bytes == 4000
+    for one in expected:
+        through.release(one)
+    through.close()
+
+
 class Told(Dataset[int]):
     """Samples 0 to 39, and what was expected, read and released, in order; read in a worker is not seen."""
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _HOLDERS, _LOCKS, _USAGE = ".holders", ".locks", ".usage"
+_AHEAD = "ahead"
+"""A holder that has this file fetches ahead."""
 MADE = ".made"
 """Folder of what is made of blocks here, such as samples that were packed: counted, and deleted by nobody."""
 _STRIPES = 256
@@ -113,6 +115,13 @@ class BlockFolder:
     def release(self, key: str) -> None:
         self._held(key).unlink(missing_ok=True)
 
+    def share_ahead(self) -> int:
+        """Count the processes that fetch ahead into this folder now; from its first call to `close` this one does."""
+        with suppress(FileNotFoundError):  # another thread closed it
+            (self._own / _AHEAD).touch()
+        marks = (self.root / _HOLDERS).glob(f"*/{_AHEAD}")
+        return 1 + sum(mark.parent != self._own and _is_alive(mark.parent) for mark in marks)
+
     def drop(self, key: str) -> None:
         """Delete a block that is damaged."""
         self.release(key)
@@ -193,6 +202,12 @@ class BlockFolder:
                     found = entry.stat(follow_symlinks=False)
                     size += found.st_size if found.st_nlink == 1 else 0
         return size
+
+
+def _is_alive(holder: Path) -> bool:
+    with suppress(FileNotFoundError), (holder / "lock").open("rb") as file:
+        return not _locked(file)
+    return False
 
 
 def _locked(file: BinaryIO) -> bool:

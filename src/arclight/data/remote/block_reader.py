@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -18,7 +19,9 @@ from arclight.data.remote.ranges import ReadCancelledError
 _IN_MEMORY = 64
 """Blocks that a process keeps in memory: samples that lie beside each other are in one."""
 _AHEAD_SHARE = 4
-"""The folder is at most filled to a fourth with what one process has fetched and not read yet."""
+"""The folder is at most filled to a fourth with what processes have fetched and not read yet."""
+_COUNT_S = 1.0
+"""Seconds after which the processes that share this are counted again."""
 _CLOSING_S = 30.0
 """Seconds that threads have to end in; a request in flight is left after a moment."""
 
@@ -84,8 +87,9 @@ class BlockReader:
     ) -> Expected:  # fmt: skip
         """Fetch blocks ahead, in this order behind what ``consumer`` expects already, and keep them until `release`.
 
-        A fourth of the folder is room for that: what is beyond it waits, and is fetched as `release` makes room. consumer: stands
-        for who reads them, such as one pass over a loader; several share room and connections alike, also where one is at rest.
+        A fourth of the folder is room for that, which processes share: what is beyond it waits, and is fetched as `release` makes
+        room. consumer: stands for who reads them, such as one pass over a loader; several share room and connections alike, also
+        where one is at rest.
         """
         wanted = (Wanted(source, block, source.key(block)) for source, block in blocks)
         return self._state().expect(Expected(wanted, consumer))
@@ -153,7 +157,7 @@ class _Running:
     def __init__(self, folder: BlockFolder, connections: int, patience_s: float) -> None:
         self.pid = os.getpid()
         self._folder, self._patience_s = folder, patience_s
-        self._ahead = max(1, folder.bound_bytes // _AHEAD_SHARE)
+        self._ahead, self._count_at = 0, 0.0
         self._connections = connections
         self._changed = threading.Condition()
         self._cancel = threading.Event()
@@ -217,6 +221,8 @@ class _Running:
         with self._undisturbed():
             while self._released:
                 self._let_go(self._released.popleft())
+            if self._consumers and not self._cancel.is_set() and time.monotonic() >= self._count_at:
+                self._share_with_processes()
             while not self._cancel.is_set() and (waiting := [one for one in self._consumers.values() if one.waiting]):
                 if not self._take(min(waiting, key=_size)):  # whoever has least comes first
                     break
@@ -237,6 +243,16 @@ class _Running:
             yield
         finally:
             self._arranging = False
+
+    def _share_with_processes(self) -> None:
+        """Find out how much room there is for this process, and give up what it has too much, as when others begin."""
+        self._ahead = max(1, self._folder.bound_bytes // _AHEAD_SHARE // self._folder.share_ahead())
+        self._count_at = time.monotonic() + _COUNT_S
+        while self._expected_bytes > self._ahead:
+            most = max(self._consumers.values(), key=_size)
+            if len(most.blocks) == 1:
+                break
+            self._give_up_last(most)
 
     def _take(self, consumer: _Consumer) -> bool:
         """Let the next block of a consumer be fetched; return False if it has to wait for room."""
