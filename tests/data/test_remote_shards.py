@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -367,6 +369,63 @@ def test_the_longest_unused_goes_first_and_nothing_that_is_held(tmp_path: Path) 
     other.close()
     assert one.reserve(300) is not None
     one.close()
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("failing", ["write", "replace"])
+def test_a_full_disk_leaves_nothing_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, hold: bool
+) -> None:
+    folder = BlockFolder(tmp_path, 1000)
+    folder.put("s/0", folder.reserve(300), bytes(300))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    reserved = folder.reserve(400)
+
+    def replace(*_: Any) -> None:
+        raise full
+
+    class Full(io.FileIO):
+        """A disk with room for 100 bytes more."""
+
+        def write(self, content: Any) -> int:
+            super().write(content[:100])
+            raise full
+
+    if failing == "write":
+        opened = Path.open
+        monkeypatch.setattr(
+            Path,
+            "open",
+            lambda path, mode: Full(path, mode.replace("b", "")) if path == reserved else opened(path, mode),
+        )
+    else:
+        monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space left"):
+        folder.put("s/1", reserved, bytes(400), hold=hold)
+    monkeypatch.undo()
+    assert int((tmp_path / ".usage").read_text()) == stored(tmp_path) == 300
+    assert [path.name for path in (tmp_path / ".holders").rglob("*") if path.is_file()] == ["lock"]
+    folder.put("s/1", folder.reserve(700), bytes(700))  # all the room there is
+    assert folder.get("s/0") is not None
+    folder.close()
+
+
+def test_what_a_full_disk_did_not_take_reaches_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, through = Gated(), reader(tmp_path, 4 * 4000)
+    source.gate.release(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        expected = through.expect([(source, (0, 0))])
+        wait_until(lambda: through._running._failed, "the thread has failed")
+        with pytest.raises(OSError, match="No space left"):
+            through.read(source, (0, 0))
+    assert through.recount() == 0
+    assert through.read(source, (0, 0)) == bytes(1000)
+    through.release(expected)
+    through.close()
 
 
 def _hold_and_die(folder: Path) -> None:

@@ -75,18 +75,25 @@ class BlockFolder:
         return path
 
     def put(self, key: str, reserved: Path, content: bytes, *, hold: bool = False) -> None:
-        """Let the content be the block ``key``, held or not."""
-        reserved.write_bytes(content)
+        """Let the content be the block ``key``, held or not. Raises OSError, as on a full disk; nothing is reserved then."""
         path = self.root / key
-        path.parent.mkdir(exist_ok=True)
-        if path.exists():  # another process brought the same
-            self.give_back(reserved)
+        try:
+            with reserved.open("r+b") as file:  # not cut to nothing first: others count it
+                file.write(content)
+            path.parent.mkdir(exist_ok=True)
+            if path.exists():  # another process brought the same
+                self.give_back(reserved)
+                if hold:
+                    self.hold(key)
+                return
             if hold:
-                self.hold(key)
-            return
-        if hold:
-            _link(reserved, self._held(key))
-        os.replace(reserved, path)
+                _link(reserved, self._held(key))
+            os.replace(reserved, path)
+        except OSError:
+            if hold:
+                self.release(key)
+            self.give_back(reserved)
+            raise
 
     def recount(self) -> int:
         """Count all files at once, as after something was made beside the blocks, make room for it, and return the bytes."""
