@@ -194,6 +194,42 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(yaml: Path, tmp_path: Path) 
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
 
 
+def test_another_run_with_resumed_data_has_groups_of_its_own(yaml: Path, tmp_path: Path) -> None:
+    """Those of the run that was resumed are kept where its trainer goes on."""
+
+    def made(batch_size: int) -> DetectionData:
+        return DetectionData(
+            DetectionTask(
+                data=yaml, image_size=128, batch_size=batch_size, workers=0, memory_format="contiguous", cache_labels=False, rect_train=True
+            )
+        )  # fmt: skip
+
+    def trainer(batches: Batches, steps: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu", max_steps=steps, limit_val_batches=0, logger=False, enable_checkpointing=False, callbacks=[batches],
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+
+    def fit(one: Trainer, data: DetectionData, ckpt_path: Path | None = None) -> None:
+        torch.manual_seed(0)
+        one.fit(Detector(data.settings, names=data.names), datamodule=data, ckpt_path=ckpt_path)
+
+    fit(trainer(Batches(tmp_path / "first.ckpt"), 1), made(8))
+    data = made(4)
+    resumed = trainer(Batches(), 3)
+    fit(resumed, data, tmp_path / "first.ckpt")
+    order = data.training_order()
+    assert order is not None
+    assert order.group == 8
+    own, again = Batches(), Batches()
+    fit(trainer(own, 3), made(4))
+    fit(trainer(again, 3), data)
+    assert again.seen == own.seen
+    data.trainer = resumed
+    data.load_state_dict({})
+    assert data.training_order().group == 4, "a checkpoint without an order has none"
+
+
 def test_a_resumed_run_keeps_the_groups_of_the_epoch_that_was_begun(yaml: Path) -> None:
     task = DetectionTask(
         data=yaml,
@@ -221,13 +257,27 @@ def test_a_resumed_run_keeps_the_groups_of_the_epoch_that_was_begun(yaml: Path) 
 
 
 @pytest.mark.parametrize(
-    "state", [{"order_group": 0}, {"order_group": True}, {"order_group": "8"}, {"order_epoch": -1}]
-)
+    "state",
+    [
+        {"order_group": 0}, {"order_group": True}, {"order_group": "8"}, {"order_group": 10**30}, {"order_epoch": -1},
+        {"order_epoch": 10**30},
+    ],
+)  # fmt: skip
 def test_an_order_that_is_none_is_refused(yaml: Path, state: dict[str, Any]) -> None:
     data = DetectionData(DetectionTask(data=yaml, image_size=128, rect_train=True))
     ((name, value),) = state.items()
-    with pytest.raises(CheckpointError, match=rf"the checkpoint has {name} = {value!r} .* whole number >= [01]"):
+    with pytest.raises(CheckpointError, match=rf"the checkpoint has {name} = {value!r} .* whole number from [01] to"):
         data.load_state_dict({"order_group": 8, "order_epoch": 0} | state)
+
+
+def test_the_largest_order_is_one(yaml: Path) -> None:
+    data = DetectionData(
+        DetectionTask(data=yaml, image_size=128, rect_train=True, batch_size=4, workers=0, cache_labels=False)
+    )
+    data.setup("fit")
+    data.load_state_dict({"order_group": 2**31 - 1, "order_epoch": 2**31 - 1})
+    order = data.training_order()
+    assert len(list(order)) == 24
 
 
 def test_what_cannot_be_rectangular_is_refused(

@@ -56,6 +56,8 @@ from arclight.vision.tasks.processing import (
 from arclight.vision.tasks.settings import CornersTask, DetectionTask, OrientedDetectionTask, PoseTask, SegmentationTask
 
 _LOG = logging.getLogger("arclight")
+_MOST = 2**31 - 1
+"""No run has more epochs, or images per step."""
 ProcessingT = TypeVar("ProcessingT", bound=DetectionProcessing)
 
 
@@ -318,7 +320,8 @@ class DetectionData(VisionData):
         super().__init__(settings)
         self.spec = read_data_yaml(settings.data)
         self._order: AspectOrder | None = None
-        self._begun: BegunEpoch | None = None  # of a run that is resumed
+        self._begun: BegunEpoch | None = None  # of a run that is resumed, by the trainer below and no later one
+        self._resumed_by: Any = None
 
     @property
     def names(self) -> list[str]:
@@ -351,13 +354,13 @@ class DetectionData(VisionData):
                 "progressive_resizing goes by the share of epochs that are over, and nothing says how many there will be: "
                 "give trainer.max_epochs or max_steps"
             )
-        shaped = {"rect_train": s.rect_train, "progressive_resizing": s.progressive_resizing is not None}
-        if self.trainer is not None and self.trainer.strategy.in_stages and any(shaped.values()):
-            named = " and ".join(name for name, given in shaped.items() if given)
+        if self.trainer is not None and self.trainer.strategy.in_stages and (s.rect_train or s.progressive_resizing):
+            named = "rect_train" if s.rect_train else "progressive_resizing"
             raise ValueError(f"{named}: stages of a network take batches of one shape: leave it out")
         if not s.rect_train:
             return None
-        self._order = self.train.aspect_order(self._global_batch, self._begun)
+        begun = self._begun if self._resumed_by is self.trainer else None
+        self._order = self.train.aspect_order(self._global_batch, begun)
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,16 +372,17 @@ class DetectionData(VisionData):
 
         Raises CheckpointError for an order that is none.
         """
+        self._begun = None
         if "order_group" not in state_dict:
             return
         for name, least in (("order_group", 1), ("order_epoch", 0)):
             value = state_dict.get(name)
-            if type(value) is not int or value < least:
+            if type(value) is not int or not least <= value <= _MOST:
                 raise CheckpointError(
-                    f"the checkpoint has {name} = {value!r} for the order of training images, which must be a whole number >= {least}: "
-                    "resume from another one"
+                    f"the checkpoint has {name} = {value!r} for the order of training images, which must be a whole number from {least} "
+                    f"to {_MOST}: resume from another one"
                 )
-        self._begun = BegunEpoch(state_dict["order_epoch"], state_dict["order_group"])
+        self._begun, self._resumed_by = BegunEpoch(state_dict["order_epoch"], state_dict["order_group"]), self.trainer
         if self._order is not None:
             self._order.go_on(self._begun)
 
