@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -997,8 +998,34 @@ def test_what_is_packed_counts_within_the_bound(large: Path, tmp_path: Path) -> 
         assert stored(tmp_path / "remote") <= 2**20
     data.teardown("fit")
     (tmp_path / "remote" / MADE / "padding").write_bytes(bytes(2**20))
-    with pytest.raises(ValueError, match="leaves no room for blocks"):
+    with pytest.raises(ValueError, match=r"leaves no room for blocks.*which needs none$"):
         data.prepare_data()
+
+
+def test_what_was_packed_for_other_runs_is_listed(large: Path, tmp_path: Path) -> None:
+    from arclight.data.remote.block_folder import MADE
+    from arclight.text import Text, TextDataModule
+
+    def prepare(length: int) -> None:
+        settings = Text(
+            data=f"file://{large}", sequence_length=length, cache=tmp_path, remote_bytes=2**20, packing="pack"
+        )
+        data = TextDataModule(settings)
+        data.prepare_data()
+        data.prepare_data()  # again: it is there
+        data.teardown("fit")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(64)
+    with pytest.warns(UserWarning, match=r"packed for other runs takes room of blocks, .*packed-64 \([\d.]+ kB\)"):
+        prepare(72)
+    with pytest.raises(ValueError, match=r"leaves no room for blocks.*packed-64 .*packed-72 "):
+        prepare(48)
+    for folder in (tmp_path / "remote" / MADE).glob("*/packed-*"):
+        if not folder.name.endswith("-48"):
+            shutil.rmtree(folder)
+    prepare(48)
 
 
 def test_an_address_is_inspected_like_a_folder(large: Path, capsys: pytest.CaptureFixture[str]) -> None:

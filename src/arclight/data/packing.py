@@ -64,7 +64,7 @@ class Packed:
 
     def __init__(self, shards: TokenShards, length: int) -> None:
         self.shards, self.length = shards, length
-        folder = _folder(shards, length)
+        self.folder = folder = _folder(shards, length)
         if not (folder / "about.json").is_file():
             raise FileNotFoundError(
                 f"{shards.place} is not packed for samples of {length} tokens: arclight data pack {shards.place} --length {length}"

@@ -22,6 +22,7 @@ from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.mixture import MixtureOrder
 from arclight.data.packing import Layout, Packed, Windows
+from arclight.data.remote.block_folder import MADE
 from arclight.data.remote.block_reader import BlockReader
 from arclight.data.remote.ranges import is_address
 from arclight.data.remote.remote_shards import RemoteTokenShards
@@ -66,6 +67,7 @@ class TextDataModule(DataModule):
             )
         self.train: TokenSamples | None = None
         self.val: TokenSamples | None = None
+        self._packed_here: set[Path] = set()
 
     # -- what is known before anything is read -------------------------------------------------------------------------
 
@@ -128,6 +130,8 @@ class TextDataModule(DataModule):
             self._prepare(self._corpus(name), self.parts[name], self.selection.documents(name), share)
         if (val := self.settings.val) is not None:
             self._prepare(self._corpus(None), (val,), documents(val, self.settings.field), 0.0)
+        if packed := self._packed_here:
+            self._check_room(packed)
 
     def _learn(self, settings: BPE) -> None:
         _LOG.info("learning %d tokens into %s", settings.vocab_size, self._learned)
@@ -160,12 +164,8 @@ class TextDataModule(DataModule):
             if self.settings.packing == "pack":
                 for split in ("train", "val"):
                     with suppress(FileNotFoundError):
-                        self._packed(open_split(folder, split, self.tokenizer, self._reader))
-                if (used := self._reader.recount()) > (bound := self.settings.remote_bytes):
-                    raise MisconfigurationError(
-                        f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
-                        'packing = "concat", which needs none'
-                    )
+                        shards = open_split(folder, split, self.tokenizer, self._reader)
+                        self._packed_here.add(self._packed(shards).folder)
             return
         if not folder.is_dir():
             _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
@@ -187,6 +187,29 @@ class TextDataModule(DataModule):
                 shards.verify()
                 if self.settings.packing == "pack":
                     self._packed(shards)
+
+    def _check_room(self, packed: set[Path]) -> None:
+        """Raise MisconfigurationError if what is packed leaves no room for blocks, and list what this run does not need of it.
+
+        Nothing is deleted: other runs may need it, and packing a large corpus takes long.
+        """
+        bound, used = self.settings.remote_bytes, self._reader.recount()
+        others = {
+            folder: sum(file.stat().st_size for file in folder.iterdir())
+            for folder in sorted((self._reader.folder / MADE).glob("*/packed-*"))
+            if folder not in packed
+        }
+        listed = ", ".join(f"{folder} ({size_text(size)})" for folder, size in others.items())
+        told = (
+            f"what was packed for other runs takes room of blocks, delete what none needs: {listed}" if listed else ""
+        )
+        if used > bound:
+            raise MisconfigurationError(
+                f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
+                f'packing = "concat", which needs none{told and "; " + told}'
+            )
+        if sum(others.values()) > bound // 4:
+            rank_zero_warn(f"remote_bytes = {size_text(bound)}: {told}")
 
     def _packed(self, shards: TokenShards) -> Packed:
         try:
