@@ -17,6 +17,8 @@ from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.coordination.settings import Streaming
 from arclight.federated.masks.settings import Experts, Masks
+from arclight.federated.protocol import Manifest
+from arclight.federated.server.published_weights import PublishedWeights
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.link import InProcessLink
@@ -51,14 +53,14 @@ def loss_of(weights: Any) -> dict[str, float]:
         return {"val/loss": float(nn.functional.cross_entropy(model(x), y))}
 
 
-def run(folder: Path, rounds: int = 4, **given: Any) -> Server:
-    """Two clients on two nodes, in threads."""
+def run(folder: Path, rounds: int = 4, clients: int = 2, **given: Any) -> Server:
+    """Clients on nodes of their own, in threads."""
     torch.manual_seed(1)
-    federation = Federation(clients=2, rounds=rounds, local_steps=6, keep_rounds=0, **given)
+    federation = Federation(clients=clients, rounds=rounds, local_steps=6, keep_rounds=0, **given)
     server = Server(federation, Wide(), folder=folder / "run", evaluate=loss_of, seed=3)
     with server.opened() as opened:
         nodes = []
-        for name in ("0", "1"):
+        for name in map(str, range(clients)):
             client = Client(name, Wide(), Rows(seed=int(name), count=96), trainer={"accelerator": "cpu"}, seed=7)
             nodes.append(Node(InProcessLink(opened.service), [client], folder / f"node-{name}", f"n{name}", hold_s=0.5))
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
@@ -109,6 +111,41 @@ def test_nodes_hold_the_weights_that_the_server_says_they_see(tmp_path: Path) ->
     for node in ("node-0", "node-1"):
         (held,) = [path for path in (tmp_path / node).rglob(base) if path.is_file()]
         assert held.parent.name == "weights"
+
+
+@pytest.mark.parametrize(
+    ("personal", "down", "before", "after"),
+    [
+        # of 274,440 bytes; Raw sends whole weights where most of them change
+        (("blocks.0.", "blocks.2."), Raw(), [274_440] * 3, [263_168] * 3),
+        (("blocks.1.",), Raw(), [274_440, 11_272, 11_272], [11_272] * 3),
+        (("blocks.1.",), Int8(), [274_440, 5000, 5000], [11_272, 5000, 5000]),
+    ],
+)
+def test_what_clients_initialise_themselves_is_not_downloaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    personal: tuple[str, ...],
+    down: Codec,
+    before: list[int],
+    after: list[int],
+) -> None:
+    """And the rounds have the same bits; headers and names are 1 kB at most."""
+    given: dict[str, Any] = {
+        "clients": 1, "rounds": 3, "down": down, "evaluate_on": "clients", "evaluate_every": 0,
+        "masks": Masks(personal=personal, personal_from="client"),
+    }  # fmt: skip
+    less = run(tmp_path / "less", **given)
+    monkeypatch.setattr(PublishedWeights, "_initialised_by_clients", lambda self, own: set())
+    whole = run(tmp_path / "whole", **given)
+    for server, expected in ((whole, before), (less, after)):
+        assert [sum(here.bytes_down.values()) for here in server.history][1:] == pytest.approx(expected, abs=1000)
+    for number in range(4):
+        digests = [server.rounds.open(number).files["model.safetensors"].sha256 for server in (whole, less)]
+        assert digests[0] == digests[1]
+    own = {name for name in Wide().state_dict() if name.startswith(personal)}
+    (held,) = filter(Path.is_file, (tmp_path / "less" / "node-0").rglob(less.history[2].base))
+    assert not own & {key.removeprefix("model/") for key in Manifest.from_json(held.read_bytes()).tensors}
 
 
 def test_local_moments_in_their_periods(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ class Masks(Checked):
         if self.personal_from == "client" and not self.personal:
             raise ValueError('personal_from = "client" is of personal tensors: name them in personal')
 
+    def begins_at_client(self, name: str) -> bool:
+        """Return True for a tensor that each client initialises itself; the server's value means nothing to it."""
+        return self.personal_from == "client" and matches(name, self.personal)
+
     @property
     def splits_experts(self) -> bool:
         """Return True where clients send some experts of a tensor."""

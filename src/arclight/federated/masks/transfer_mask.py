@@ -157,7 +157,7 @@ class TransferMask:
         """
         keys = list(keys)
         if since is None:
-            return [key for key in keys if not self.begins_here(key)]
+            return [key for key in keys if not self.masks.begins_at_client(key.partition("/")[2])]
         own = (*self.masks.personal, *self.masks.randomised)
         lag = self.streaming.overlap if self.streaming is not None else 0
         folded = range(max(since - lag, 1), round - lag)
@@ -167,11 +167,6 @@ class TransferMask:
         }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
         return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
-
-    def begins_here(self, key: str) -> bool:
-        """Return True for a tensor that each client initialises itself; the server's value means nothing to it."""
-        masks = self.masks
-        return masks.personal_from == "client" and matches(key.partition("/")[2], masks.personal)
 
     @cached_property
     def cycle(self) -> int:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arclight.fabric.atomic_replace import replace_text
+from arclight.federated.aggregation.strategy_step import plain
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.codecs.delta_chain import DeltaChain, extend_chain
 from arclight.federated.codecs.settings import Raw
 from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.masks.transfer_mask import MODEL
 from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.settings import Federation
@@ -27,6 +30,8 @@ class Weights:
 
     round: int
     chain: DeltaChain
+    own: Manifest
+    """The round's, with tensors that each client initialises itself, which are offered to nobody."""
 
     @property
     def manifest(self) -> Manifest:
@@ -57,26 +62,37 @@ class PublishedWeights:
     def publish(self, number: int, *, all_changed: bool = False) -> Weights:
         """Publish a round's weights: its files become blobs without being read, and the chain of changes grows by one.
 
-        all_changed: every tensor differs from the round before, which spares comparing them.
+        What each client initialises itself is left out: then the others are written as blobs of their own. all_changed: every
+        tensor differs from the round before, which spares comparing them.
         """
-        own = self._adopted(number)
+        own = self._rounds.weights(number)
+        offered = self._adopted(number, own)
         former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
-        plain = isinstance(self._federation.down, Raw) and all_changed
+        whole = isinstance(self._federation.down, Raw) and all_changed
         chain = (
-            DeltaChain(weights=own)
-            if plain
-            else extend_chain(former, own, self._federation.down, self._federation.down_changes, self._blobs)
+            DeltaChain(weights=offered)
+            if whole
+            else extend_chain(former, offered, self._federation.down, self._federation.down_changes, self._blobs)
         )
-        if chain.changes or chain.weights != own:
+        if chain.changes or chain.weights != offered:
             replace_text(self._file(number), chain.to_json())
-        return self._offer(number, chain)
+        found = self._offer(number, chain, own)
+        written = offered.blobs.keys() - own.blobs.keys()  # copies, not links to the round's files
+        for digest in written.difference(*(weights.chain.blobs for weights in self.all())):
+            self._blobs.remove(digest)
+        return found
 
     def restore(self, number: int, base: str) -> Weights:
         """Publish a committed round's weights again after a restart. Raises FederatedError if the folder lacks them."""
-        own, file = self._adopted(number), self._file(number)
-        chain = DeltaChain.from_json(file.read_bytes()) if file.exists() else DeltaChain(weights=own)
-        if own.digest == base:
+        own, file = self._rounds.weights(number), self._file(number)
+        if own.digest == base:  # with what each client initialises itself, as older versions offered it
+            self._adopt(number, own.blobs)
             chain = DeltaChain(weights=own)
+        elif file.exists():
+            chain = DeltaChain.from_json(file.read_bytes())
+            self._adopt(number, chain.blobs)
+        else:
+            chain = DeltaChain(weights=self._adopted(number, own))
         if chain.weights.digest != base:
             raise FederatedError(
                 f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
@@ -87,7 +103,7 @@ class PublishedWeights:
                 f"blob {lost[0][:12]} of the weights of round {number} is missing: put the folder back, or fork a new run from "
                 "one of its rounds"
             )
-        return self._offer(number, chain)
+        return self._offer(number, chain, own)
 
     def collect_garbage(
         self,
@@ -122,15 +138,36 @@ class PublishedWeights:
                 self._rounds.remove(number)
                 self._file(number).unlink(missing_ok=True)
 
-    def _adopted(self, number: int) -> Manifest:
-        manifest = self._rounds.weights(number)
-        for entry, record in self._rounds.open(number).files.items():
-            if record.sha256 in manifest.blobs:
-                self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
-        return manifest
+    def _adopted(self, number: int, own: Manifest) -> Manifest:
+        """Let a round's files be blobs, and return the weights that are offered: without what each client initialises itself.
 
-    def _offer(self, number: int, chain: DeltaChain) -> Weights:
-        made = self._weights[chain.weights.digest] = Weights(number, chain)
+        The other tensors of such a file are written as blobs of their own.
+        """
+        left_out = self._initialised_by_clients(own)
+        cut = {own.tensors[key].blob for key in left_out}
+        self._adopt(number, own.blobs.keys() - cut)
+        if not cut:
+            return own
+        stored = {MODEL + name: tensor for name, tensor in self._rounds.stored(number, "model").items()}
+        stored |= self._rounds.stored(number, "moments")
+        rest = [key for key, entry in own.tensors.items() if entry.blob in cut and key not in left_out]
+        made = write_blobs(((key, plain(stored[key])) for key in rest), self._blobs, kind="weights")
+        return Manifest(
+            kind="weights",
+            tensors={key: made.tensors.get(key, entry) for key, entry in own.tensors.items() if key not in left_out},
+            blobs={**{blob: size for blob, size in own.blobs.items() if blob not in cut}, **made.blobs},
+        )
+
+    def _initialised_by_clients(self, own: Manifest) -> set[str]:
+        return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
+
+    def _adopt(self, number: int, blobs: Collection[str]) -> None:
+        for entry, record in self._rounds.open(number).files.items():
+            if record.sha256 in blobs:
+                self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
+
+    def _offer(self, number: int, chain: DeltaChain, own: Manifest) -> Weights:
+        made = self._weights[chain.weights.digest] = Weights(number, chain, own)
         return made
 
     def _file(self, number: int) -> Path:

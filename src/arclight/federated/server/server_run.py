@@ -323,7 +323,7 @@ class ServerRun:
 
     def _check_masks(self, weights: Weights) -> Weights:
         """Return the weights. Raises FederatedError if the federation's masks do not fit them."""
-        self._masks.whole(weights.manifest)
+        self._masks.whole(weights.own)
         return weights
 
     def _execute(self, task: ServerTask) -> events.Event:

@@ -120,9 +120,10 @@ class Service:
 
     def _limits_now(self) -> tuple[Manifest, int, int]:
         """Return the newest weights, and the bytes of the largest message and update for them, computed once for each weights."""
-        weights, known = self._weights.all()[-1].manifest, self._limits
+        newest, known = self._weights.all()[-1], self._limits
+        weights = newest.manifest
         if known is None or known[0] is not weights:
-            clients, whole = secure_sums.most_clients(self.federation), self._masks.whole(weights)
+            clients, whole = secure_sums.most_clients(self.federation), self._masks.whole(newest.own)
             message = largest_message(weights, self.federation, whole, clients)
             known = self._limits = (weights, message, most_bytes(weights, self.federation))
         return known
@@ -211,7 +212,7 @@ class Service:
     def _fit(self, plan: FitPlan, session: str) -> Fit:
         asked, weights = self.federation, self._weights.known(plan.base)
         self._count_sent(plan.client, plan.round, plan.base, session)
-        mask = self._masks.of(plan.client, plan.round, weights.manifest)
+        mask = self._masks.of(plan.client, plan.round, weights.own)
         return Fit(
             run=self.run,
             client=plan.client,
@@ -250,7 +251,7 @@ class Service:
             weights=weights.manifest,
             changes=weights.changes,
             deadline_s=plan.deadline,
-            local_policy=self._masks.of(plan.client, plan.round, weights.manifest).to_table(),
+            local_policy=self._masks.of(plan.client, plan.round, weights.own).to_table(),
         )
 
     def _update(self, message: Update) -> Message:
@@ -292,11 +293,12 @@ class Service:
         opened = self._runtime.coordinator.state.started_rounds.get(update.round)
         if opened is None:
             raise RefusedError("stale", f"round {update.round} of {update.client} was not asked for, or is over")
-        base, asked = self._weights.known(opened.base).manifest, self.federation
+        weights, asked = self._weights.known(opened.base), self.federation
+        base = weights.manifest
         expected = ExpectedUpdate(
             base=base,
             weights=LazyTensors(base, self.blobs),
-            travel=self._masks.of(update.client, update.round, base),
+            travel=self._masks.of(update.client, update.round, weights.own),
             round=update.round,
             form=asked.send,
             masked=asked.secure is not None,

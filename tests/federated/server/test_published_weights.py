@@ -1,0 +1,86 @@
+"""Weights as they are offered to clients, without what each initialises itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.manifest_io import open_manifest
+from arclight.federated.codecs.settings import Codec, Int8, Raw
+from arclight.federated.errors import FederatedError
+from arclight.federated.masks.settings import Masks
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.published_weights import PublishedWeights
+from arclight.federated.server.server_step import write_first_round
+from arclight.federated.settings import Federation
+
+
+class Run:
+    """Rounds of an embedding that is each client's own, and a trunk."""
+
+    def __init__(self, folder: Path, down: Codec | None = None, personal_from: str = "client") -> None:
+        self.folder, self.rounds = folder, Rounds(folder)
+        self.blobs = FolderStore(folder / "blobs")
+        masks = Masks(personal=("embedding.",), personal_from=personal_from)  # type: ignore[arg-type]
+        self.federation = Federation(masks=masks, down=down or Raw(), evaluate_on="clients")
+        self.published = self.opened()
+
+    def opened(self) -> PublishedWeights:
+        return PublishedWeights(self.folder, self.rounds, self.blobs, self.federation)
+
+    def write(self, number: int, trunk: float) -> None:
+        weights = {"embedding.weight": torch.ones(50, 8), "trunk.weight": torch.full((80, 80), trunk)}
+        trees = {"round": {"clock": number}, "federation": {}, "clients": {}, "sampler": {}, "history": []}
+        write_first_round(self.rounds, number, weights, {"exp_avg/trunk.weight": torch.zeros(80, 80)}, trees)
+
+    @property
+    def offered(self) -> set[str]:
+        return {digest for weights in self.published.all() for digest in weights.chain.blobs}
+
+
+@pytest.mark.parametrize("down", [Raw(), Int8()])
+def test_what_clients_initialise_themselves_is_offered_to_nobody(tmp_path: Path, down: Codec) -> None:
+    run = Run(tmp_path, down)
+    for number in (0, 1, 2):
+        run.write(number, trunk=0.5 + number)
+        found = run.published.publish(number)
+        assert set(found.manifest.tensors) == {"model/trunk.weight", "exp_avg/trunk.weight"}
+        assert set(found.own.tensors) == {"model/embedding.weight", *found.manifest.tensors}
+        read = open_manifest(found.manifest, run.blobs)
+        assert not any("embedding" in path.read_bytes().decode("latin1") for path in map(run.blobs.file, run.offered))
+        assert read["model/trunk.weight"].parts[""].flatten()[0] == pytest.approx(0.5 + number, rel=1e-2)
+        assert set(run.blobs) == run.offered  # no copy is left of what is not offered
+    run.published.collect_garbage({found.manifest.digest}, [], [], [], run.blobs.remove)
+    assert set(run.blobs) == run.offered
+    assert run.opened().restore(2, found.manifest.digest) == found
+
+
+def test_blobs_that_are_lost_are_made_again_at_a_restart(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write(0, trunk=0.5)
+    found = run.published.publish(0)
+    for digest in list(run.blobs):
+        run.blobs.remove(digest)
+    assert run.opened().restore(0, found.manifest.digest) == found
+    assert set(run.blobs) >= run.offered
+    with pytest.raises(FederatedError, match="is not what the journal says"):
+        run.opened().restore(0, "0" * 64)
+
+
+def test_a_run_whose_weights_were_offered_whole_goes_on(tmp_path: Path) -> None:
+    """As of an older version, which had offered them before it was stopped."""
+    before = Run(tmp_path, personal_from="server")
+    before.write(0, trunk=0.5)
+    base = before.published.publish(0).manifest.digest
+    run = Run(tmp_path)
+    assert "model/embedding.weight" in run.published.restore(0, base).manifest.tensors
+    run.write(1, trunk=0.5)  # a round that was skipped: the same file
+    assert "model/embedding.weight" not in run.published.publish(1).manifest.tensors
+    assert all(run.blobs.size(digest) is not None for digest in run.offered)
+    run.write(2, trunk=0.7)
+    newest = run.published.publish(2)
+    run.published.collect_garbage({newest.manifest.digest}, [], [], [], run.blobs.remove)
+    assert set(run.blobs) == run.offered
