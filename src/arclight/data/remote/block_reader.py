@@ -204,8 +204,9 @@ class _Running:
 
     def expect(self, expected: Expected) -> Expected:
         with self._changed:
-            self._open.add(expected)
-            self._consumers.setdefault(expected.consumer, _Consumer()).waiting.append(expected)
+            with self._undisturbed():
+                self._open.add(expected)
+                self._consumers.setdefault(expected.consumer, _Consumer()).waiting.append(expected)
             self._arrange()
         return expected
 
