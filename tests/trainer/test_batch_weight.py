@@ -78,8 +78,14 @@ def test_complex_gradients_are_weighed_by_real_numbers() -> None:
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [
+        (DDPStrategy, 1),
+        (FSDPStrategy, 2),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((DDPStrategy, 2), (FSDPStrategy, 1))),
+    ],
+)
 def test_two_processes_equal_one(kind: Any, window: int) -> None:
     whole = weights_after(8, 2, Masked())
     strategy = kind(start_method="fork")

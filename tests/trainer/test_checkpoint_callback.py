@@ -266,8 +266,17 @@ def test_a_resumed_run_takes_the_names_of_what_the_killed_one_left(fit: Any, scr
     assert before["epoch=2.ckpt"] != after["epoch=2.ckpt"]
 
 
-@pytest.mark.parametrize("filename", [None, "{epoch}", "best"])
-@pytest.mark.parametrize("source", ["own", "sibling", "explicit"])
+NAMES_AND_SOURCES = {None: "own", "{epoch}": "sibling", "best": "explicit"}
+
+
+@pytest.mark.parametrize(
+    ("filename", "source"),
+    [
+        pytest.param(filename, source, marks=() if source == own else pytest.mark.slow)
+        for filename, own in NAMES_AND_SOURCES.items()
+        for source in NAMES_AND_SOURCES.values()
+    ],
+)
 def test_two_callbacks_in_one_folder_keep_apart_through_resumes(
     fit: Any, scripted: Any, tmp_path: Path, filename: str | None, source: str
 ) -> None:

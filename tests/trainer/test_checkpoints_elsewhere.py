@@ -96,7 +96,7 @@ def check_a_run(tmp_path: Path, folder: str, devices: int = 1, **options: Any) -
     assert Model.load_from_checkpoint(again.best_model_path).net[0].weight.equal(found["net.0.weight"])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_in_memory(tmp_path: Path, asynchronous: bool) -> None:
     fsspec.filesystem("memory").store.clear()
     check_a_run(tmp_path, f"memory://{tmp_path.name}/runs", asynchronous=asynchronous)
@@ -144,6 +144,7 @@ def test_a_run_that_fails_leaves_its_checkpoint_there(tmp_path: Path) -> None:
     assert checkpoint.inspect("memory://failed/on_exception.ckpt").step == 1
 
 
+@pytest.mark.slow
 def test_two_processes_write_their_shares(tmp_path: Path) -> None:
     """``file://`` is a local folder: names, hard links and all."""
     folder = tmp_path / "runs"
@@ -196,12 +197,14 @@ def await_server(server: subprocess.Popen[bytes], endpoint: str) -> None:
             return
 
 
+@pytest.mark.slow
 def test_in_a_bucket(tmp_path: Path, store: str) -> None:
     check_a_run(tmp_path, "s3://bucket/one", asynchronous=True)
     leftovers = [path for path in fsspec.filesystem("s3").find("bucket/one") if "probe" in path]
     assert leftovers == []
 
 
+@pytest.mark.slow
 def test_shards_in_a_bucket(tmp_path: Path, store: str) -> None:
     script = Path(__file__).with_name("bucket_script.py")
     done = warm.run(script, tmp_path, "s3://bucket/two", timeout=300)
@@ -209,6 +212,7 @@ def test_shards_in_a_bucket(tmp_path: Path, store: str) -> None:
     assert checkpoint.inspect("s3://bucket/two/last.ckpt").ranks == 2
 
 
+@pytest.mark.slow
 def test_faults_of_a_bucket_come_before_training(tmp_path: Path, store: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"s3://missing/a by rank 0: .*FileNotFoundError.* make it, or correct the address"
@@ -219,6 +223,7 @@ def test_faults_of_a_bucket_come_before_training(tmp_path: Path, store: str) -> 
         checkpoint.save("s3://missing/a", {"x": torch.zeros(1)})
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_ends_training_with_the_place_of_what_is_left(tmp_path: Path, store: str) -> None:
     """The bucket vanishes while training goes on: the next save says so, and where the newest complete checkpoint was."""
     files = fsspec.filesystem("s3")
@@ -236,6 +241,7 @@ def test_a_store_that_goes_away_ends_training_with_the_place_of_what_is_left(tmp
         fit(tmp_path, [Vanish(), saver], 4)
 
 
+@pytest.mark.slow
 def test_nobody_answers_there(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

@@ -82,6 +82,7 @@ class Adversaries(al.Module):
         return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.one, self.two)]
 
 
+@pytest.mark.slow
 def test_optimizers_take_turns_in_a_compiled_step(make_trainer: Callable[..., al.Trainer]) -> None:
     plain, module = Adversaries(), Adversaries()
     make_trainer(max_epochs=1).fit(plain, batches())

@@ -12,6 +12,7 @@ from tests import warm
 
 import arclight as al
 from arclight import checkpoint
+from arclight.fabric.strategies import DDPStrategy
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 
@@ -31,6 +32,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_run(tmp_path: Path) -> None:
     done = run(str(tmp_path / "out"), "2", "--fail")
     assert done.returncode != 0
@@ -79,13 +81,15 @@ def test_manual_optimization_shares_gradients() -> None:
     torch.testing.assert_close(by_hand.net.weight, automatic.net.weight)
 
 
-def test_spawned_processes_bring_their_result_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_that_start_python_bring_their_result_back(tmp_path: Path, start_method: str) -> None:
+    warm.context()  # a fork server that has imported torch
     model, data = Tiny(), torch.randn(16, 2)
     before = model.net.weight.detach().clone()
     trainer = al.Trainer(
         max_epochs=1,
         devices=2,
-        strategy="ddp_spawn",
+        strategy=DDPStrategy(start_method=start_method),
         enable_checkpointing=False,
         enable_progress_bar=False,
         default_root_dir=tmp_path,

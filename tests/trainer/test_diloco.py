@@ -80,7 +80,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_exchange_after_every_step_of_sgd_is_gradient_averaging(tmp_path: Path, window: int) -> None:
     options = {"kind": "sgd", "accumulate_grad_batches": window, "max_steps": 4}
     wanted = fit(tmp_path / "ddp", DDPStrategy(start_method="fork"), **options)
@@ -102,7 +102,9 @@ def test_a_writer_without_shards_writes_replicas_whole(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "state", weights_only=True)["global_step"] == 4
 
 
-@pytest.mark.parametrize(("kind", "fragments"), [("ours", 1), ("adam", 1), ("ours", 2)])
+@pytest.mark.parametrize(
+    ("kind", "fragments"), [*(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("ours", "adam")), ("ours", 2)]
+)
 def test_a_resume_between_exchanges_has_the_same_bits(tmp_path: Path, kind: str, fragments: int) -> None:
     def diloco() -> DiLoCo:
         return DiLoCo(3, fragments=fragments)
@@ -125,6 +127,7 @@ def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path) -> None
     assert_same(trained[0], anchor)
 
 
+@pytest.mark.slow
 def test_replicas_of_several_processes(tmp_path: Path) -> None:
     """Two replicas, each tensor-parallel over two processes, equal two of one process; resumed on the way too."""
 

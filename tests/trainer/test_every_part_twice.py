@@ -362,7 +362,7 @@ def read_by(folder: Path, train: Any, stop: StopAt | None = None, start: Path | 
     return model
 
 
-BESIDE = {
+QUICK_LOADERS = {
     "shuffled",
     "seeded",
     "workers",
@@ -372,19 +372,22 @@ BESIDE = {
     "batches",
     "combined, min_size",
 }
-"""Of loaders side by side, one of each way in which a place in an epoch is kept; the others are of these ways."""
+"""Of loaders, one of each way in which a place in an epoch is kept; the others are of these ways."""
+ALONE = {"seeded", "workers", "own, stateful"}
+"""Those of which two side by side show no more than one, or take long."""
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
         pytest.param(
-            name, count, id=f"{name}-{word}", marks=pytest.mark.slow if count == 2 and name not in BESIDE else ()
+            name, count, id=f"{name}-{word}",
+            marks=() if name in QUICK_LOADERS and (count == 1 or name not in ALONE) else pytest.mark.slow,
         )
         for name in LOADERS
         for count, word in ((1, "one"), (2, "two"))
     ],
-)
+)  # fmt: skip
 def test_loaders_of_a_kind_read_the_same_through_two_resumes(name: str, count: int, tmp_path: Path) -> None:
     def loaders() -> Any:
         made = [LOADERS[name]() for _ in range(count)]
@@ -409,7 +412,7 @@ def test_loaders_of_a_kind_read_the_same_through_two_resumes(name: str, count: i
     assert_same(dict(last.state_dict()), dict(expected.state_dict()), name)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_persistent_workers_end_with_their_run(tmp_path: Path, stopped: bool) -> None:
     before = set(multiprocessing.active_children())
     one, two = LOADERS["persistent workers"](), LOADERS["persistent workers"]()
@@ -497,12 +500,12 @@ def ranks() -> Iterator[Ranks]:
     pair.close()
 
 
-BY_NAME = set(STRATEGY_REGISTRY.available_strategies()) - {"fsdp_cpu_offload"}
-"""Names of what is there as a class already, without options."""
+QUICK = {"FSDPStrategy", "Pipeline"}
+"""The one whose parameters are shards, and the one whose ranks hold different parts of the model."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in BY_NAME else name for name in STRATEGIES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
 )
 def test_a_strategy_serves_two_fits_and_two_resumes(ranks: Ranks, tmp_path: Path, name: str) -> None:
     for whole, again, resumed in ranks(fit_twice, str(tmp_path), name):

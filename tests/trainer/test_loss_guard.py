@@ -90,8 +90,16 @@ def told(folder: Path) -> list[dict[str, Any]]:
 NAN, HUGE = float("nan"), 300.0
 
 
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize(("value", "options"), [(NAN, {}), (HUGE, {"sigma": 4.0}), (float("inf"), {"sigma": 4.0})])
+@pytest.mark.parametrize(
+    ("value", "options", "ours"),
+    [
+        pytest.param(value, options, ours, marks=() if ours == quick else pytest.mark.slow)
+        for value, options, quick in (
+            (NAN, {}, True), (HUGE, {"sigma": 4.0}, False), (float("inf"), {"sigma": 4.0}, True),
+        )
+        for ours in (True, False)
+    ],
+)  # fmt: skip
 def test_a_bad_batch_trains_nothing(tmp_path: Path, value: float, options: Any, ours: bool) -> None:
     """The run equals one that never met it, moments and their count included."""
     _, wanted = fit(tmp_path, Samples(without=(10, 11)), ours=ours)
@@ -124,7 +132,7 @@ def test_a_window_of_batches_is_left_out_as_a_whole(tmp_path: Path) -> None:
     assert told(tmp_path)[0]["batches"] == [[0, 4], [0, 5]]
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
+@pytest.mark.parametrize("strategy", [pytest.param(DDPStrategy, marks=pytest.mark.slow), FSDPStrategy])
 def test_two_processes_agree(tmp_path: Path, strategy: Any) -> None:
     """Only the second process meets the poison (sample 11: of each two samples it has the odd one)."""
     _, wanted = fit(tmp_path, Samples(without=(10, 11)))
@@ -135,7 +143,7 @@ def test_two_processes_agree(tmp_path: Path, strategy: Any) -> None:
     assert event["samples"] == [[[10]], [[11]]]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_going_back_to_the_last_good_checkpoint(tmp_path: Path, devices: int) -> None:
     """The poison is in the sixth batch; back to the checkpoint after four, and on with the seventh: the fifth is lost too."""
     strategy: Any = DDPStrategy(start_method="fork") if devices == 2 else "auto"

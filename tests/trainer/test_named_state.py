@@ -64,7 +64,7 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"{name}/{key}": value for name, entries in state["state"].items() for key, value in entries.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_two_processes_one_and_two_again(tmp_path: Path, kind: str) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     wanted = fit(tmp_path / "a", 2, kind=kind, callbacks=SavingAt(two, 3))

@@ -49,7 +49,7 @@ def in_one_piece(path: Path, steps: int, **options: Any) -> dict[str, Any]:
 
 # 10 batches an epoch: parts that end within epochs, at their ends, and within windows' epochs.
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 4}])
-@pytest.mark.parametrize("parts", [(1, 5, 4, 7), (10, 7)])
+@pytest.mark.parametrize("parts", [(1, 5, 4, 7), pytest.param((10, 7), marks=pytest.mark.slow)])
 def test_parts_are_one_piece(tmp_path: Path, parts: tuple[int, ...], options: dict[str, Any]) -> None:
     whole = in_one_piece(tmp_path, sum(parts), **options)
     seed_everything(3, verbose=False)
@@ -120,6 +120,10 @@ def recursive(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
 
+CLOCKS = {of_step: 30, one_cycle: 6, recursive: 2}
+"""Schedules, and the clock that each is quickly tried with."""
+
+
 class Scheduled(Classifier):
     schedule: Any
 
@@ -129,8 +133,14 @@ class Scheduled(Classifier):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("schedule", [of_step, one_cycle, recursive])
-@pytest.mark.parametrize("clock", [30, 6, 2])
+@pytest.mark.parametrize(
+    ("schedule", "clock"),
+    [
+        pytest.param(schedule, clock, marks=() if clock == own else pytest.mark.slow)
+        for schedule, own in CLOCKS.items()
+        for clock in CLOCKS.values()
+    ],
+)
 def test_the_clock_gives_the_rates_of_its_step(tmp_path: Path, schedule: Any, clock: int) -> None:
     """A fit of 6 steps joins others at step ``clock``: ahead, at the same step, and set back."""
     pause, module, data = Pause(6), Scheduled(), NoisyData()

@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Steps 1 to 10 are the first epoch: before the first checkpoint, mid-epoch, just before and at an epoch's end, after it.
-@pytest.mark.parametrize("step", [1, 5, 10, 26])
+@pytest.mark.parametrize("step", [5, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 10, 26))])
 def test_killed_at_a_step(whole: Path, tmp_path: Path, step: int) -> None:
     run(tmp_path, "--die-at-step", str(step), killed=True)
     run(tmp_path, "--resume")
@@ -89,14 +89,16 @@ def test_killed_in_validation(whole: Path, tmp_path: Path) -> None:
     compare(whole, tmp_path)
 
 
-def test_two_processes_that_read_several_loaders(tmp_path: Path) -> None:
-    arguments = ("--devices", "2", "--combined", "--workers", "1")
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_processes_that_read_several_loaders(tmp_path: Path, workers: int) -> None:
+    arguments = ("--devices", "2", "--combined", "--workers", str(workers))
     run(tmp_path / "whole", *arguments, ranks=2)
     run(tmp_path / "killed", *arguments, "--die-at-step", "7", killed=True, ranks=2)
     run(tmp_path / "killed", *arguments, "--resume", ranks=2)
     compare(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     run(tmp_path / "whole", "--devices", "2")
     state = checkpoint.load(tmp_path / "whole" / "end.ckpt")

@@ -77,7 +77,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_equal_one(tmp_path: Path, window: int) -> None:
     one, wanted = fit(tmp_path / "1", Model(), accumulate_grad_batches=window)
     two, found = fit(tmp_path / "2", Model(), fsdp(), 2, accumulate_grad_batches=window)
@@ -100,7 +100,7 @@ class Saving(al.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_a_run_goes_on_where_another_number_of_processes_stopped(tmp_path: Path, kind: str) -> None:
     _, wanted = fit(tmp_path / "1", Model(), callbacks=Saving(tmp_path / "one"))
     fit(tmp_path / "2", Model(), fsdp(state_dict_type=kind), 2, callbacks=Saving(tmp_path / "two"), max_epochs=1)
@@ -120,6 +120,7 @@ def test_a_window_of_batches_is_taken_up_again(tmp_path: Path) -> None:
     assert_same(fit(tmp_path / "2", Model(), fsdp(), 2, ckpt=tmp_path / "state", **options)[1], wanted, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_window_is_begun_again_where_as_many_processes_share_the_work_out_in_another_way(
     tmp_path: Path, turned: bool
@@ -148,11 +149,13 @@ class ByHand(Model):
             optimizer.step()
 
 
+@pytest.mark.slow
 def test_manual_optimization(tmp_path: Path) -> None:
     _, wanted = fit(tmp_path / "1", ByHand(), gradient_clip_val=None)
     assert_same(fit(tmp_path / "2", ByHand(), fsdp(), 2, gradient_clip_val=None)[1], wanted)
 
 
+@pytest.mark.slow
 def test_averages_of_weights(tmp_path: Path) -> None:
     averages = {}
     for devices, strategy in ((1, "auto"), (2, fsdp())):
@@ -182,12 +185,13 @@ class OnAMesh(Model):
         self.scale = 1.0
 
 
-def test_a_users_own_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_users_own_mesh(tmp_path: Path, data_parallel_size: int) -> None:
     _, wanted = fit(tmp_path / "1", OnAMesh())
-    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "start_method": "fork"}
-    saving = Saving(tmp_path / "state")
-    assert_same(fit(tmp_path / "2", OnAMesh(), ModelParallelStrategy(**sizes), 4, callbacks=saving)[1], wanted)
-    for number, (strategy, devices) in enumerate((("auto", 1), (ModelParallelStrategy(**sizes), 4))):
+    sizes = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": 2, "start_method": "fork"}
+    saving, ranks = Saving(tmp_path / "state"), 2 * data_parallel_size
+    assert_same(fit(tmp_path / "2", OnAMesh(), ModelParallelStrategy(**sizes), ranks, callbacks=saving)[1], wanted)
+    for number, (strategy, devices) in enumerate((("auto", 1), (ModelParallelStrategy(**sizes), ranks))):
         resumed = fit(tmp_path / f"3{number}", OnAMesh(), strategy, devices, ckpt=saving.path)
         assert_same(resumed[1], wanted)
 

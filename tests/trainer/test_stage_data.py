@@ -302,8 +302,14 @@ def whole_and_resumed(
     return whole, broken, resumed
 
 
-@pytest.mark.parametrize("at", range(1, 12, 2))
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+@pytest.mark.parametrize(
+    ("mode", "at"),
+    [
+        pytest.param(mode, at, marks=() if (at // 2 + number) % 3 == 0 else pytest.mark.slow)
+        for number, mode in enumerate(("max_size_cycle", "min_size", "max_size"))
+        for at in range(1, 12, 2)
+    ],
+)
 def test_combined_loaders_go_on_where_they_were(make_trainer: Make, tmp_path: Path, mode: Any, at: int) -> None:
     def data() -> dict[str, Any]:
         parts = {"a": numbers(6, shuffle=True, batch_size=1), "b": numbers(9, 100, shuffle=True)}
@@ -313,7 +319,7 @@ def test_combined_loaders_go_on_where_they_were(make_trainer: Make, tmp_path: Pa
     assert broken.seen + resumed.seen == whole.seen
 
 
-@pytest.mark.parametrize("at", [2, 4, 5, 8])
+@pytest.mark.parametrize("at", [2, 5, *(pytest.param(at, marks=pytest.mark.slow) for at in (4, 8))])
 def test_a_combined_stream_goes_on_from_its_state(make_trainer: Make, tmp_path: Path, at: int) -> None:
     streams: list[Stream] = []
 
@@ -326,7 +332,7 @@ def test_a_combined_stream_goes_on_from_its_state(make_trainer: Make, tmp_path: 
     assert streams[2].read <= streams[0].read - at + 1  # nothing was read to be thrown away
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("at", [2, 4, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 3, 7))])
 def test_a_run_broken_off_in_validation_validates_again_alike(make_trainer: Make, tmp_path: Path, at: int) -> None:
     def data() -> dict[str, Any]:
         return {"train_dataloaders": numbers(10, shuffle=True), "val_dataloaders": [numbers(2), numbers(4)]}

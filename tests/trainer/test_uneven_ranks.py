@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -138,6 +139,9 @@ def expected(count: int, suffix: str = "") -> dict[str, float]:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
+QUICK = ([1], "map"), ([1, 3], "stream"), ([3, 1], "map")
+
+
 def fit_with(rank: int, folder: str, counts: list[int], kind: str, metric: bool) -> Any:
     saver = ModelCheckpoint(dirpath=Path(folder) / "c", monitor="ends", save_top_k=-1, filename="{epoch}")
     stopper = EarlyStopping("ends", patience=9)
@@ -152,8 +156,13 @@ def fit_with(rank: int, folder: str, counts: list[int], kind: str, metric: bool)
     return found, len(saver.best_k_models), stopper.wait_count
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("counts", [[1], [1, 3], [1, 1, 2], [3, 1]])
+@pytest.mark.parametrize(
+    ("counts", "kind"),
+    [
+        pytest.param(counts, kind, marks=() if (counts, kind) in QUICK else pytest.mark.slow)
+        for counts in ([1], [1, 3], [1, 1, 2], [3, 1]) for kind in ("map", "stream")
+    ],
+)  # fmt: skip
 def test_a_fit_validates_where_a_rank_has_no_batch(ranks: Ranks, tmp_path: Path, counts: list[int], kind: str) -> None:
     wanted = {"ends": 2.0}
     for number, count in enumerate(counts):
@@ -218,9 +227,15 @@ def written(rank: int, folder: str, interval: str, counts: list[int], kind: str,
     return writer.batches, writer.epochs
 
 
-@pytest.mark.parametrize("returned", [True, False])
-@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
-@pytest.mark.parametrize("counts", [[1], [1, 3], [3, 1]])
+@pytest.mark.parametrize(
+    ("counts", "interval", "returned"),
+    [
+        pytest.param(counts, interval, returned, marks=() if number % 5 == 0 else pytest.mark.slow)
+        for number, (counts, interval, returned) in enumerate(
+            itertools.product(([1], [1, 3], [3, 1]), ("batch", "epoch", "batch_and_epoch"), (True, False))
+        )
+    ],
+)
 def test_writers_write_what_a_rank_predicts_which_may_be_nothing(
     ranks: Ranks, tmp_path: Path, counts: list[int], interval: str, returned: bool
 ) -> None:
@@ -374,10 +389,20 @@ def trained(rank: int, folder: str, strategy: str, settings: dict[str, Any], ave
     return [weights[name].flatten().tolist() for name in sorted(weights)] if rank == 0 else trainer.global_step
 
 
+CLIPPING: dict[str, dict[str, Any]] = {
+    "mean": {}, "none": {"gradient_clip_val": 0.1},
+    "ema": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+}  # fmt: skip
+"""How gradients are clipped; each with the average that it is quickly tried with."""
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}]
-)
-@pytest.mark.parametrize("average", AVERAGES)
+    ("settings", "average"),
+    [
+        pytest.param(settings, average, marks=() if average == own else pytest.mark.slow)
+        for own, settings in CLIPPING.items() for average in AVERAGES
+    ],
+)  # fmt: skip
 def test_a_rank_without_a_parameter_trains_clips_averages_and_saves(
     ranks: Ranks, tmp_path: Path, settings: dict[str, Any], average: str
 ) -> None:
