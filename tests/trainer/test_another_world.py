@@ -20,9 +20,10 @@ def seen(root: Path) -> Counter[tuple[int, int]]:
     return Counter((int(epoch), int(sample)) for epoch, sample in lines)
 
 
-def run(root: Path, *arguments: object) -> None:
-    done = warm.run(SCRIPT, root, *map(str, arguments), timeout=300)
-    assert done.returncode == 0, done.stderr
+def run(root: Path, devices: int, *arguments: object) -> None:
+    words = (SCRIPT, root, "--devices", str(devices), *map(str, arguments))
+    for done in warm.run_ranks(devices, *words, timeout=300):
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("batches", "stops"), [((8, 4, 6), (7, 21)), ((3, 10, 1), (5, 14)), ((7, 7, 9), (17, 20))])
@@ -39,28 +40,17 @@ def test_another_batch_size(tmp_path: Path, batches: tuple[int, ...], stops: tup
 
 def test_one_process_then_two(tmp_path: Path) -> None:
     world_script.main([str(tmp_path), "--batch", "8", "--stop", "5", "--save", str(tmp_path / "a.ckpt")])
-    run(tmp_path, "--devices", 2, "--batch", 3, "--resume", tmp_path / "a.ckpt")
+    run(tmp_path, 2, "--batch", 3, "--resume", tmp_path / "a.ckpt")
     assert seen(tmp_path) == EVERYTHING
 
 
 @pytest.mark.slow
 def test_four_processes_then_two_then_three(tmp_path: Path) -> None:
     """First with the global batch size that it had, then with another."""
-    run(tmp_path, "--devices", 4, "--batch", 2, "--stop", 5, "--save", tmp_path / "a.ckpt")
-    run(
-        tmp_path,
-        "--devices",
-        2,
-        "--batch",
-        4,
-        "--stop",
-        20,
-        "--resume",
-        tmp_path / "a.ckpt",
-        "--save",
-        tmp_path / "b.ckpt",
-    )
-    run(tmp_path, "--devices", 3, "--batch", 3, "--resume", tmp_path / "b.ckpt")
+    first, second = tmp_path / "a.ckpt", tmp_path / "b.ckpt"
+    run(tmp_path, 4, "--batch", 2, "--stop", 5, "--save", first)
+    run(tmp_path, 2, "--batch", 4, "--stop", 20, "--resume", first, "--save", second)
+    run(tmp_path, 3, "--batch", 3, "--resume", second)
     assert seen(tmp_path) == EVERYTHING
     ranks = {path.name for path in tmp_path.glob("seen-*")}
     assert ranks == {f"seen-{world}-{rank}.txt" for world in (4, 2, 3) for rank in range(world)}
@@ -91,7 +81,7 @@ def test_a_window_that_cannot_be_summed_anew_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_window_under_way_is_summed_anew(tmp_path: Path) -> None:
     """Its gradients lie with processes that are gone: the batches since its beginning are trained on again, no others."""
-    run(tmp_path, "--devices", 2, "--batch", 2, "--accumulate", 4, "--stop", 6, "--save", tmp_path / "a.ckpt")
+    run(tmp_path, 2, "--batch", 2, "--accumulate", 4, "--stop", 6, "--save", tmp_path / "a.ckpt")
     before = seen(tmp_path)
     assert before.total() == 24
     world_script.main([str(tmp_path), "--batch", "4", "--accumulate", "4", "--resume", str(tmp_path / "a.ckpt")])
