@@ -46,7 +46,7 @@ def exact(values: Sequence[float], weights: Sequence[float]) -> Fraction:
     )
 
 
-@pytest.mark.parametrize("form", ["delta", "weights"])
+@pytest.mark.parametrize("form", ["delta", pytest.param("weights", marks=pytest.mark.slow)])
 def test_every_order_thread_count_and_split_has_the_same_bits(form: str) -> None:
     clients = [some(name, seed, spread=4.0) for seed, name in enumerate("abcd")]
     scales = plan(clients, form)
@@ -92,9 +92,12 @@ extreme = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_no_value_is_off_by_more_than_the_fixed_point_allows(data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
+def test_no_value_is_off_by_more_than_the_fixed_point_allows(examples: int) -> None:
+    settings(max_examples=examples, deadline=None)(given(st.data())(check_a_fold_of_extremes))()
+
+
+def check_a_fold_of_extremes(data: st.DataObject) -> None:
     count, length = data.draw(st.integers(2, 5)), data.draw(st.integers(1, 6))
     weights = [data.draw(st.one_of(st.integers(1, 10**9), st.floats(1e-3, 1e6))) for _ in range(count)]
     rows = [data.draw(st.lists(extreme, min_size=length, max_size=length)) for _ in range(count)]

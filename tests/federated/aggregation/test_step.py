@@ -244,7 +244,7 @@ print(json.dumps({"base": base, "peak": peak()}))
 
 @pytest.mark.parametrize("strategy", ["FedAvg", pytest.param("FedNesterov", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_clients(tmp_path: Path, strategy: str) -> None:
-    layers, elements = 40, 250_000
+    layers, elements = 20, 250_000
     whole = 4 * layers * elements
 
     def save(name: str, seed: int) -> None:
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_clients(tmp_path: Path, strategy: str) -> Non
         said = json.loads(done.stdout)
         peaks[clients] = said["peak"] - said["base"]
     assert peaks[8] < 0.7 * whole, f"a step of {whole:,} bytes took {peaks[8]:,}"
-    assert (peaks[8] - peaks[2]) / 6 < 0.02 * whole, f"each client takes memory: {peaks}"
+    assert (peaks[8] - peaks[2]) / 6 < 0.8 * 4 * elements, f"each client keeps a tensor: {peaks}"
 
 
 def test_a_strategy_that_looks_at_whole_tensors_gets_them() -> None:

@@ -222,7 +222,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("which", sorted(SETTINGS))
-@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [7, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32), disturbances=st.integers(0, 300))

@@ -92,7 +92,7 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert all(update.samples == 16 and update.metrics["train/loss"] > 0 for update in together.of(Update))
 
 
-@pytest.mark.parametrize("checkpoint_every_steps", [50, 0])
+@pytest.mark.parametrize("checkpoint_every_steps", [50, pytest.param(0, marks=pytest.mark.slow)])
 def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path, checkpoint_every_steps: int) -> None:
     """Those whose progress is not saved stay in memory."""
     names, order = (
@@ -313,8 +313,20 @@ def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
     assert "round 1 has run out of time after" in failed.error
 
 
-@pytest.mark.parametrize("codec", [{"kind": "raw"}, {"kind": "int8", "block": 32}])
-@pytest.mark.parametrize("power", [True, False])
+@pytest.mark.parametrize(
+    ("codec", "power"),
+    [
+        ({"kind": "int8", "block": 32}, True),
+        *(
+            pytest.param(codec, power, marks=pytest.mark.slow)
+            for codec, power in (
+                ({"kind": "int8", "block": 32}, False),
+                ({"kind": "raw"}, True),
+                ({"kind": "raw"}, False),
+            )
+        ),
+    ],
+)
 def test_a_stopped_node_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: dict[str, Any], power: bool
 ) -> None:
@@ -364,8 +376,14 @@ def test_a_stopped_node_goes_on_where_it_was(
     assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals" / "0").exists() == (codec["kind"] == "int8")
 
 
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "restarted"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(counts, not counts, marks=pytest.mark.slow) for counts in (True, False)),
+    ],
+)
 def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_went_on(
     tmp_path: Path, counts: bool, restarted: bool
 ) -> None:

@@ -97,6 +97,7 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
     return left.keys() == right.keys() and all(torch.equal(value, right[key]) for key, value in left.items())
 
 
+@pytest.mark.slow
 def test_a_streamed_round_takes_as_long_as_training_or_the_line_and_not_as_both(tmp_path: Path) -> None:
     """0.35 s of training, and of a fragment's exchange 0.15 s up and 0.15 s down; all of it longer beside a busy process."""
 
@@ -118,6 +119,7 @@ def test_a_streamed_round_takes_as_long_as_training_or_the_line_and_not_as_both(
     patiently(check, 1, 2, 4)
 
 
+@pytest.mark.slow
 def test_while_one_client_trains_the_update_of_another_goes_up(tmp_path: Path) -> None:
     """Plain rounds of four clients at one node: the line sends while the worker works, and only the last update is waited for."""
 
@@ -133,8 +135,14 @@ def test_while_one_client_trains_the_update_of_another_goes_up(tmp_path: Path) -
     patiently(check, 1, 2, 4)
 
 
-@pytest.mark.parametrize("up", [Raw(), Int8()])
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "up"),
+    [
+        (2, 1, Int8()),
+        pytest.param(2, 1, Raw(), marks=pytest.mark.slow),
+        *(pytest.param(*cut, up, marks=pytest.mark.slow) for cut in ((1, 1), (3, 2)) for up in (Raw(), Int8())),
+    ],
+)
 def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: int, overlap: int, up: Codec) -> None:
     """Two clients, one with a slow line and one with a slow worker, or the other way round, or at one node."""
     federation = replace(streamed(5, overlap, fragments, up), clients=2)

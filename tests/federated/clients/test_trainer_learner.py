@@ -58,10 +58,14 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 # 9 batches an epoch: rounds end within epochs, windows and at epochs' ends.
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"val_check_interval": 5}]
+    ("norm", "options"),
+    [
+        pytest.param(norm, options, marks=() if norm == ("accumulate_grad_batches" in options) else pytest.mark.slow)
+        for norm in (False, True)
+        for options in ({}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"val_check_interval": 5})
+    ],
 )
-@pytest.mark.parametrize("norm", [False, True])
-def test_one_client_is_centralised_training(tmp_path: Path, options: dict[str, Any], norm: bool) -> None:
+def test_one_client_is_centralised_training(tmp_path: Path, norm: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     whole, module = Net(norm), Net(norm)
     begin = weights_of(whole)

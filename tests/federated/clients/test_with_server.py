@@ -35,7 +35,7 @@ def federated(folder: Path, federation: Federation, names: list[str], **trainer:
     return server
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_client_is_centralised_training(tmp_path: Path, accumulate: int) -> None:
     """Dropout, AdamW, a schedule, batch norm, shuffled data over several epochs: 4 rounds of 7 steps are 28 steps."""
     federation = Federation(clients=1, rounds=4, local_steps=7, send="weights", evaluate_on="clients")
@@ -58,6 +58,7 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_clients_that_round_to_other_bits_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The bits of a model that is trained with rounding are sent with its weights."""
 

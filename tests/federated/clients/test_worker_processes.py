@@ -210,8 +210,8 @@ def test_crews_say_what_they_cannot_do() -> None:
         ProcessExecutor([], count=0)
 
 
-@pytest.mark.spawned
-def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+@pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=[pytest.mark.slow, pytest.mark.spawned])])
+def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[ProcessExecutor], start: str) -> None:
     names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)

@@ -105,7 +105,9 @@ def test_only_changes_travel_to_a_node_with_the_base_and_their_bytes_are_few() -
         assert said <= 0.27 * sum(w.numel() * 4 for w in weights.values())
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [codec if isinstance(codec, Int8) else pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS]
+)
 def test_clients_come_to_the_servers_weights_once_these_rest(codec: Codec) -> None:
     """What a change leaves unsaid is said later: no residual is lost."""
     store, chains, own = run(codec, 3)

@@ -36,6 +36,12 @@ def read(encoded: Encoded) -> torch.Tensor:
     return decode("k", encoded)
 
 
+def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
+    """A row for each block; the last is filled up with zeros, which are encoded without error."""
+    x = x.flatten()
+    return torch.nn.functional.pad(x, (0, -len(x) % block)).view(-1, block)
+
+
 cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-60, 60), st.integers(0, 8))
 
 
@@ -43,9 +49,8 @@ cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-6
 @given(cases, st.sampled_from([2, 64, 256]))
 def test_int8_errs_by_at_most_half_a_step_of_its_block(case: tuple[int, int, int, int], block: int) -> None:
     x = tensor_of(*case)
-    error = (read(say(x, Int8(block=block))) - x).flatten().abs()
-    for part, wrong in zip(x.flatten().split(block), error.split(block), strict=True):
-        assert wrong.max() <= part.abs().max() / 254 * (1 + 1e-5)
+    error = blocks_of(read(say(x, Int8(block=block))) - x, block).abs()
+    assert (error.amax(1) <= blocks_of(x, block).abs().amax(1) / 254 * (1 + 1e-5)).all()
 
 
 @quick
@@ -55,11 +60,10 @@ def test_int4_takes_the_nearest_level(case: tuple[int, int, int, int], block: in
 
     x = tensor_of(*case)
     levels = torch.tensor(_NORMAL_FLOAT, dtype=torch.float64)
-    seen = read(say(x, Int4(block=block))).flatten()
-    for part, got in zip(x.flatten().split(block), seen.split(block), strict=True):
-        largest = part.abs().max()
-        nearest = (levels * largest - part.double().unsqueeze(1)).abs().amin(1)
-        assert ((got - part).abs() <= nearest + largest * 2**-15).all()
+    meant, seen = blocks_of(x, block), blocks_of(read(say(x, Int4(block=block))), block)
+    largest = meant.abs().amax(1, keepdim=True)
+    nearest = ((levels * largest).unsqueeze(1) - meant.double().unsqueeze(2)).abs().amin(2)
+    assert ((seen - meant).abs() <= nearest + largest * 2**-15).all()
 
 
 @quick
@@ -291,8 +295,8 @@ def test_messages_of_many_tensors_and_their_residuals() -> None:
 @pytest.mark.parametrize(("codec", "most"), [(Int8(), 0.27), (Int4(), 0.14), (BF16(), 0.51), (TopK(), 0.02)])
 def test_bytes_on_the_wire_with_headers_and_manifest(codec, most: float) -> None:
     """A small language model's tensors, as they lie in a store."""
-    shapes = {"embed": (8000, 256), "head": (8000, 256)}
-    for layer in range(4):
+    shapes = {"embed": (2000, 256), "head": (2000, 256)}
+    for layer in range(1):
         block = {
             "norm.weight": (256,),
             "qkv.weight": (768, 256),

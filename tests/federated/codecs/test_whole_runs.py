@@ -87,7 +87,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> float:
     [
         (Int8(), Int8(), 0.28, 0.28, 0.01),
         pytest.param(Int4(), BF16(), 0.17, 0.53, 0.05, marks=pytest.mark.slow),
-        (TopK(), Raw(), 0.055, 1.02, 1.0),
+        pytest.param(TopK(), Raw(), 0.055, 1.02, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_are_few_and_training_gets_as_far(
@@ -148,6 +148,7 @@ def test_what_clients_initialise_themselves_is_not_downloaded(
     assert not own & {key.removeprefix("model/") for key in Manifest.from_json(held.read_bytes()).tensors}
 
 
+@pytest.mark.slow
 def test_local_moments_in_their_periods(tmp_path: Path) -> None:
     """All go in the first round; coarse codecs leave them in bfloat16, as values."""
     masks = Masks(periods={"exp_avg": 2, "exp_avg_sq": 3})
@@ -161,6 +162,7 @@ def test_local_moments_in_their_periods(tmp_path: Path) -> None:
     assert loss_of(server.weights())["val/loss"] < loss_of(server.rounds.tensors(0, "model"))["val/loss"]
 
 
+@pytest.mark.slow
 def test_fragments_take_turns(tmp_path: Path) -> None:
     """Long enough to have learned in whatever order the two threads draw from the process's generator when they shuffle."""
     server = run(tmp_path, rounds=18, streaming=Streaming(fragments=3, overlap=1, mix=0.5), up=Int8(), down=Int8())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tests.federated.coordination.agents import Agent, Killed
 from tests.federated.coordination.worlds import NodeHere, World, as_read, update_of
 
@@ -248,22 +256,33 @@ def finish(world: World, agents: Sequence[Agent], seconds: float = 2000.0) -> No
             agent.step()
 
 
-Anything.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
-TestAnything = Anything.TestCase
+@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_whatever_nodes_do_in_whatever_order(examples: int) -> None:
+    given = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(Anything, settings=given)
 
 
-@pytest.mark.parametrize("which", ["all", "sampled", "buffered", "streaming"])
+QUICK = {
+    ("all", False, True, True),
+    ("sampled", False, False, False),
+    ("buffered", True, False, True),
+    ("streaming", True, True, False),
+}
+"""One for each kind of run, which together have every pair of the other three choices."""
+
+
 @pytest.mark.parametrize(
-    ("written_first", "lost", "shortened"),
+    ("which", "written_first", "lost", "shortened"),
     [
         pytest.param(
-            written, lost, shortened,
-            marks=pytest.mark.slow if written ^ bool(lost) ^ shortened else (),  # the other four have every pair of choices
-            id=f"{written}-{'power' if lost else 'killed'}-{shortened}",
+            which, written, ("0", "2", "3") if lost else (), shortened,
+            marks=() if (which, written, lost, shortened) in QUICK else pytest.mark.slow,
+            id=f"{which}-{written}-{'power' if lost else 'killed'}-{shortened}",
         )
-        for written in (False, True) for lost in ((), ("0", "2", "3")) for shortened in (False, True)
+        for which in ("all", "sampled", "buffered", "streaming")
+        for written, lost, shortened in itertools.product((False, True), repeat=3)
     ],
 )  # fmt: skip
 def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
@@ -389,7 +408,10 @@ def test_closing_tells_everybody() -> None:
     assert world.coordinator.next_deadline() is None
 
 
-@pytest.mark.parametrize("which", sorted(SETTINGS))
+@pytest.mark.parametrize(
+    "which",
+    [which if which in ("all", "secure", "streaming") else pytest.param(which, marks=pytest.mark.slow) for which in sorted(SETTINGS)],
+)  # fmt: skip
 def test_what_a_journal_begins_with_does_not_grow_with_the_rounds(which: str) -> None:
     world = World(Federation(**{"rounds": 160, "local_steps": 6} | SETTINGS[which]), SETTINGS[which]["clients"]).begin()  # fmt: skip
     agents, sizes = [Agent(world, f"node {n}") for n in range(2)], dict[int, int]()

@@ -43,11 +43,11 @@ def test_a_draw_is_without_replacement_and_the_same_again(
 
 def test_every_client_is_drawn_as_often_as_any_other() -> None:
     sampler = Sampler(Sampling(per_round=10), Roster(100), 5)
-    counts = Counter(name for round in range(1000) for name in sampler.draw(round))
+    counts = Counter(name for round in range(600) for name in sampler.draw(round))
     assert chisquare([counts[str(n)] for n in range(100)]).pvalue > 1e-3
-    pairs = Counter(frozenset(sampler.draw(round, count=2)) for round in range(4000))
-    assert len(pairs) > 2500  # 2744 of 4950 are expected
-    assert max(pairs.values()) < 9
+    pairs = Counter(frozenset(sampler.draw(round, count=2)) for round in range(1500))
+    assert len(pairs) > 1200  # 1294 of 4950 are expected
+    assert max(pairs.values()) < 7
 
 
 def test_a_million_clients_cost_what_is_drawn() -> None:

@@ -332,7 +332,7 @@ class Site:
         return Quadratic(float(int(self.name) % 7), samples=int(self.name) + 1)
 
 
-@pytest.mark.parametrize("count", [32, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_many_clients_sum_in_secret(tmp_path: Path, count: int) -> None:
     """A whole round over the public server; its mean is the open one's, and what messages cost the server is bounded."""
     start = {"w": torch.linspace(-1, 1, 60)}
@@ -366,7 +366,7 @@ def test_many_clients_sum_in_secret(tmp_path: Path, count: int) -> None:
 
     plain = trained(tmp_path / "plain", None)
     assert cost["messages"] == 0
-    secure = trained(tmp_path / "secure", SecureSum(patience=100.0, partners=16))
+    secure = trained(tmp_path / "secure", SecureSum(patience=100.0, partners=min(16, count // 2)))
     torch.testing.assert_close(secure.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
     assert len(secure.history[1].contributors) == count
     assert cost["messages"] < 12 * count, "five messages each, and those of whoever waits for long"

@@ -44,7 +44,7 @@ def flat(tensors: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([tensors[key].double().reshape(-1).numpy() for key in sorted(tensors)])
 
 
-@pytest.mark.parametrize("count", [3, 6, 7, 40])
+@pytest.mark.parametrize("count", [3, 6, 7, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_median_and_trimmed_mean_are_those_of_brute_force(count: int, threads: int) -> None:
     clients = crowd(count, liars=1)

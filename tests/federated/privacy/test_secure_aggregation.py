@@ -134,7 +134,7 @@ def test_a_secure_mean_has_the_bits_of_a_fold_of_the_same_scale() -> None:
 
 def test_one_masked_update_cannot_be_told_from_chance() -> None:
     names = ["a", "b", "c"]
-    values = {name: {"model/x": torch.full((200_000,), 7)} for name in names}
+    values = {name: {"model/x": torch.full((50_000,), 7)} for name in names}
     round_ = Round(names)
     round_.share(set())
     round_.mask(values, set())

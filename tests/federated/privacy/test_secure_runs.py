@@ -225,6 +225,7 @@ class Dies(Tapped):
         return super().send(message)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_everybody_one_sum(tmp_path: Path) -> None:
     """The secrets of its sum are gone; its client is asked again with all others, in another sum."""
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
@@ -400,6 +401,7 @@ class Cut(InProcessLink):
         return super().send(message)
 
 
+@pytest.mark.slow
 def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp_path: Path) -> None:
     """Somebody removed a file: the others' masks fit no other values, so that all are asked for again."""
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]

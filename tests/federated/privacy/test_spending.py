@@ -108,11 +108,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 TWICE = [("drawn", "clients"), ("drawn-dropout", "server")]
 """Not tested: the library takes a second to count each draw, and others show the same."""
+QUICK = [("dropout", "server"), ("drawn", "server"), ("hours", "clients"), ("quorum", "clients")]
 
 
 @pytest.mark.parametrize(
     ("case", "by"),
-    [(case, by) for case in CASES for by in ("server", "clients") if (case, by) not in TWICE],
+    [
+        (case, by) if (case, by) in QUICK else pytest.param(case, by, marks=pytest.mark.slow)
+        for case in CASES
+        for by in ("server", "clients")
+        if (case, by) not in TWICE
+    ],
 )
 def test_noise_of_real_runs_is_what_was_promised_and_what_is_counted(tmp_path: Path, case: str, by: str) -> None:
     asked = federation(by, rounds=2, **CASES[case])

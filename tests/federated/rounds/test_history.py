@@ -215,7 +215,7 @@ class Disk:
             log.write(bytes(range(256)) * 20)
 
 
-@pytest.mark.parametrize("lost", ["nothing", "what was not on the disk"])
+@pytest.mark.parametrize("lost", [pytest.param("nothing", marks=pytest.mark.slow), "what was not on the disk"])
 def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = served(tmp_path / "whole", 10, evaluate_every=1)
     folder = tmp_path / "run"

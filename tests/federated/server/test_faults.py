@@ -64,7 +64,7 @@ class FullDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("write", [3, 4, 6, 7])
+@pytest.mark.parametrize("write", [3, *(pytest.param(write, marks=pytest.mark.slow) for write in (4, 6, 7))])
 def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     tmp_path: Path, write: int, caplog: pytest.LogCaptureFixture
 ) -> None:

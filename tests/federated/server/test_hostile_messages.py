@@ -154,7 +154,9 @@ def changed(message: Message, at: tuple[Any, ...], value: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message]) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message], every: int) -> None:
+    """Of the values that nobody means, each field takes all, or every so many, and the next field others."""
     secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is SecureSumRequest else {}
     waiting = (
         {"waiting": Waiting(heartbeat_interval_s=0.2, quorum=0.6, join_timeout_s=1e6, on_failed_round="skip")}
@@ -165,14 +167,14 @@ def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[M
     with target(tmp_path / "run", **secure, **waiting) as aim:
         there = list(places(json.loads(aim.honest(kind).to_json())))
         assert len(there) > 4
-        for at in there:
-            for value in HOSTILE:
+        for number, at in enumerate(there):
+            for value in HOSTILE[number % every :: every]:
                 aim.say(changed(aim.honest(kind), at, value))
                 said += 1
-    assert said == len(there) * len(HOSTILE)
+    assert said >= len(there) * (len(HOSTILE) // every)
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_several_hostile_fields_together(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.data())

@@ -95,7 +95,10 @@ def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path:
     assert all(12 <= learner.steps < 16 for learner in learners.values()), "a round that was broken off is begun anew"
 
 
-@pytest.mark.parametrize("given", [{"down": Int8()}, {"down": Int8(), "up": Int8(), "strategy": FedNesterov()}])
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param({"down": Int8()}, marks=pytest.mark.slow), {"down": Int8(), "up": Int8(), "strategy": FedNesterov()}],
+)
 def test_what_is_written_down_in_few_bits_goes_on_after_a_stop(tmp_path: Path, given: dict[str, object]) -> None:
     start = {"w": torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), "b": torch.zeros(5)}
     asked = settings(rounds=5, keep_rounds=2, **given)

@@ -138,9 +138,11 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert f"\n{'round':>6}" in str(runs[0])
 
 
-def test_a_thousand_of_a_million_clients_need_neither_memory_nor_torch() -> None:
+@pytest.mark.parametrize("per_round", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_of_a_million_clients_need_neither_memory_nor_torch(per_round: int) -> None:
     program = """
 import resource, sys
+per_round = int(sys.argv[1])
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.settings import Federation
@@ -150,18 +152,20 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 result = simulate(
     Federation(
         clients=1_000_000, rounds=2, local_steps=100, up=Int8(), down=Int8(), evaluate_every=0,
-        sampling=Sampling(per_round=1000, over_provision=0.3), waiting=Waiting(heartbeat_interval_s=30.0, quorum=0.8, grace_s=30.0, lease_s=60.0),
+        sampling=Sampling(per_round=per_round, over_provision=0.3), waiting=Waiting(heartbeat_interval_s=30.0, quorum=0.8, grace_s=30.0, lease_s=60.0),
     ),
     100_000_000, Fleet(links=Links(spread=0.5), speeds=Speeds(step=0.5, spread=0.4, stragglers=0.05), vanish=0.05),
 )
-assert [r.accepted for r in result.rounds] == [1000, 1000], result
-assert all(r.asked == 1300 and r.late > 100 for r in result.rounds), result
-assert result.bytes_down == sum(r.bytes_down for r in result.rounds) >= 2600 * result.weights_bytes * 0.95
+assert [r.accepted for r in result.rounds] == [per_round] * 2, result
+assert all(r.asked == 1.3 * per_round and r.late > per_round / 10 for r in result.rounds), result
+assert result.bytes_down == sum(r.bytes_down for r in result.rounds) >= 2.6 * per_round * result.weights_bytes * 0.95
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
-assert grown < 60, f"{grown} MB for 1300 clients at a time"
+assert grown < 10 + 0.05 * per_round, f"{grown} MB for {per_round} clients at a time"
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], timeout=100, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(per_round)], timeout=100, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -232,8 +232,23 @@ def test_an_app_is_what_flower_takes(tmp_path: Path) -> None:
         write_app(tmp_path / "other", "9 lives", BUILDING)
 
 
-def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started find this folder of tests."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3]))
+
+
+def test_a_server_of_its_own_process_is_served_until_it_is_stopped(tmp_path: Path, importable: None) -> None:
+    server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "run")
+    until(lambda: "is served at port" in server.log.read_text(), 60, "the server to answer")
+    assert not server.wait(0.1)
+    server.stop()
+    assert server.wait(60)
+    assert result(tmp_path / "run")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, importable: None) -> None:
     wrong = ServerProcess("tests.federated.transports.quadratics:nothing", tmp_path / "run")
     with pytest.raises(FederatedError, match="builds a server"):
         wrong.wait(60)
