@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.federated.fakes import Quadratic
 from tests.federated.privacy.test_secure_runs import START, Site, settings, trained
 
@@ -56,7 +54,7 @@ class Killing:
     def __init__(self, service: Any, when: str) -> None:
         self._service, self._when, self.blobs, self.run = service, when, service.blobs, service.run
         self.reserve_upload, self.largest_message = service.reserve_upload, service.largest_message
-        self.victim: subprocess.Popen[bytes] | None = None
+        self.victim: warm.Program | None = None
 
     def answer(self, message: Message) -> Message:
         answer: Message = self._service.answer(message)
@@ -64,25 +62,14 @@ class Killing:
         here = isinstance(message, Update)
         if (masking if self._when == "masking" else here) and (message.client, message.round) == ("2", 2):  # type: ignore[attr-defined]
             assert self.victim is not None
-            os.kill(self.victim.pid, signal.SIGKILL)
+            self.victim.kill()
             self.victim.wait(60)
         return answer
 
 
-@contextmanager
-def site(address: str, folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+def site(address: str, folder: Path, name: str) -> warm.Program:
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[3]), *sys.path])}
-    with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), address, str(folder), name, str(GOALS[name])],
-            env=environment, stdout=log, stderr=log,
-        )  # fmt: skip
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait(60)
+    return warm.Program(SCRIPT, address, folder, name, str(GOALS[name]), merged=True)
 
 
 @pytest.mark.slow
@@ -104,7 +91,7 @@ def test_a_site_that_is_killed_leaves_the_sum_of_the_others(tmp_path: Path, when
         killing.victim = processes["2"]
         assert run.runtime.wait(150), run.coordinator.status(run.runtime.now())
         for name in ("0", "1"):
-            assert processes[name].wait(60) == 0, (tmp_path / name / "log.txt").read_text()
+            assert processes[name].wait(60) == 0, processes[name].said()[0]
     assert processes["2"].returncode == -signal.SIGKILL
     contributors = [here.contributors for here in server.history]
     both = ["0", "1"]

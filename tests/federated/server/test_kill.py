@@ -121,9 +121,9 @@ def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost
 
 @pytest.mark.slow
 def test_killed_at_every_point_of_every_write_it_comes_to_the_same_weights(tmp_path: Path) -> None:
-    _, undisturbed, *_ = through(tmp_path / "a", 12, -1)
-    kills, disturbed, ready, anew = through(tmp_path / "b", 12, 0)
+    _, undisturbed, *_ = through(tmp_path / "a", 6, -1)
+    kills, disturbed, ready, anew = through(tmp_path / "b", 6, 0)
     assert disturbed == undisturbed
-    assert kills >= 200
-    assert anew >= 12
+    assert kills >= 100
+    assert anew >= 6
     print(f"{kills} kills; back after {max(ready):.2f} s at most, {sorted(ready)[len(ready) // 2]:.2f} s in the median")
