@@ -326,8 +326,8 @@ def test_values_are_shown_in_float32_or_what_is_more(dtype: torch.dtype) -> None
 
     runner = trainer()
     with pytest.warns(UserWarning, match="needs to be floating") if dtype is torch.int64 else _no_warning():
-        runner.fit(Lines(training_step=logs), batches(1) * 1000)
-    assert float(runner.callback_metrics["x_epoch"]) == 1000
+        runner.fit(Lines(training_step=logs), batches(1) * 300)  # bfloat16 counts to 256
+    assert float(runner.callback_metrics["x_epoch"]) == 300
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     assert {value.dtype for value in runner.callback_metrics.values()} == {wide}
 
