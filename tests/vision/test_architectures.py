@@ -47,8 +47,8 @@ OWN = {f"arc-{size}" for size in "nsmlx"} | {
 
 
 def one_of_each_form(names: Iterable[str]) -> list[Any]:
-    """Mark the sizes m, l and x of a form slow, and its other names: n and s have its rows."""
-    alike = re.compile(r"yolov5[mlx]6?(-\w+)?|yolov5-p(6|anet)")
+    """Mark the sizes s to x of a form slow, and its other names: n has its rows; and those of the large size with another neck."""
+    alike = re.compile(r"yolov5[smlx]6?(-(seg|cls))?|yolov5-p[267]|yolov5-(panet|bifpn|fpn)|yolov3(-spp)?")
     return [pytest.param(name, marks=pytest.mark.slow) if alike.fullmatch(name) else name for name in names]
 
 
@@ -91,8 +91,12 @@ def test_folded_segmenters_have_the_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["yolov5n6", "yolov5-p34", "yolov5s-ghost", "yolov5s-transformer", "yolov5s-leakyrelu", "yolov3-tiny"]
-)
+    "name",
+    [
+        "yolov5-p34", "yolov5s-ghost", "yolov5s-transformer", "yolov3-tiny",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("yolov5n6", "yolov5s-leakyrelu")),
+    ],
+)  # fmt: skip
 def test_every_level_learns_and_folds(name: str) -> None:
     torch.manual_seed(0)
     model = build_model(name, 2).train()

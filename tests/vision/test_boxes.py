@@ -153,7 +153,9 @@ def trained_detector_output(rng, boxes, certainty, num_classes=2, size=640):
     return np.concatenate((xywh, objectness[:, None].clip(0, 1), classes), axis=1).astype(np.float32)
 
 
-@pytest.mark.parametrize(("certainty", "crowd"), [(0.9, 8), (0.5, 8), (0.8, 60)])
+@pytest.mark.parametrize(
+    ("certainty", "crowd"), [(0.9, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.5, 8), (0.8, 60)))]
+)
 def test_the_cap_moves_average_precision_by_less_than_a_thousandth(certainty, crowd):
     rng = np.random.default_rng(0)
     capped, uncapped = DetectionMetrics(2), DetectionMetrics(2)

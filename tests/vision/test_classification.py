@@ -176,6 +176,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Classifier, Path]
     return module, export_module(module, folder / "classifier.onnx", data).path
 
 
+@pytest.mark.slow
 def test_a_program_says_what_the_classifier_says(shipped: tuple[Classifier, Path]) -> None:
     module, path = shipped
     photos = [np.random.default_rng(i).integers(0, 255, (50 + i, 70, 3), np.uint8) for i in range(3)]
@@ -193,6 +194,7 @@ def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, s
     return status, captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_programs_of_another_task_are_judged_by_what_they_say_of_themselves(
     shipped: tuple[Classifier, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

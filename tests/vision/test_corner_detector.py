@@ -294,6 +294,7 @@ def test_corners_of_shapes_that_were_not_seen_are_learned(tmp_path: Path) -> Non
     assert own < min(of_boxes), "no place fixed within the box is as good"
 
 
+@pytest.mark.slow
 def test_a_program_finds_the_corners_of_its_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     (tmp_path / "tiny.yaml").write_text(TINY)

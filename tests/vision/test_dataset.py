@@ -291,12 +291,17 @@ def assert_equal_batches(one: list[dict[str, Any]], two: list[dict[str, Any]]) -
 EVERYTHING = Augment(mosaic=0.7, mixup=0.4, degrees=10, perspective=0.0005, fliplr=0.5, close_mosaic=0.5)
 
 
-def test_batches_do_not_depend_on_workers(tmp_path: Path, write_dataset: Write) -> None:
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(2, {"persistent_workers": True}), *(pytest.param(count, {}, marks=pytest.mark.slow) for count in (1, 2))],
+)
+def test_batches_do_not_depend_on_workers(
+    tmp_path: Path, write_dataset: Write, workers: int, options: dict[str, Any]
+) -> None:
     yaml = write_dataset(tmp_path, 16)
     one = all_batches(open_train(yaml, augment=EVERYTHING, epochs=2), workers=0)
-    for workers, options in ((1, {}), (2, {}), (2, {"persistent_workers": True})):
-        other = all_batches(open_train(yaml, augment=EVERYTHING, epochs=2), workers, **options)
-        assert_equal_batches(one, other)
+    other = all_batches(open_train(yaml, augment=EVERYTHING, epochs=2), workers, **options)
+    assert_equal_batches(one, other)
     assert not torch.equal(one[0]["images"], one[4]["images"])
 
 
@@ -311,6 +316,7 @@ def test_batches_do_not_depend_on_caches(tmp_path: Path, monkeypatch: pytest.Mon
 MORE = dataclasses.replace(EVERYTHING, mosaic9=0.5, copy_paste=0.5)
 
 
+@pytest.mark.slow
 def test_batches_of_all_options_do_not_depend_on_workers_or_caches(tmp_path: Path, write_dataset: Write) -> None:
     yaml = write_dataset(tmp_path, 16)
     options = {"augment": MORE, "multi_scale": 0.5, "image_weights": True, "epochs": 2}
@@ -454,7 +460,7 @@ def damage(image: Path) -> None:
     image.write_bytes(content)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_damaged_images_are_replaced_reported_once_and_counted(
     data: Path, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:

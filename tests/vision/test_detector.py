@@ -69,6 +69,7 @@ def trained(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_ends_with_the_same_bits(scenes: Path, trained: Path, tmp_path: Path) -> None:
     """Mid-epoch, with shuffling, mosaics and mixup in two worker processes, and an average of the weights."""
     assert run(scenes, tmp_path, "--die-at-step", "7") == -9

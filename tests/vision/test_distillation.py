@@ -227,7 +227,7 @@ def stop_after(steps: int) -> Any:
     return Stop()
 
 
-@pytest.mark.parametrize("model", ["yolov5n", "arc-n"])
+@pytest.mark.parametrize("model", ["yolov5n", pytest.param("arc-n", marks=pytest.mark.slow)])
 def test_what_a_teacher_says_is_learned(shapes: Path, tmp_path: Path, model: str) -> None:
     made = trainer(1, tmp_path)
     made.fit(detector(shapes, seed=7, model=model), datamodule=DetectionData(task(shapes, model=model)))

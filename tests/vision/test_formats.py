@@ -288,6 +288,7 @@ def test_a_round_trip_over_coco_keeps_boxes_and_polygons(shared_data: Path, tmp_
         write_coco(before, tmp_path / "annotations")
 
 
+@pytest.mark.slow
 def test_a_round_trip_of_photos_of_coco_keeps_every_row(shared_data: Path, tmp_path: Path) -> None:
     names = "\n".join(f"  {number}: c{number}" for number in range(80))
     root = shared_data / "coco128/images"

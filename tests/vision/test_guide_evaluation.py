@@ -34,6 +34,7 @@ def test_what_a_detector_gets_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "last-look.html").is_file()
 
 
+@pytest.mark.slow
 def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = detector_run(tmp_path / "runs" / "detect-qris" / "1")
     shutil.copytree(first, first.with_name("2"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from tests import warm
 from tests.test_readme import ROOT
 
@@ -31,6 +32,7 @@ def test_poster(tmp_path: Path) -> None:
     assert all((tmp_path / f"bill.{ending}").stat().st_size > 1000 for ending in ("svg", "pdf", "png"))
 
 
+@pytest.mark.slow
 def test_video(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example("video"))
     lines = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()

@@ -48,7 +48,7 @@ def evidence(model: Yolo, images: torch.Tensor, threshold: float, cell: tuple[in
     return float(torch.logit(scores[scores >= threshold]).sum())
 
 
-@pytest.mark.parametrize("name", ["yolov5n", "arc-n", "yolov5n-cls"])
+@pytest.mark.parametrize("name", ["arc-n", "yolov5n-cls", pytest.param("yolov5n", marks=pytest.mark.slow)])
 def test_heat_is_what_a_stronger_cell_adds(name: str) -> None:
     model = network(name)
     images = torch.rand(1, 3, 96, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

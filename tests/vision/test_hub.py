@@ -77,6 +77,7 @@ def test_a_network_that_names_objects_once_is_served_without_suppression() -> No
     assert served(detector).iou is detector.processing.iou_threshold is None
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_serves_its_models(tmp_path: Path) -> None:
     program = (
         "import importlib.util as u, sys\n"

@@ -282,6 +282,7 @@ def test_mutated_images_raise_nothing_but_image_errors(kind: str, edits: list[tu
     only_image_errors(bytes(data))
 
 
+@pytest.mark.slow
 def test_many_mutations_leave_memory_flat() -> None:
     numbers = random.Random(5)
     with at_most(150):  # a megapixel of 16 bits is 8 MB

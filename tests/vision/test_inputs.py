@@ -149,6 +149,11 @@ def test_a_hundred_megapixels_are_refused_with_a_sentence(tmp_path: Path) -> Non
     assert source.skipped[0].reason == (
         "PNG image of 10000 x 10000 pixels (100.0 million) is too large: at most 50 million are read; scale it down"
     )
+
+
+@pytest.mark.slow
+def test_a_hundred_megapixels_are_read_where_they_are_allowed(tmp_path: Path) -> None:
+    PILImage.new("1", (10_000, 10_000)).save(tmp_path / "giant.png")
     assert first(ImageSource(tmp_path / "giant.png", max_pixels=100_000_000)).shape == (10_000, 10_000, 3)
 
 
@@ -337,6 +342,7 @@ def test_standard_input_that_says_nothing_can_be_stopped(tmp_path: Path, monkeyp
         ended.set()
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_frames_are_decoded(tmp_path: Path) -> None:
     """A thread that comes back from OpenCV into an interpreter that is torn down aborts the process."""
     noise = np.random.default_rng(0).integers(0, 255, (8, 2160, 3840, 3), np.uint8)

@@ -247,7 +247,9 @@ def scenery(seed: int, size: tuple[int, int] = (320, 240)) -> np.ndarray[Any, An
     return cv2.resize(small, size, interpolation=cv2.INTER_CUBIC)
 
 
-@pytest.mark.parametrize("change", ["jpeg", "half", "bright", "noise"])
+@pytest.mark.parametrize(
+    "change", ["half", *(pytest.param(change, marks=pytest.mark.slow) for change in ("jpeg", "bright", "noise"))]
+)
 def test_copies_are_recognised_and_others_are_not(tmp_path: Path, change: str) -> None:
     files = []
     for seed in range(40):
@@ -604,6 +606,7 @@ def test_a_leak_in_real_photos_is_found_and_nothing_else_is_called_one(shared_da
     assert (Path(tiny.path).name, tiny.line) == ("packs_img115.txt", 9)
 
 
+@pytest.mark.slow
 def test_photos_of_coco_have_no_look_alikes(tmp_path: Path, shared_data: Path) -> None:
     names = "\n".join(f"  {number}: c{number}" for number in range(80))
     root = shared_data / "coco128/images"

@@ -441,6 +441,7 @@ def test_anchors_are_fitted_to_the_turned_sides(tmp_path: Path) -> None:
     assert (sizes.prod(1) < 0.99 * hulls.prod(1)).any()
 
 
+@pytest.mark.slow
 def test_programs_of_boxes_that_stand_upright_are_judged_by_directions(tmp_path: Path) -> None:
     draw_objects(tmp_path / "set", corner_row)
     torch.manual_seed(0)
@@ -458,6 +459,7 @@ def test_programs_of_boxes_that_stand_upright_are_judged_by_directions(tmp_path:
         torch.testing.assert_close(same, part, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_program_finds_the_rotated_boxes_of_its_model(tmp_path: Path) -> None:
     draw_objects(tmp_path / "set", corner_row)
     torch.manual_seed(0)

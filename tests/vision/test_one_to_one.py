@@ -73,7 +73,9 @@ def random_levels(n: int = 3, num_classes: int = 3, height: int = 96, width: int
 # ---------------------------------------------------------------- network
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (64, 96), (160, 128), (320, 320)])
+@pytest.mark.parametrize(
+    ("height", "width"), [(32, 32), (64, 96), (160, 128), pytest.param(320, 320, marks=pytest.mark.slow)]
+)
 def test_outputs_at_many_sizes(height: int, width: int) -> None:
     model = arc()
     images = torch.rand(2, 3, height, width)
@@ -85,7 +87,7 @@ def test_outputs_at_many_sizes(height: int, width: int) -> None:
     assert ((decoded[..., 5:] >= 0) & (decoded[..., 5:] <= 1)).all()
 
 
-@pytest.mark.parametrize("name", ["arc-n", "arc-s", "arc-m", "arc-l", "arc-x"])
+@pytest.mark.parametrize("name", ["arc-n", *(pytest.param(f"arc-{size}", marks=pytest.mark.slow) for size in "smlx")])
 def test_sizes_of_the_family(name: str) -> None:
     """As trained and as deployed, 80 classes; those of YOLOv5 of the same letter are within a tenth."""
     with torch.device("meta"):

@@ -295,6 +295,7 @@ def test_data_of_other_keypoints_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_program_finds_the_keypoints_of_its_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     rows = "backbone: [[-1, 1, Conv, [8, 3, 2]], [-1, 1, Conv, [8, 3, 2]]]\nhead: [[[1], 1, Pose, [nc, anchors]]]\n"

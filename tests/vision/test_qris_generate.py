@@ -85,10 +85,11 @@ def test_a_scene_depends_on_its_number_alone(drawn: Path, tmp_path: Path) -> Non
         assert other[name] != all_of_them[name]
 
 
-def test_readers_agree_with_payload_and_corners() -> None:
+@pytest.mark.parametrize("scenes", [12, pytest.param(40, marks=pytest.mark.slow)])
+def test_readers_agree_with_payload_and_corners(scenes: int) -> None:
     """zxing-cpp, which had no part in drawing, reads many codes, none falsely, and finds them where the labels say."""
     read = labelled = 0
-    for index in range(40):
+    for index in range(scenes):
         scene = draw_scene(np.random.default_rng([11, index]), 640)
         labelled += len(scene.codes)
         for code in read_zxing(scene.image):
@@ -126,7 +127,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_lost(tmp_path: Path) -
     assert not (tmp_path / "bad").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, workers: int) -> None:
     def stop(done: int, total: int) -> None:
         assert total == 40
@@ -185,6 +186,7 @@ def test_merchants_look_different(of_merchants: Path) -> None:
     assert apart(groups) > by_chance[-1]
 
 
+@pytest.mark.slow
 def test_merchants_draw_the_same_bytes_for_a_seed(tmp_path: Path, of_merchants: Path) -> None:
     generate(tmp_path / "again", 32, 5, size=128, val_share=0.25, merchants=4, workers=1)
     assert digests(tmp_path / "again") == digests(of_merchants)

@@ -200,7 +200,7 @@ PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " é\u06
 
 
 @pytest.mark.parametrize(
-    "static", ["0123456789AMZamz-~ é\u0663\ud800", pytest.param(PRINTABLE, marks=pytest.mark.slow)], ids=["some", "all"]
+    "static", ["059AMa~é\ud800", pytest.param(PRINTABLE, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_no_single_substitution_passes(static: str) -> None:
     for text, characters in ((STATIC, static), (SHOPEE, "0159AFZaf "), (to_dynamic(STATIC, 12500), "0369BEYx.")):

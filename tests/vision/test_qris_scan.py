@@ -166,9 +166,12 @@ def test_a_box_that_cuts_off_finder_patterns_is_widened() -> None:
     assert [code.text for code in scan(np.repeat(image[..., None], 3, 2), finder(tight))] == ["HELLO CAN"]
 
 
-def test_templates_are_the_fixed_modules_of_every_version() -> None:
-    """Against segno, for all forty versions; what two different masks change is not fixed."""
-    for version in range(1, 41):
+@pytest.mark.parametrize(
+    "versions", [(1, 2, 6, 7, 14, 21), pytest.param(tuple(range(1, 41)), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_templates_are_the_fixed_modules_of_every_version(versions: tuple[int, ...]) -> None:
+    """Against segno; what two different masks change is not fixed. Some: without and with alignment and version modules."""
+    for version in versions:
         made = [np.array(segno.make("1", version=version, error="l", mask=mask, micro=False).matrix) for mask in (0, 1)]
         size = side_in_modules(version)
         assert made[0].shape == (size, size)
@@ -238,7 +241,7 @@ def label_boxes(image: Path, width: int, height: int) -> list[tuple[float, float
 @pytest.mark.parametrize(
     ("group", "every", "least"),
     [
-        ("phone", 18, 1.0), ("packs", 30, 3.0),
+        ("packs", 30, 3.0),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("phone", 6, 1.0), ("packs", 12, 3.0))),
     ],
 )  # fmt: skip
@@ -470,6 +473,7 @@ def undecodable(side: float, columns: int, rows: int, seed: int = 0) -> tuple[np
     return np.repeat(noisy.clip(0, 255).astype(np.uint8)[..., None], 3, 2), boxes
 
 
+@pytest.mark.slow
 def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -488,6 +492,7 @@ def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untri
     assert len(searched) == 3, "a grid that fits well is refined in further views, not looked for again"
 
 
+@pytest.mark.slow
 def test_a_readable_code_among_undecodable_ones_is_read() -> None:
     image, boxes = undecodable(100.0, 3, 2)
     image[:200, :200] = cv2.resize(placed(QRIS, [[50, 50], [350, 50], [350, 350], [50, 350]], (400, 400)), (200, 200))

@@ -85,6 +85,7 @@ def noisy(frame: np.ndarray, seed: int, strength: float) -> np.ndarray:
     return np.repeat(np.clip(frame[..., 0] + noise, 0, 255).astype(np.uint8)[..., None], 3, axis=2)
 
 
+@pytest.mark.slow
 def test_frames_that_nothing_reads_are_read_together() -> None:
     code = cv2.GaussianBlur(symbol(QRIS, 4, "l"), (0, 0), 1.2)
     clean = np.full((480, 640), 235, np.uint8)

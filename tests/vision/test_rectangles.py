@@ -100,7 +100,7 @@ def test_each_batch_is_the_smallest_rectangle_and_boxes_lie_on_their_pixels(yaml
     assert len(set(seen)) == 24
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5])
+@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed(yaml: Path, scale: float) -> None:
     augment = Augment(mixup=0.5, copy_paste=0.5, degrees=10, perspective=0.0005, fliplr=0.5, close_mosaic=0)
     opened = open_train(yaml, augment=augment, multi_scale=scale)
@@ -170,6 +170,7 @@ class Batches(Callback):
             trainer.save_checkpoint(self.save)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(yaml: Path, tmp_path: Path) -> None:
     task = DetectionTask(
         data=yaml, image_size=128, batch_size=4, workers=0, memory_format="contiguous", cache_labels=False, rect_train=True

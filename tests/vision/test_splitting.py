@@ -107,6 +107,7 @@ def test_lists_are_a_data_set_with_the_labels_that_were_there(tmp_path: Path, wr
     ]
 
 
+@pytest.mark.slow
 def test_no_leak_is_left_in_real_photos(shared_data: Path, tmp_path: Path) -> None:
     spec = read_data_yaml(shared_data / "qr_photos")
     images = [image for split in ("train", "val", "test") for image in spec.images(split)]

@@ -110,6 +110,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
 
+SOME = [
+    name if name in ("detection", "classification") else pytest.param(name, marks=pytest.mark.slow) for name in CASES
+]
+"""All tasks, of which two are quick: one with rows of labels for each image, and one with a folder for each class."""
+
+
 @pytest.fixture(params=[name for name, case in CASES.items() if case.hostile])
 def labelled(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
@@ -130,6 +136,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: Path) -> None:
     settings = case.settings(tmp_path, case.draw(tmp_path / "set"))
     module, data = built(settings)
@@ -165,7 +172,7 @@ def test_it_learns_a_few_images_by_heart_and_opens_again(case: Case, tmp_path: P
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(name, marks=() if name in ("detection", "classification") else pytest.mark.slow) for name in CASES],
+    [pytest.param(name, marks=() if name == "detection" else pytest.mark.slow) for name in CASES],
 )  # the guide's commands, in test_guide, train all and predict with all
 def test_from_the_command_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -189,6 +196,7 @@ def test_from_the_command_line(
     assert "12 images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("case", SOME, indirect=True)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tmp_path: Path) -> None:
     augment = type(case.options["augment"])()  # as it is by itself: random
     settings = case.settings(tmp_path, case.draw(tmp_path / "set"), batch_size=2, augment=augment)
@@ -207,7 +215,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
 
 @pytest.mark.parametrize(
     ("name", "exported"),
-    [("detection", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES)],
+    [("classification", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES)],
 )  # programs of what was trained so are quick in deploy, and int8 programs of detectors in matrix
 def test_training_with_rounding_scores_the_integer_network(name: str, exported: bool, tmp_path: Path) -> None:
     case = CASES[name]
@@ -250,6 +258,7 @@ def test_training_with_rounding_scores_the_integer_network(name: str, exported: 
     assert sum(program.metadata["quantization"]["integer_kernels"].values())
 
 
+@pytest.mark.slow
 def test_frozen_layers_stay_while_a_graph_is_trained(tmp_path: Path) -> None:
     case = CASES["detection"]
     module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set"), freeze=2))

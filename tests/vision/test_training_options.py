@@ -191,7 +191,7 @@ def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset:
     assert {int(row[0]) for sample in samples for row in sample.targets} == {0}
 
 
-@pytest.mark.parametrize("model", ["yolov5n", "arc-n"])
+@pytest.mark.parametrize("model", ["yolov5n", pytest.param("arc-n", marks=pytest.mark.slow)])
 def test_rectangular_validation_leaves_training_alone(
     tmp_path: Path, write_dataset: Callable[..., Path], model: str
 ) -> None:
@@ -232,7 +232,7 @@ def test_a_warm_up_of_biases_by_steps_is_refused_over_seconds() -> None:
         DetectionTask(data=Path("none"), schedule=WSD(seconds=60.0), warmup_bias_lr=0.1)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.02), AdamW(lr=0.02)])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.02), pytest.param(AdamW(lr=0.02), marks=pytest.mark.slow)])
 def test_biases_fall_to_the_peak_while_others_rise(
     tmp_path: Path, write_dataset: Callable[..., Path], optimizer: SGD | AdamW
 ) -> None:
@@ -266,6 +266,7 @@ class SaveInWarmup(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_bias_warmup(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
     task = DetectionTask(
         data=write_dataset(tmp_path / "set", 4), image_size=32, batch_size=2, workers=0, memory_format="contiguous",
@@ -291,6 +292,7 @@ def test_without_bias_warmup_groups_and_rates_are_as_before(tmp_path: Path, writ
     assert all(len(set(rates.values())) == 1 for rates in recorder.rates)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_that_fits_is_found_and_trained_with(
     write_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:

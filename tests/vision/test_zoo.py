@@ -39,7 +39,9 @@ def small(num_classes: int = 2, seed: int = 0):
     return model.eval()
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [name if name == "yolov5n" else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+)
 def test_parameter_counts_are_the_published_ones(name):
     with torch.device("meta"):
         counts = [size(m) for nc in (80, 1) for model in [build_model(name, nc)] for m in (model, fuse(model))]
