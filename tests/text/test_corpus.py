@@ -66,7 +66,7 @@ def test_every_document_is_in_one_split(tmp_path: Path) -> None:
     assert [text for text in TEXTS if text in set(val)] == val
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_source_that_fails_leaves_nothing(tmp_path: Path, workers: int) -> None:
     def failing() -> Iterator[Document]:
         yield from DOCUMENTS
@@ -93,7 +93,7 @@ def counted(folder: Path, split: str) -> dict[str, tuple[int, list[int]]]:
     return {one.source: (one.documents, one.counts.tolist()) for one in read_unigrams(open_split(folder, split))}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tokens_are_counted_by_source(tmp_path: Path, bpe: Tokenizer, workers: int) -> None:
     named = [d._replace(source="first" if number < 23 else "second") for number, d in enumerate(DOCUMENTS)]
     write_corpus(tmp_path / "c", named, bpe, shard_bytes=700, workers=workers, split=held_out(0.3))

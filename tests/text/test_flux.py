@@ -161,6 +161,7 @@ def test_a_straight_flow_is_followed_exactly() -> None:
     torch.testing.assert_close(guided, torch.full((1, 2, 2), -(1 + 2.5 * 2)))
 
 
+@pytest.mark.slow
 def test_pictures_of_two_kinds_are_learned() -> None:
     """Kind 0 is light at the left, kind 1 at the top; what is sampled looks like the kind that was asked for."""
     config = FluxConfig(

@@ -44,7 +44,9 @@ class Says(Decoder):
         return said.expand(*tokens_BT.shape, 259)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "gpt2"])
+@pytest.mark.parametrize(
+    "case", ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-tied", "gpt2"))]
+)
 def test_greedy_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     theirs = hf_folder(case, tmp_path / "hf")
     ours = from_hf(tmp_path / "hf")

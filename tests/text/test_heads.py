@@ -197,7 +197,14 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "steps", "metric"), [(sequences, 40, "accuracy"), (tokens, 60, "f1"), (questions, 120, "exact_match")]
+    ("make", "steps", "metric"),
+    [
+        (sequences, 40, "accuracy"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((tokens, 60, "f1"), (questions, 120, "exact_match"))
+        ),
+    ],
 )
 def test_heads_learn_from_a_pretrained_run(
     tmp_path: Path, pretrained: Path, make: Any, steps: int, metric: str
@@ -299,6 +306,7 @@ def test_long_contexts_are_answered_by_stride(tmp_path: Path) -> None:
     assert values["val/f1"] >= values["val/exact_match"]
 
 
+@pytest.mark.slow
 def test_questions_without_answers(tmp_path: Path) -> None:
     rows = [
         ("Who?", f"it was <{one}> here" if known else f"it was {one} here", one if known else None)

@@ -250,6 +250,7 @@ def test_eight_bit_blocks_are_multiplied_by_their_scales(folders: Any, tmp_path:
     assert torch.equal(source.read(name, ((33, 59), (20, 50))), expected[33:59, 20:50])  # a share that cuts blocks
 
 
+@pytest.mark.slow
 def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path) -> None:
     script, cases = Path(__file__).with_name("shared_out_script.py"), ["llama", "gpt2", "qwen3-tied", "deepseek-v3"]
     ranks = warm.run_ranks(2, script, tmp_path, *(folders[case][0] for case in cases), timeout=600)

@@ -149,6 +149,7 @@ def test_operations_by_hand() -> None:
     assert flops_per_token(model.model, 32) == 6 * multiplied + 12 * 2 * 64 * 32
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_while_a_model_trains(tmp_path: Path) -> None:
     overrides = {"layers": 3, "dim": 64, "heads": 4, "hidden": 96, "q_lora_rank": 32}
     settings = LanguageTask(model="deepseek-v3-debug", overrides=overrides, sampling=None)

@@ -154,6 +154,7 @@ def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, 
         generate(program, ByteTokenizer(), longest + "x", 1)
 
 
+@pytest.mark.slow
 def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="a program takes tokens alone, got images"):
         generate(program, ByteTokenizer(), "a", 2, inputs={"images": torch.zeros(1)})

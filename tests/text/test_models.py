@@ -127,13 +127,36 @@ PUBLISHED = {  # millions of parameters, tied ones once
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+SMALLEST = {
+    "llama3-1b",
+    "qwen3-0.6b",
+    "gpt2-124m",
+    "mpt-7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3-16b",
+    "llama4-scout-17bx16e",
+}
+"""Of each family; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED]
+)
 def test_published_sizes_have_their_parameters(name: str) -> None:
     model = published(name)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.06)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("44m", 44), ("126m", 126), ("244m", 244), ("318m", 318), ("1b", 1040)])
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [
+        ("44m", 44),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("126m", 126), ("244m", 244), ("318m", 318), ("1b", 1040))
+        ),
+    ],
+)
 def test_deptoe_has_the_parameters_of_its_names(size: str, millions: int) -> None:
     with torch.device("meta"):
         model = build_model(f"deptoe-{size}")
@@ -158,7 +181,9 @@ ACTIVE = {  # billions of parameters per token, as their papers and model cards 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACTIVE)
+@pytest.mark.parametrize(
+    "name", [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.slow) for name in ACTIVE]
+)
 def test_a_token_meets_as_many_parameters_as_published(name: str) -> None:
     model = published(name)
     assert active_parameters(model) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)

@@ -183,7 +183,7 @@ def test_recomputed_layers_count_once_and_validation_counts_nothing() -> None:
     assert not moe.router.counts.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_compiled_layer_is_one_graph_and_trains_as_an_uncompiled_one(dtype: torch.dtype) -> None:
     """Also where two passes wait for their backward, in which the loss's own gradient decides how balance counts."""
     found = []

@@ -77,7 +77,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(pp=2, micro_batches=4), pytest.param(Plan(dp_shard=2), marks=pytest.mark.slow), Plan(tp=2)],
+    [
+        Plan(pp=2, micro_batches=4),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan(dp_shard=2), Plan(tp=2))),
+    ],
     ids=lambda plan: f"pp{plan.pp}-shard{plan.dp_shard}-tp{plan.tp}",
 )
 def test_plans_train_as_one_process_does(tmp_path: Path, plan: Plan, alone: Any) -> None:
