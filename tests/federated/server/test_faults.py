@@ -20,7 +20,6 @@ from arclight.checkpoint.files import HashedFile
 from arclight.federated.coordination.coordinator import BrokenError, Coordinator
 from arclight.federated.coordination.events import Decision
 from arclight.federated.coordination.records import UpdateAccepted
-from arclight.federated.coordination.settings import Waiting
 from arclight.federated.protocol import Close, Fit, Join, Leave, Message, Receipt, Wait, WorkRequest
 from arclight.federated.server.runtime import Runtime
 from arclight.federated.server.server import Server
@@ -179,7 +178,7 @@ def _fit(script: ScriptedNode) -> Fit:
 
 
 def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path) -> None:
-    server = Server(settings(waiting=Waiting(heartbeat_interval_s=0.1)), START, folder=tmp_path / "run")
+    server = Server(settings(), START, folder=tmp_path / "run")
     with server.opened() as run:
         link = InProcessLink(run.service)
         first, second = ScriptedNode(link, both()), ScriptedNode(link, both())
