@@ -523,6 +523,30 @@ def test_correlations_are_those_of_numpy() -> None:
         assert (x[0, first], y[0, first]) == pytest.approx(there, abs=0.01)
 
 
+@pytest.mark.parametrize("contrast", [0, 1e-3, 0.1])
+def test_a_plain_area_fits_no_grid(contrast: float) -> None:
+    """Rounding alone gave plain areas scores in the millions, above those of all codes."""
+    rng = np.random.default_rng(0)
+    shapes = np.zeros((5, 8, 2), np.float32)
+    shapes[:, :4] = np.array([[20, 20], [110, 25], [105, 100], [15, 90]]) + rng.uniform(-8, 8, (5, 4, 2))
+    for grey in (3, 30, 128, 255):
+        picture = (grey + contrast * rng.standard_normal((120, 140)) * (grey / 255)).astype(np.float32)
+        for version in (1, 4, 10):
+            assert not grid.template_correlation(picture, shapes, version).any()
+
+
+def test_a_proposal_on_a_plain_area_does_not_hide_the_code_beside_it() -> None:
+    modules = np.array(segno.make("A" * 20, version=2, error="l", micro=False).matrix, np.float32)
+    picture = np.full((400, 700), 201, np.float32)
+    picture[100 : 100 + 25 * 8, 80 : 80 + 25 * 8] = np.kron(201 - 180 * modules, np.ones((8, 8), np.float32))
+    plain = np.array([[420, 100], [620, 103], [618, 302], [421, 299]], np.float32)
+    box = (70.0, 90.0, 290.0, 310.0)
+    best = grid.find_grids(picture, box, 5, [plain])[0]
+    assert best.version == 2
+    assert 0.9 < best.score <= 1
+    assert np.abs(best.corners.min(0) - [80, 100]).max() < 4
+
+
 @pytest.mark.parametrize("module_px", [1.2, 2.5])
 def test_finder_patterns_correlate_as_opencv_says(module_px: float) -> None:
     draw = np.random.default_rng(0)

@@ -30,6 +30,8 @@ OUTDONE, SAME_GRID = 0.25, 0.7
 """How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
 BEHIND = 0.12
 """How far below the best on the sharp picture a grid is not refined any more: the gap to the true one only widens."""
+PLAIN = 1e-5
+"""An area whose variance is a smaller share of its mean square is plain: what float32 leaves of it is rounding, which would fit best of all."""
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
@@ -179,14 +181,17 @@ def sample_bilinear(picture: Floats, x: Floats, y: Floats, out: Floats | None = 
 
 
 def template_correlation(picture: Floats, shapes: Floats, version: int, scratch: Scratch | None = None) -> Floats:
-    """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,)."""
+    """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,) in [-1, 1]; 0 on a plain area."""
     fixed = template(version)
     scratch = scratch or Scratch(len(shapes), len(fixed.wanted))
     seen = sample_bilinear(picture, *project_grid(shapes, fixed.points, scratch), scratch.seen)
     sums = seen @ fixed.sums
-    spread = np.einsum("ij,ij->i", seen, seen) - sums[:, 0] ** 2 / seen.shape[1]
+    squares = np.einsum("ij,ij->i", seen, seen)
+    spread = squares - sums[:, 0] ** 2 / seen.shape[1]
     norm = np.sqrt(np.maximum(spread, 0) * fixed.energy) + 1e-6
-    return np.asarray(sums[:, 1] / norm, np.float32)
+    fit = np.clip(sums[:, 1] / norm, -1, 1)
+    fit[spread <= PLAIN * squares] = 0
+    return np.asarray(fit, np.float32)
 
 
 def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
