@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from arclight import checkpoint
-from arclight.trainer import RunFolder
+from arclight.trainer import Callback, RunFolder
 from arclight.trainer.callbacks import ModelCheckpoint, RunReport
-from arclight.trainer.loggers import CSVLogger
+from arclight.trainer.loggers import CSVLogger, DummyLogger
 from arclight.trainer.run.curves import best_point, grouped, number_text, smoothed, thinned
 from arclight.trainer.run.report import Section, table, write_report
 from arclight.trainer.run.svg import Series, line_chart, nice_ticks, sparkline, tick_texts
@@ -225,6 +225,25 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     assert trainer.state.finished
     assert f"the report of {trainer.run_folder.path} could not be written: [Errno 28] No space left" in caplog.text
     assert "val/score" in trainer.run_folder.metrics.read_text()
+
+
+def test_a_logger_that_cannot_save_at_the_end_neither_ends_the_run_nor_takes_its_report(
+    fit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(DummyLogger):
+        def save(self) -> None:
+            if trained:
+                trained.clear()  # by and by there is room again
+                raise OSError(28, "No space left on device")
+
+    class Trained(Callback):
+        def on_fit_end(self, *_: Any) -> None:
+            trained.append(True)
+
+    trained: list[bool] = []
+    trainer = fit({"val/score": [1.0, 2.0]}, Trained(), RunReport(), logger=[Full()], run_name="full")
+    assert (trainer.run_folder.path / "report.html").is_file()
+    assert "Full could not save before the report: [Errno 28] No space left on device" in caplog.text
 
 
 # -- curves and charts ---------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full disk, quota or file."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 _PROCESS = secrets.token_hex(4)  # tells this process from an earlier one with the same id, as restarted containers have

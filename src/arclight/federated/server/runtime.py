@@ -6,7 +6,6 @@ checkpoints run beside it, one at a time, so that nodes are answered meanwhile.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import queue
@@ -16,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.federated.coordination import events
 from arclight.federated.coordination.coordinator import BrokenError, Coordinator, run_to_quiescence
 from arclight.federated.coordination.records import Record
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 Plan = Any
 ServerTask = events.Aggregate | events.EvaluateOnServer
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, quota or file."""
 DISK_RETRY_INTERVAL_S = 0.25
 """Seconds between attempts on a full disk."""
 DISK_FULL_TIMEOUT_S = 3600.0

@@ -20,7 +20,7 @@ import torch
 
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import DTYPES
-from arclight.fabric.atomic_replace import replace_text
+from arclight.fabric.atomic_replace import DISK_FULL, replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.strategy_step import plain
@@ -39,7 +39,6 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writer import MODULE_ENTRIES
 from arclight.federated.server.published_weights import ORPHAN_S, PublishedWeights, Weights, manifest_of
 from arclight.federated.server.runtime import (
-    DISK_FULL,
     DISK_RETRY_INTERVAL_S,
     Runtime,
     ServerTask,

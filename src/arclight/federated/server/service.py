@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.codecs.settings import to_table
@@ -53,7 +54,7 @@ from arclight.federated.protocol import (
 from arclight.federated.rounds.history import History
 from arclight.federated.server import secure_sums
 from arclight.federated.server.published_weights import PublishedWeights
-from arclight.federated.server.runtime import DISK_FULL, PausedError, Runtime
+from arclight.federated.server.runtime import PausedError, Runtime
 from arclight.federated.server.validation import (
     LARGEST_METRIC,
     MOST_COUNTED,

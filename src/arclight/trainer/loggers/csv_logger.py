@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import re
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from arclight.trainer.loggers.folder_logger import FolderLogger
 from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, yaml_text
 
+RETRY_S = 10.0
+"""Seconds from an attempt on a full disk to the next."""
 Row = dict[str, str]
 _STEP = re.compile(r"-?\d{1,18}(\.\d+)?")
 
@@ -52,6 +55,7 @@ class CSVLogger(FolderLogger):
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._experiment: ExperimentWriter | None = None
         self._begun = False
+        self._again_at = 0.0
 
     @property
     @rank_zero_experiment
@@ -78,8 +82,19 @@ class CSVLogger(FolderLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        if self._experiment is not None:
-            self._experiment.save()
+        if self._experiment is not None and time.monotonic() >= self._again_at:
+            with self._sparing_training("its rows wait in memory until there is room"):
+                self._experiment.save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._again_at = 0.0
+        self.save()
+        if self._experiment is not None and (left := len(self._experiment.metrics)):
+            rank_zero_warn(f"the disk is full: {left} rows are missing from {self._experiment.metrics_file_path}")
+
+    def _on_full_disk(self) -> None:
+        self._again_at = time.monotonic() + RETRY_S
 
     @rank_zero_only
     def resume(self, step: int) -> None:
@@ -87,10 +102,12 @@ class CSVLogger(FolderLogger):
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        self.experiment.rewind(step)
+        with self._sparing_training("rows of the steps that are done again stay"):
+            self.experiment.rewind(step)
 
     def __getstate__(self) -> dict[str, Any]:
         """Rows that wait are written first: another process goes on from the file."""
+        self._again_at = 0.0
         self.save()
         return {**self.__dict__, "_experiment": None}
 
@@ -196,8 +213,7 @@ class ExperimentWriter:
         rows = [as_text(row) for row in self.metrics]
         columns = sorted({*self.metrics_keys, *(name for row in rows for name in row)})
         if self._local and columns == self.metrics_keys and not self._torn:
-            with open(self.metrics_file_path, "a", encoding="utf-8", newline="") as file:
-                file.write(csv_text(columns, rows))
+            append_whole(self.metrics_file_path, csv_text(columns, rows))
         else:  # a new column, a row that was cut off, or a store where files do not grow
             old = parse_rows(self._read())
             self._replace(self.metrics_file_path, csv_text(columns, [*old, *rows], header=True))
@@ -256,6 +272,17 @@ class ExperimentWriter:
             replace_text(Path(path), text, durable=False)
         else:
             self._files.pipe_file(path, text.encode())
+
+
+def append_whole(path: str, text: str) -> None:
+    """Append ``text`` to a file, or nothing: what a full disk has taken of it is cut off again. Raises OSError then."""
+    before = os.path.getsize(path)
+    try:
+        with open(path, "a", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError:
+        os.truncate(path, before)
+        raise
 
 
 def as_text(row: Mapping[str, Any]) -> Row:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
 
-from arclight.fabric.rank_zero import rank_zero_only
+from arclight.fabric.atomic_replace import DISK_FULL
+from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
 from arclight.trainer.loggers.logger import Logger
 from arclight.trainer.run.folder import RunFolder
 
@@ -18,9 +21,11 @@ class FolderLogger(Logger):
     ``save_dir`` may be any place that fsspec knows; ``~`` and ``$VARIABLES`` in it are replaced. The version counts up
     where none is given; a text is the folder's own name. ``inside_run`` and ``sub_dir`` are folders within these two.
     A logger that nobody gives a folder makes a run folder of its own, ``runs/run/<n>``, when it first writes.
+    Rows that a full disk does not take are a warning, once: training goes on, and a checkpoint that does not fit raises.
     """
 
     inside_run = ""
+    _warned_of_disk = False
 
     def __init__(
         self, save_dir: str | os.PathLike[str] | None, name: str | None, version: int | str | None, prefix: str, sub_dir: str | None = None,
@@ -64,6 +69,24 @@ class FolderLogger(Logger):
             return os.path.join(self.save_dir, self.inside_run) if self.inside_run else self.save_dir
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return expanded(os.path.join(self._versions(), version, *([self.sub_dir] if self.sub_dir else [])))
+
+    @contextmanager
+    def _sparing_training(self, lost: str) -> Iterator[None]:
+        """Warn, once, where a full disk does not take what is written in the block; ``lost`` says what becomes of it."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            if not self._warned_of_disk:
+                rank_zero_warn(
+                    f"{type(self).__name__} cannot write to {self.log_dir} ({error}); training goes on, and {lost}"
+                )
+            self._warned_of_disk = True
+            self._on_full_disk()
+
+    def _on_full_disk(self) -> None:
+        """Get ready to write again later."""
 
     def _versions(self) -> str:
         """Return the folder that versions are counted in."""

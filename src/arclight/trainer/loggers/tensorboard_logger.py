@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard.writer import SummaryWriter
 
+RETRY_S = 60.0
+"""Seconds from a full disk to the next attempt, with a file of its own."""
+LOST = f"what it is given is lost, until it tries again after {RETRY_S:g} s"
 _NO_GRAPH = "Could not log computational graph to TensorBoard: "
 
 
@@ -52,6 +56,7 @@ class TensorBoardLogger(FolderLogger):
         self._experiment: SummaryWriter | None = None
         self.hparams: dict[Any, Any] = {}
         self._hparams_changed = False
+        self._again_at = 0.0
 
     def use_folder(self, folder: Path) -> None:
         if self._folder != Path(folder):
@@ -73,6 +78,11 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if time.monotonic() >= self._again_at:
+            with self._sparing_training(LOST):
+                self._log_metrics(metrics, step)
+
+    def _log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
         for name, value in self._prefixed(metrics).items():
             if isinstance(value, Mapping):
                 self.experiment.add_scalars(name, value, step)
@@ -142,6 +152,11 @@ class TensorBoardLogger(FolderLogger):
     @rank_zero_only
     def save(self) -> None:
         """Flush the events; write ``hparams.yaml`` beside them if hyper-parameters were logged since it was written."""
+        if time.monotonic() >= self._again_at:
+            with self._sparing_training(LOST):
+                self._save()
+
+    def _save(self) -> None:
         self.experiment.flush()
         files, folder = fsspec.core.url_to_fs(self.log_dir)
         path = os.path.join(folder, self.NAME_HPARAMS_FILE)
@@ -151,9 +166,11 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._experiment is not None:
+        if self._experiment is None:
+            return
+        with self._sparing_training(LOST):
             if status == "success":
-                self.save()
+                self._save()
             self.experiment.flush()
             self.experiment.close()  # logging again opens a file of its own
 
@@ -161,6 +178,12 @@ class TensorBoardLogger(FolderLogger):
         if self._experiment is not None:
             self._experiment.close()
             self._experiment = None
+
+    def _on_full_disk(self) -> None:
+        """Let go of the file: its writer takes nothing after an error."""
+        with suppress(OSError):
+            self._close()
+        self._experiment, self._again_at = None, time.monotonic() + RETRY_S
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer, which has a thread; another process opens a file of its own in the same folder."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,3 +138,24 @@ def test_without_a_pipeline_it_says_so(tmp_path: Path) -> None:
         fit(tmp_path, PipelineTimeline(), None)
     with pytest.raises(MisconfigurationError, match="not after = -1 and steps = 5"):
         PipelineTimeline(after=-1)
+
+
+def test_a_timeline_that_a_full_disk_does_not_take_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arclight.parallel.pipeline.view import timeline as view
+
+    def keep(text: str, *_: Any, **__: Any) -> None:  # of all ranks, which are processes
+        with open(tmp_path / "warnings.txt", "a") as file:
+            file.write(f"{text}\n")
+
+    def full(*_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(warnings, "warn", keep)
+    monkeypatch.setattr(view, "figure", full)  # the picture of the report, which comes after the page
+    fit(tmp_path, PipelineTimeline(after=1, steps=2), Plan(pp=2, schedule="1F1B", micro_batches=4))
+    (plots,) = tmp_path.glob("**/plots")
+    assert "pipeline.html" in [file.name for file in plots.iterdir()]
+    said = (tmp_path / "warnings.txt").read_text()
+    assert said.count("the timeline of the pipeline was not drawn ([Errno 28] No space left") == 1

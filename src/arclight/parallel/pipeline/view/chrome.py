@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from arclight.fabric.atomic_replace import replace_text
 from arclight.parallel.pipeline.runtime.recording import Recording
 from arclight.parallel.pipeline.schedule.step_trace import Trace, by_process, source
 
@@ -29,8 +30,8 @@ def chrome_trace(run: Recording | Trace, file: str | Path = "trace.json", predic
     events = list(_events(trace, 0, f"{trace.schedule}, measured" if predicted is not None else trace.schedule))
     if predicted is not None:
         events += _events(predicted, 1, f"{predicted.schedule}, predicted")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False), encoding="utf-8")
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+    replace_text(path, text, durable=False)
     return path
 
 

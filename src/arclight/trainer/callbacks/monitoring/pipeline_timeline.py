@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
@@ -25,7 +26,8 @@ class PipelineTimeline(Callback):
     Of ``steps`` training steps, after the first ``after`` of this fit, it is the one of median length; above it the page has the same
     step simulated with the mean times of each stage, and transfers that take none. ``activations``: see
     `arclight.parallel.pipeline.record`. The processes measure without waiting for each other; they exchange what they have once,
-    after the last of these steps. Raises MisconfigurationError in a fit without a pipeline.
+    after the last of these steps. Files that cannot be written, such as on a full disk, are a warning. Raises MisconfigurationError in a
+    fit without a pipeline.
     """
 
     def __init__(self, after: int = 3, steps: int = 5, *, activations: bool = False) -> None:
@@ -75,11 +77,18 @@ class PipelineTimeline(Callback):
         if not run.traces:
             rank_zero_warn(f"PipelineTimeline has nothing to show: fewer than {self.after + 1} steps were trained")
             return
-        folder, simulated = trainer.run_folder.plots, run.simulated
-        title = f"{trainer.run_folder.name} {trainer.run_folder.number}: {run.typical.schedule}"
-        path = timeline(run, simulated, folder / "pipeline.html", title)
-        timeline(run, simulated, folder / "pipeline.svg")
-        chrome_trace(run, folder / "pipeline.json", simulated)
-        if trainer.is_global_zero:
-            trainer.run_folder.caption_plot("pipeline.svg", CAPTION)
-            log.info("timeline of the pipeline: %s\n%s", path, run)
+        place, simulated = trainer.run_folder, run.simulated  # on each rank
+        try:
+            folder = place.plots
+            path = timeline(
+                run, simulated, folder / "pipeline.html", f"{place.name} {place.number}: {run.typical.schedule}"
+            )
+            timeline(run, simulated, folder / "pipeline.svg")
+            chrome_trace(run, folder / "pipeline.json", simulated)
+            if trainer.is_global_zero:
+                place.caption_plot("pipeline.svg", CAPTION)
+                log.info("timeline of the pipeline: %s\n%s", path, run)
+        except OSError as error:
+            warnings.warn(
+                f"the timeline of the pipeline was not drawn ({error}); the run goes on without it", stacklevel=2
+            )

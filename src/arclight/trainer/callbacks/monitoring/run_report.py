@@ -45,7 +45,7 @@ class RunReport(Callback):
         self._fitting = False
         try:
             self._write(trainer, f"{type(exception).__name__}: {exception}")
-        except OSError as error:  # of a logger, which has a full disk, most likely what the exception is about
+        except OSError as error:  # of a full disk, most likely what the exception is about
             log.warning("the report could not be written: %s", error)
 
     def _write(self, trainer: Trainer, failure: str | None) -> None:
@@ -53,7 +53,10 @@ class RunReport(Callback):
 
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.save()
+                try:
+                    logger.save()
+                except OSError as error:  # the report has what was saved before
+                    log.warning("%s could not save before the report: %s", type(logger).__name__, error)
             try:
                 path = write_report(trainer.run_folder.path, self.title, failure=failure)
             except OSError as error:  # such as of a full disk: what is measured and trained is written already
