@@ -202,6 +202,24 @@ def test_a_first_size_too_large_is_halved_until_it_fits(tmp_path: Path) -> None:
         Tuner(trainer(tmp_path)).scale_batch_size(Hungry(room=0), init_val=4)
 
 
+def test_a_size_that_was_found_has_been_tried(tmp_path: Path) -> None:
+    model = Hungry(room=5)
+    assert Tuner(trainer(tmp_path)).scale_batch_size(model, init_val=64, steps_per_trial=1, max_trials=2) == 4
+    assert model.sizes == [64, 32, 16, 8, 4, 8]
+
+
+def test_a_host_without_memory_is_a_size_too_large(tmp_path: Path) -> None:
+    """Python, and NumPy in a data set, say it by an error of their own."""
+
+    class Collected(Hungry):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(batch[0]) > self.room:
+                raise MemoryError("Unable to allocate 2.00 GiB for an array")
+            return super().training_step(batch, batch_idx)
+
+    assert Tuner(trainer(tmp_path)).scale_batch_size(Collected(room=9), steps_per_trial=1) == 8
+
+
 def test_no_size_beyond_data_or_limit(tmp_path: Path) -> None:
     assert Tuner(trainer(tmp_path)).scale_batch_size(Hungry(999, samples=24), steps_per_trial=1) == 24
     model = Hungry(999)

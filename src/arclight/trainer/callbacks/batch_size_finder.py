@@ -20,7 +20,7 @@ class BatchSizeFinder(Callback):
     """Try larger and larger batches until memory runs out, then run with the largest that fitted.
 
     * ``mode``: ``power`` doubles the size; ``binsearch`` then also looks between the last that fitted and the first that did not.
-    * ``steps_per_trial``: optimizer steps (in an evaluation: batches) of each trial, of at most ``max_trials``.
+    * ``steps_per_trial``: optimizer steps (in an evaluation: batches) of each trial, of at most ``max_trials`` that fit.
     * ``init_val``, ``max_val``: the first size tried, and the largest.
     * ``batch_arg_name``: the attribute or hyper-parameter of module or data module that their loaders go by.
     * ``margin``: the share by which a ``binsearch`` result is reduced, in [0, 1).

@@ -67,13 +67,12 @@ class _Finder:
         return strategy[self.search.mode](min(self.search.init_val, self.search.max_val))
 
     def _doubled(self, size: int) -> int:
-        """Twice as much as long as it fits; half as much until it does."""
-        fitting = 0
-        for trial in range(self.search.max_trials):
-            last = trial + 1 == self.search.max_trials
+        """Twice as much as long as it fits; half as much until it does. What is returned has been tried, as in `_bisected`."""
+        fitting = successes = 0
+        while successes < self.search.max_trials:
             if self._fits(size):
-                fitting = size
-                larger = size if last else self._larger(size)
+                fitting, successes = size, successes + 1
+                larger = size if successes == self.search.max_trials else self._larger(size)
                 if larger == size:
                     break
                 size = self._announced(size, larger, "succeeded")
@@ -81,7 +80,7 @@ class _Finder:
                 break
             else:
                 size = self._announced(size, self._smaller(size, size // 2), "failed")
-        return fitting or size
+        return fitting
 
     def _bisected(self, size: int) -> int:
         """Double up to the first size too large; then halve what lies between that and the last that fitted."""
@@ -153,7 +152,7 @@ class _Finder:
             trainer.data.stages[stage].loaded = False
         try:
             self.run(**settings)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             fits = False  # by the next trial the error is gone, with all that its frames held
