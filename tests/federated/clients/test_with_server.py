@@ -58,22 +58,53 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+class Counted(Net):
+    """Counts the steps that it is trained."""
+
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def rounded(reduced: bool) -> Counted:
+    torch.manual_seed(1)
+    net = Counted(norm=True)
+    net.net = prepare_qat(net.net, torch.randn(4, 8), recipe=Int8(reduce_range=reduced, min_sqnr_db=-50))
+    return net
+
+
+@pytest.mark.parametrize("reduced", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_weights_without_a_record_of_their_bits_train_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reduced: bool
+) -> None:
+    """A federation of models that were prepared by hand before there was such a record: what their recipe names holds."""
+    federation = Federation(clients=1, rounds=2, local_steps=2, evaluate_every=0)
+    begun = {name: value for name, value in rounded(reduced).state_dict().items() if not name.endswith("weight_bits")}
+    server = Server(federation, begun, folder=tmp_path / "run", clients=["a"])
+    model = rounded(reduced)
+    with server.opened() as run:
+        Node(
+            InProcessLink(run.service), [Client("a", model, Rows(), trainer=CPU, seed=5)], tmp_path / "node", "n"
+        ).run()
+    assert sum(bool(one.contributors) for one in server.history) == 2, caplog.text
+    assert server.weights().keys() == begun.keys()
+    model.load_state_dict(server.weights())
+    assert convert(model.net).recipe.reduce_range == reduced
+
+
 @pytest.mark.slow
 def test_clients_that_round_to_other_bits_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The bits of a model that is trained with rounding are sent with its weights."""
-
-    def rounded(reduced: bool) -> Net:
-        torch.manual_seed(1)
-        net = Net(norm=True)
-        net.net = prepare_qat(net.net, torch.randn(4, 8), recipe=Int8(reduce_range=reduced, min_sqnr_db=-50))
-        return net
-
+    """The bits of a model that is trained with rounding are sent with its weights, and compared before it is trained."""
     federation = Federation(clients=2, rounds=2, local_steps=2, evaluate_every=0)
     server = Server(federation, rounded(True), folder=tmp_path / "run", clients=["a", "b"])
-    clients = [Client(name, rounded(name == "a"), Rows(), trainer=CPU, seed=5) for name in "ab"]
+    models = [rounded(name == "a") for name in "ab"]
+    clients = [Client(name, model, Rows(), trainer=CPU, seed=5) for name, model in zip("ab", models)]
     with server.opened() as run:
         Node(InProcessLink(run.service), clients, tmp_path / "node", "n").run()
     assert "reduce_range=True, which is False here" in caplog.text
+    assert (models[0].steps > 0, models[1].steps) == (True, 0)
     weights = server.weights()
     assert int(weights["net.fake_quantize.weight_bits"]) == 7
     again = rounded(True)

@@ -46,6 +46,7 @@ RANGES = "fake_quantize"
 """Name under which a prepared model holds its ranges."""
 WEIGHT_BITS = "weight_bits"
 """Name of the record of the bits that weights are rounded to, beside the ranges."""
+RECORD = f"{RANGES}.{WEIGHT_BITS}"
 _RECIPES = {8: "Int8(reduce_range=False)", 7: "Int8(reduce_range=True)", 4: "LowBit(activation_bits=4)"}
 """Which recipe rounds weights to these bits."""
 
@@ -172,14 +173,22 @@ class PreparedModel(NamedGraphs):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *strict_and_misfits: Any
     ) -> None:
         """Raise MisconfigurationError for weights that were trained in other bits, before any of them is copied."""
-        record = f"{prefix}{RANGES}.{WEIGHT_BITS}"
-        ranges = [value for name, value in state_dict.items() if name.startswith(f"{prefix}{RANGES}.")]
-        if record in state_dict:
-            self.check_bits(int(state_dict[record]))
-        elif ranges:
-            self.check_bits(self._unrecorded_bits, recorded=False)
-            state_dict[record] = torch.tensor(self.weight_bits, device=ranges[0].device)
+        inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        self.check_trained_alike(inside)
+        ranges = [value for name, value in inside.items() if name.startswith(f"{RANGES}.")]
+        if ranges and RECORD not in inside:
+            state_dict[prefix + RECORD] = torch.tensor(self.weight_bits, device=ranges[0].device)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *strict_and_misfits)
+
+    def training_records(self) -> tuple[str, ...]:
+        return (RECORD,)
+
+    def check_trained_alike(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise MisconfigurationError for weights that were trained in other bits; see `RecordsTraining`."""
+        if RECORD in weights:
+            self.check_bits(int(weights[RECORD]))
+        elif any(name.startswith(f"{RANGES}.") for name in weights):
+            self.check_bits(self._unrecorded_bits, recorded=False)
 
     def check_bits(self, found: int | None = None, *, recorded: bool = True) -> None:
         """Raise MisconfigurationError unless weights of ``found`` bits, by default those on record, are those of this model."""

@@ -34,6 +34,7 @@ from arclight.trainer.checkpoint.named_state import (
     load_parameters,
     named_tensors,
     optimizer_state_names,
+    training_records,
 )
 from arclight.trainer.loop.progress import Progress as LoopProgress
 from arclight.trainer.loop.progress import StopRun
@@ -207,7 +208,8 @@ class RoundCallback(Pause):
     def keys(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> list[str]:
         """List the keys to send, in an order that all processes have alike."""
         travel = self._policy.travel
-        names = trained_names(module)
+        absent = {name for name in training_records(module) if MODEL + name not in order.weights.tensors}
+        names = [name for name in trained_names(module) if name not in absent]  # begun before there was such a record
         moments = [
             f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(module, optimizers, s) if n in set(names)
         ]

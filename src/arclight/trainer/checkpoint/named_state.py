@@ -7,7 +7,7 @@ saved buffers, and are whole and plain on both ways, one at a time. Every rank m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,30 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
 
+@runtime_checkable
+class RecordsTraining(Protocol):
+    """A module that records in buffers how its weights were trained, say to how many bits they are rounded."""
+
+    def training_records(self) -> tuple[str, ...]:
+        """Name these buffers, as the module's state dict does."""
+
+    def check_trained_alike(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raise MisconfigurationError for weights, by name in the module, that were trained in another way."""
+
+
+def training_records(module: nn.Module) -> set[str]:
+    """Name the buffers in which parts of ``module`` record how they were trained; weights of earlier versions lack them."""
+    return {_inside(prefix, name) for prefix, part in _recording(module) for name in part.training_records()}
+
+
+def _recording(module: nn.Module) -> list[tuple[str, RecordsTraining]]:
+    return [(prefix, part) for prefix, part in module.named_modules() if isinstance(part, RecordsTraining)]
+
+
+def _inside(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what can be loaded and gathered: parameters, and buffers that are saved. One name for each, shared ones under their first."""
     saved = module.state_dict(keep_vars=True)
@@ -33,7 +57,8 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy ``weights`` into ``module``, each process its shard. No communication.
 
-    Raises WeightsMisfitError for a name that the module has not, and for another shape; the module is as before then.
+    Raises WeightsMisfitError for a name that the module has not, and for another shape, MisconfigurationError for weights that were
+    trained in another way than the module records; the module is as before then.
     """
     own = named_tensors(module) | dict(module.named_parameters(remove_duplicate=False))
     for name, value in weights.items():
@@ -44,6 +69,11 @@ def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
             raise WeightsMisfitError(
                 f"{name} of {type(module).__name__} has shape {tuple(own[name].shape)}, given was {tuple(value.shape)}"
             )
+    for prefix, part in _recording(module):
+        inside = _inside(prefix, "")
+        part.check_trained_alike(
+            {name.removeprefix(inside): value for name, value in weights.items() if name.startswith(inside)}
+        )
     for name, value in weights.items():
         _copy(own[name], value)
 
