@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +217,49 @@ def test_a_metric_may_leave_the_model_in_training_mode() -> None:
     plain, scored = quantize(network, [x]), quantize(network, [x], metric=score)
     assert scored.sqnr_db == plain.sqnr_db
     assert not scored.reference.training
+
+
+def test_pickles_compute_alike(int8: QuantizedModel, inputs: tuple[Tensor, Tensor]) -> None:
+    again = int8
+    for _ in range(2):  # also of what came out of a pickle
+        again = pickle.loads(pickle.dumps(again))
+    assert list(again.state_dict()) == list(int8.state_dict())
+    assert all(torch.equal(value, int8.state_dict()[name]) for name, value in again.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+    for size in (1, 3):
+        some = tuple(value[:size] for value in inputs)
+        assert torch.equal(again(*some), int8(*some))
+    assert torch.equal(again.reference(*inputs), int8.reference(*inputs))
+    for name in ("recipe", "quantized_layers", "float_layers", "batches", "target", "sqnr_db", "seconds"):
+        assert getattr(again, name) == getattr(int8, name)
+    with torch.no_grad():
+        again.state_dict()["first.bias"].add_(1)  # its graph reads the tensors that are registered
+    assert not torch.equal(again(*inputs), int8(*inputs))
+
+
+def test_pickles_do_not_lose_what_was_put_into_a_model(int8: QuantizedModel) -> None:
+    changed = copy.deepcopy(int8)
+    changed.extra = nn.Linear(2, 2)
+    with pytest.raises(QuantizeError, match="cannot be pickled: extra was put into it"):
+        pickle.dumps(changed)
+
+
+class Scored(al.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/mean", self.model(*batch).mean(), sync_dist=True)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_measure_a_quantized_model(
+    int8: QuantizedModel, inputs: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    trainer = al.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp_spawn", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )  # fmt: skip
+    samples = [tuple(value[at] for value in inputs) for at in (0, 1)]
+    (found,) = trainer.validate(Scored(int8), DataLoader(samples), verbose=False)
+    assert found["val/mean"] == pytest.approx(float(int8(*(value[:2] for value in inputs)).mean()), abs=1e-6)

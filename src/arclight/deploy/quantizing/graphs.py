@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._graph_pickler import GraphPickler, Options
 
+from arclight.deploy.capture import quiet
 from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
 from arclight.fabric.strategies.root_module import WholeUnit
 
@@ -80,6 +83,29 @@ class NamedGraphs(WholeUnit):
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied.bind()  # copies of graphs have tensors of their own until then
         return copied
+
+
+def pickle_graph(graph: GraphModule) -> bytes:
+    """Pickle the nodes of a graph that needs their notes no more; its tensors are those of the NamedGraphs that runs it.
+
+    The guards of torch.export, which refuse inputs of other shapes in its own words, are code that cannot be pickled, and stay behind.
+    """
+    with quiet():
+        bare = GraphModule(nn.Module(), Graph())
+        bare.graph = copy.deepcopy(graph.graph)
+        for guards in bare.graph.find_nodes(op="call_module", target="_guards_fn"):
+            bare.graph.erase_node(guards)
+        nodes_alone = Options(ops_filter=None, node_metadata_key_filter=lambda note: False, ignore_raw_node=True)
+        return GraphPickler.dumps(bare, nodes_alone)
+
+
+def unpickle_graph(pickled: bytes) -> GraphModule:
+    """Read what `pickle_graph` has made."""
+    with quiet():
+        graph = GraphPickler.loads(pickled, FakeTensorMode())
+    assert isinstance(graph, GraphModule)
+    graph.recompile()
+    return graph
 
 
 def shared_copy(graph: GraphModule) -> GraphModule:

@@ -35,8 +35,10 @@ from arclight.deploy.quantizing.graphs import (
     NamedGraphs,
     fold_linear_weights,
     fold_weights,
+    pickle_graph,
     shared_copy,
     stored_tensor,
+    unpickle_graph,
 )
 from arclight.deploy.quantizing.linear import quantize_linears
 from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer, module_name, weighted
@@ -171,11 +173,33 @@ class QuantizedModel(NamedGraphs):
         with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             return self.graph(*(value.float() if value.is_floating_point() else value for value in inputs))
 
+    def __reduce__(self) -> tuple[Callable[..., QuantizedModel], tuple[Any, ...]]:
+        """Pickle nodes of the graph, tensors and settings, as for spawned ranks. Raises QuantizeError for what would be lost."""
+        if put := [name for name, module in self.named_modules() if name and type(module) is not nn.Module]:
+            raise QuantizeError(
+                f"the quantized model cannot be pickled: {put[0]} was put into it after it was made; put that beside it"
+            )
+        fields = {name: self.__dict__[name] for name in _FIELDS}
+        return _unpickled, (pickle_graph(self.graph), dict(self.state_dict(keep_vars=True)), fields)
+
     def train(self, mode: bool = True) -> QuantizedModel:
         """Stay in evaluation mode: integers have no gradients, and batch norms and dropout are gone."""
         del mode
         super().train(False)
         return self
+
+
+_FIELDS = tuple(QuantizedModel.__annotations__)
+
+
+def _unpickled(pickled: bytes, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> QuantizedModel:
+    """Make a model of what was pickled."""
+    quantized = QuantizedModel.__new__(QuantizedModel)
+    NamedGraphs.__init__(quantized, {"inference": unpickle_graph(pickled)})
+    quantized.register_by_name(tensors)
+    quantized.bind()
+    quantized.__dict__.update(fields)
+    return quantized.eval()
 
 
 def quantize(
