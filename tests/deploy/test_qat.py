@@ -44,7 +44,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from arclight.federated.clients.local_policy import trained_names
 from arclight.trainer.callbacks import EMAWeightAveraging
-from arclight.trainer.checkpoint.named_state import load_parameters, named_tensors
+from arclight.trainer.checkpoint.named_state import check_trained_alike, load_parameters, named_tensors
 
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
 
@@ -498,15 +498,40 @@ def test_weights_are_loaded_into_a_model_of_their_bits(
 
 @pytest.mark.slow
 def test_weights_that_were_copied_in_place_are_not_converted_in_other_bits(trained: tuple[Normed, Tensor]) -> None:
-    """As by DDP's first broadcast, and in rounds of federated clients: each takes the weights of others by name."""
+    """As by DDP's first broadcast; in rounds of federated clients, who take the weights of others by name, they are refused at once."""
     model, x = trained
     seven, eight = prepare_qat(model, x, recipe=SEVEN), prepare_qat(model, x, recipe=EIGHT)
     assert BITS in trained_names(eight)
     load_parameters(eight, named_tensors(prepare_qat(model, x, recipe=EIGHT)))
     convert(eight)
-    load_parameters(eight, named_tensors(seven))
-    with pytest.raises(MisconfigurationError, match=r"=True, which is False here.* give Int8\(reduce_range=True\)$"):
+    refused = pytest.raises(
+        MisconfigurationError, match=r"=True, which is False here.* give Int8\(reduce_range=True\)$"
+    )
+    with refused:
+        load_parameters(eight, named_tensors(seven))
+    convert(eight)
+    with torch.no_grad():
+        for name, value in named_tensors(seven).items():
+            named_tensors(eight)[name].copy_(value)
+    with refused:
         convert(eight)
+
+
+def test_a_part_of_weights_without_the_record_says_nothing_of_their_bits(
+    trained: tuple[Normed, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As federations exchange it that send a fragment in each round."""
+    monkeypatch.setattr(processor, "instruction_sets", lambda: OLD)
+    prepared = prepare_qat(*trained)
+    assert prepared.weight_bits == 7
+    ranges = {
+        name: value
+        for name, value in named_tensors(prepared).items()
+        if name.startswith("fake_quantize.") and name != BITS
+    }
+    load_parameters(prepared, ranges)
+    with pytest.raises(MisconfigurationError, match="no record of their bits"):
+        check_trained_alike(prepared, ranges)  # whole weights, of an earlier version: they have 8
 
 
 class Pair(Task):

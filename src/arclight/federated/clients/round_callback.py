@@ -28,6 +28,7 @@ from arclight.federated.masks.transfer_mask import MODEL
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks.pause import Pause
 from arclight.trainer.checkpoint.named_state import (
+    check_trained_alike,
     gather_optimizer_state,
     gather_parameters,
     load_optimizer_state,
@@ -145,6 +146,7 @@ class RoundCallback(Pause):
     def _load_round_weights(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> None:
         last, travel = self._last, self._policy.travel
         before = None if last is None else last.round if last.run == order.run else order.round
+        check_trained_alike(module, self._weights, MODEL)
         taken = keys_to_load(self._weights, self._policy, order.round, before)
         mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
         load_mixed(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)

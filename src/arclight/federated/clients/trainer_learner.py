@@ -18,6 +18,7 @@ from arclight.federated.clients.local_policy import LocalPolicy, load_mixed, wei
 from arclight.federated.clients.round_callback import ENTRY, EvaluationCallback, ModuleTensors, Position, RoundCallback
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.transfer_mask import MODEL
+from arclight.trainer.checkpoint.named_state import check_trained_alike
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.trainer import Trainer
 
@@ -162,6 +163,7 @@ class TrainerLearner:
         """
         parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
+            check_trained_alike(self.module, weights, MODEL)
             travel = LocalPolicy.of(order).travel
             first = [key for key in travel.down(weights, order.round, None) if key.startswith(MODEL)]
             load_mixed(self.module, weights, first, travel, 0.0)

@@ -30,7 +30,32 @@ class RecordsTraining(Protocol):
         """Name these buffers, as the module's state dict does."""
 
     def check_trained_alike(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise MisconfigurationError for weights, by name in the module, that were trained in another way."""
+        """Raise MisconfigurationError for whole weights, by name in the module, that were trained in another way."""
+
+
+class Inside(Mapping[str, torch.Tensor]):
+    """The weights whose names begin with ``prefix``, without it; a value is read when it is asked for."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self._weights, self._prefix = weights, prefix
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._weights[self._prefix + name]
+
+    def __contains__(self, name: object) -> bool:
+        return f"{self._prefix}{name}" in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._weights if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def check_trained_alike(module: nn.Module, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+    """Raise MisconfigurationError for whole weights, by name after ``prefix``, that were trained in another way than parts record."""
+    for path, part in _recording(module):
+        part.check_trained_alike(Inside(weights, prefix + _inside(path, "")))
 
 
 def training_records(module: nn.Module) -> set[str]:
@@ -70,10 +95,9 @@ def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
                 f"{name} of {type(module).__name__} has shape {tuple(own[name].shape)}, given was {tuple(value.shape)}"
             )
     for prefix, part in _recording(module):
-        inside = _inside(prefix, "")
-        part.check_trained_alike(
-            {name.removeprefix(inside): value for name, value in weights.items() if name.startswith(inside)}
-        )
+        inside = Inside(weights, _inside(prefix, ""))
+        if any(name in inside for name in part.training_records()):  # else these are a part of the weights, maybe
+            part.check_trained_alike(inside)
     for name, value in weights.items():
         _copy(own[name], value)
 
