@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import multiprocessing
 import os
 import re
 import shlex
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -15,16 +19,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests import warm
 from tests.test_readme import ROOT, block
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError, read_recipe
 from arclight.cli.schema import Recipe
+from arclight.cli.tune import search as searches
 from arclight.cli.tune import study as studies
-from arclight.cli.tune.search import run_trials, tune_parser
+from arclight.cli.tune.search import agree_with_study, run_trials, tune_parser
 from arclight.cli.tune.space import Choice, Parameter, Range, Subject, flags_of, parameters, start
-from arclight.cli.tune.trial import Search
-from arclight.recipe import read
+from arclight.cli.tune.trial import Search, TrialProcess
+from arclight.recipe import read, write
 from arclight.trainer.loggers.csv_logger import read_metrics
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -88,9 +94,10 @@ def test_the_recipe_s_own_values_come_first_where_they_are_in_the_space() -> Non
         ("trainer.devices", "1,2", "a search sets trainer.devices itself"),
         ("search.task.optimizer.lr", "1:2", "a search sets search itself"),
         ("task.optimizer.kind", "adamw,adamw", "two different choices or more"),
+        ("name=x", ["a", "b"], r"--search\.name=x: a field's name has no = in it"),
     ],
 )  # fmt: skip
-def test_a_range_that_cannot_be_is_refused_before_anything_is_trained(field: str, value: str, told: str) -> None:
+def test_a_range_that_cannot_be_is_refused_before_anything_is_trained(field: str, value: object, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         space({field: value})
 
@@ -98,6 +105,28 @@ def test_a_range_that_cannot_be_is_refused_before_anything_is_trained(field: str
 def test_a_kind_that_lacks_a_searched_field_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--search\.task\.optimizer\.momentum is not a field of AdamW"):
         space({"task.optimizer": {"kind": "sgd,adamw", "momentum": "0.8:0.95"}})
+
+
+def test_two_ranges_of_one_field_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--search\.task\.optimizer\.lr: has two ranges"):
+        space({"task": {"optimizer": {"lr": "1:2"}}, "task.optimizer.lr": "3:4"})
+
+
+def test_parameters_have_one_order_as_they_are_typed_and_as_their_file_has_them() -> None:
+    """Values are drawn in it: a search that is resumed from its file would draw others."""
+    flags = ["--search.task.optimizer.lr", "1e-4:1e-2", "--search.task.loss_chunk", "1:8", "--search.seed", "1:9"]
+    run = read(Recipe, tomllib.loads(LM), flags)
+    typed = parameters(Subject(LM), run.search)
+    assert typed == parameters(Subject(LM), read(Recipe, tomllib.loads(write(run))).search)
+    assert [one.field for one in typed] == ["seed", "task.loss_chunk", "task.optimizer.lr"]
+
+
+def test_the_last_step_of_a_range_is_the_highest_value(recwarn: pytest.WarningsRecorder) -> None:
+    whole = Range("n", 1, 10, step=4, integer=True)
+    tenths = Range("x", 0.1, 0.8, step=0.1)
+    assert (whole.last, whole.distribution().high) == (9, 9)
+    assert (tenths.last, tenths.distribution().high) == (0.8, 0.8)
+    assert not recwarn.list
 
 
 def test_a_recipe_holds_its_ranges_and_training_leaves_them_alone() -> None:
@@ -165,6 +194,29 @@ def test_processes_that_draw_at_once_draw_other_values_and_killed_trials_are_dra
     assert search.parameters[0].suggest(again) == pytest.approx(lrs[1])
 
 
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_killed_trial_leaves_its_place_and_not_that_of_a_living_one(tmp_path: Path, sampler: str) -> None:
+    search = a_search(tmp_path, Range("lr", 1e-4, 1.0, log=True), sampler=sampler)
+    study = search.open()
+    study.sampler = studies.TrialSampler(study, sampler, 0, search.parameters, parallel=True)
+    lrs = [search.parameters[0].suggest(study.ask()) for _ in range(2)]
+    study.tell(0, state=studies.FAILED)  # without an error: it was killed
+    third = search.parameters[0].suggest(study.ask())
+    assert third != lrs[1]
+    assert third == pytest.approx(lrs[0])
+
+
+def test_the_own_values_of_a_recipe_are_drawn_again_after_a_kill(tmp_path: Path) -> None:
+    search = a_search(tmp_path, Range("lr", 1e-4, 1.0, log=True), Choice("kind", ("a", "b")), sampler="cmaes")
+    study = search.open()
+    agree_with_study(search, {"lr": 0.25, "kind": "b"})
+    for _ in range(2):
+        study.sampler = studies.TrialSampler(study, "cmaes", 0, search.parameters, parallel=False)
+        trial = study.ask()
+        assert {one.field: one.suggest(trial) for one in search.parameters} == {"lr": 0.25, "kind": "b"}
+        study.tell(trial, state=studies.FAILED)
+
+
 @pytest.mark.slow
 def test_evolution_approaches_the_best_and_stays_in_its_bounds(tmp_path: Path) -> None:
     found = (Range("lr", 1e-4, 1.0, log=True), Range("width", 0, 1), Range("steps", 10, 90, step=20, integer=True))
@@ -202,6 +254,104 @@ def test_trials_of_a_process_that_was_killed_are_failed_and_do_not_count(tmp_pat
     assert studies.finished(study) == []
 
 
+def overdue(folder: Path, number: int) -> None:
+    """Put a trial's heartbeat, and its start, a day back."""
+    with sqlite3.connect(folder / "search.db") as database:
+        for table, column in (("trial_heartbeats", "heartbeat"), ("trials", "datetime_start")):
+            database.execute(
+                f"update {table} set {column} = datetime({column}, '-1 day') || '.000000' where trial_id = ?",
+                (number + 1,),
+            )
+    database.close()
+
+
+def test_a_trial_of_a_living_process_of_this_machine_outlives_late_heartbeats(tmp_path: Path) -> None:
+    study = a_search(tmp_path).open()
+    for number, process in enumerate([studies.this_process(), ["another-host", 1, ""]]):
+        trial = study.ask()
+        trial.set_user_attr("process", process)
+        study._storage.record_heartbeat(trial._trial_id)
+        overdue(tmp_path, number)
+    studies.fail_stale_trials(study)
+    assert [one.state for one in study.trials] == [studies.RUNNING, studies.FAILED]
+
+
+def test_a_trial_that_was_killed_before_it_named_its_process_is_failed(tmp_path: Path) -> None:
+    study = a_search(tmp_path).open()
+    for _ in range(2):
+        study.ask()
+    overdue(tmp_path, 0)
+    assert studies.fail_stale_trials(study) == 1
+    assert [one.state for one in study.trials] == [studies.FAILED, studies.RUNNING]
+
+
+def test_a_trial_names_its_process_before_anything_is_drawn(tmp_path: Path) -> None:
+    search = a_search(tmp_path, Range("lr", 0, 1))
+    study = search.open()
+    study.sampler = studies.TrialSampler(study, "tpe", 0, search.parameters, parallel=False)
+    study.ask()
+    assert study.trials[0].user_attrs["process"] == studies.this_process()
+
+
+def test_values_that_kill_each_process_are_given_up(tmp_path: Path) -> None:
+    """Such as for want of memory: each --resume would be killed again."""
+    search = a_search(tmp_path, Range("lr", 0, 1), sampler="random")
+    study = search.open()
+    drawn = []
+    for _ in range(studies.DEATHS + 1):
+        study.sampler = studies.TrialSampler(study, "random", 0, search.parameters, parallel=False)
+        trial = study.ask()
+        drawn.append(search.parameters[0].suggest(trial))
+        trial.set_user_attr("process", [studies.this_process()[0], os.getpid(), "0"])
+        assert studies.fail_stale_trials(study) == 1
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+    assert [one.number for one in studies.finished(study)] == [2]
+    assert "as were those of 2 trials with the same values" in study.trials[2].user_attrs["error"]
+
+
+def test_two_processes_may_fail_one_trial(tmp_path: Path) -> None:
+    study = a_search(tmp_path).open()
+    trial = study.ask()
+    (running,) = study.trials
+    study.tell(trial, state=studies.FAILED)
+    studies.fail(study, running, error="ended by signal 9")
+    assert study.trials[0].user_attrs == {}
+
+
+def test_a_database_that_takes_no_heartbeat_does_not_end_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    study = a_search(tmp_path).open()
+    trial = study.ask()
+    with sqlite3.connect(tmp_path / "search.db") as database:
+        database.execute("alter table trial_heartbeats rename to gone")
+    for _ in range(2):
+        study._storage.record_heartbeat(trial._trial_id)
+    assert [one.message for one in caplog.records] == [
+        "the database of the search takes no heartbeat of trial 1: (sqlite3.OperationalError) no such table: trial_heartbeats"
+    ]
+    with sqlite3.connect(tmp_path / "search.db") as database:
+        database.execute("alter table gone rename to trial_heartbeats")
+        study._storage.record_heartbeat(trial._trial_id)
+        assert database.execute("select count(*) from trial_heartbeats").fetchone() == (1,)
+
+
+def test_processes_that_make_a_database_at_once_all_open_it(tmp_path: Path) -> None:
+    forked = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        (tmp_path / str(attempt)).mkdir()
+        url, at_once = studies.local_database(tmp_path / str(attempt)), forked.Barrier(3)
+        opening = [forked.Process(target=open_with_others, args=(url, at_once)) for _ in range(3)]
+        for one in opening:
+            one.start()
+        for one in opening:
+            one.join()
+        assert [one.exitcode for one in opening] == [0, 0, 0]
+
+
+def open_with_others(url: str, at_once: object) -> None:
+    at_once.wait()
+    studies.open_study(url, "one", "min")
+
+
 def test_passwords_are_not_kept() -> None:
     assert studies.without_password("mysql://me:secret@host:3306/db") == "mysql://me:***@host:3306/db"
     assert studies.without_password("sqlite:////tmp/a.db") == "sqlite:////tmp/a.db"
@@ -213,6 +363,7 @@ def test_passwords_are_not_kept() -> None:
 SLOW_TASK = """
 import dataclasses
 import os
+import pathlib
 import signal
 
 import tiny_task
@@ -229,6 +380,17 @@ class Fit(tiny_task.Fit):
         if self.fate == "nan":
             module.validation_step = lambda batch, batch_idx: module.log("val/loss", float("nan"))
         if self.fate == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fate == "exit":
+            raise SystemExit(3)
+        if self.fate == "lost" and not pathlib.Path("lost").exists():
+            pathlib.Path("lost").touch()
+            from arclight.cli.tune import study as studies
+
+            study = studies.open_study(f"sqlite:///{next(pathlib.Path().glob('runs/*/*/search.db')).absolute()}", "tune-1", "min")
+            study.tell(len(study.trials) - 1, state=studies.FAILED)
+        if self.fate == "killed once" and not pathlib.Path("killed").exists():
+            pathlib.Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return module, data
 """
@@ -302,6 +464,171 @@ def test_trials_that_fail_are_recorded_and_the_search_goes_on(typed: Typed, fate
     assert "val/loss was nan at every validation" in fates["nan"].user_attrs["error"]
     assert "failed: RuntimeError: no luck today" in out
     assert "no luck today" in (folder / "report.html").read_text()
+
+
+def test_a_search_that_was_killed_draws_and_trains_as_one_that_was_not(fated: Path) -> None:
+    """Killed in its first trial, which has the recipe's own values, and once more with trials done."""
+    words = [
+        "-m",
+        "arclight.cli",
+        "tune",
+        "fated.toml",
+        "--search.task.lr",
+        "1e-3:1:log",
+        "--monitor",
+        "val/loss",
+        "--trials",
+        "3",
+    ]
+    folder = fated.parent
+    assert warm.run(*words, cwd=folder, timeout=300).returncode == 0
+    killed = warm.run(*words, "--task.fate", "killed once", cwd=folder, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert state_of(folder / "runs/fated/tune-2") == ["RUNNING"]
+    resumed = warm.run("-m", "arclight.cli", "tune", "--resume", "runs/fated/tune-2", cwd=folder, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    assert state_of(folder / "runs/fated/tune-2") == ["FAIL", *["COMPLETE"] * 3]
+    whole, parts = (
+        [
+            (one.params, one.value)
+            for one in studies.open_study(studies.local_database(folder / "runs/fated" / name), name, "min").trials
+            if one.state == studies.COMPLETE
+        ]
+        for name in ("tune-1", "tune-2")
+    )
+    assert parts == whole
+    assert whole[0][0] == {"task.lr": 0.1}
+
+
+def test_resuming_writes_what_a_kill_left_unwritten(typed: Typed, tiny: Path) -> None:
+    typed("tune tiny.toml --search.task.lr 1e-3:1:log --monitor val/loss --trials 1")
+    folder = Path("runs/tiny/tune-1")
+    for name in ("best.toml", "report.html"):
+        (folder / name).unlink()
+    status, _, err = typed(f"tune --resume {folder}")
+    assert (status, err) == (0, "")
+    assert read(Recipe, folder / "best.toml").task.lr == 0.1
+    assert (folder / "report.html").is_file()
+
+
+def test_resuming_with_other_ranges_or_another_database_is_refused_and_another_recipe_a_warning(
+    typed: Typed, fated: Path
+) -> None:
+    typed("tune fated.toml --search.task.fate fine,error --monitor val/loss --trials 1")
+    folder = Path("runs/fated/tune-1")
+    path = folder / "recipe.toml"
+    text = path.read_text()
+    path.write_text(
+        text.replace('fate = ["fine", "error"]', 'fate = ["fine", "nan"]').replace('"fine,error"', '"fine,nan"')
+    )
+    assert path.read_text() != text
+    status, _, err = typed(f"tune --resume {folder} --trials 2")
+    assert status == 2
+    assert "the search has another space: task.fate = ('fine', 'error'); here it is task.fate = ('fine', 'nan')." in err
+    path.write_text(text.replace("max_epochs = 3", "max_epochs = 2"))
+    with pytest.warns(
+        UserWarning, match=r"tune-1 so far had other settings: trainer\.max_epochs = 2 \(there 3\); their values may"
+    ):
+        assert typed(f"tune --resume {folder}")[0] == 0
+    path.write_text(text)
+    status, _, err = typed(f"tune --resume {folder} --storage sqlite:///elsewhere.db")
+    assert (status, "the database sqlite:///elsewhere.db has no search tune-1" in err) == (2, True)
+    path.unlink()
+    status, _, err = typed(f"tune --resume {folder}")
+    assert (status, "is no search" in err) == (2, True)
+
+
+def test_a_module_that_exits_fails_its_trial_alone(typed: Typed, fated: Path) -> None:
+    status, out, _ = typed(
+        "tune fated.toml --search.task.fate fine,exit --task.fate exit --monitor val/loss --trials 2 --sampler random --seed 1"
+    )
+    assert status == 0
+    assert sorted(state_of(Path("runs/fated/tune-1"))) == ["COMPLETE", "FAIL"]
+    assert "failed: SystemExit: 3" in out
+
+
+def test_a_trial_that_another_process_ends_is_run_again(typed: Typed, fated: Path) -> None:
+    with pytest.warns(UserWarning, match="trial 0 was ended by another process"):
+        status, _, _ = typed(
+            "tune fated.toml --search.task.fate fine,lost --monitor val/loss --trials 2 --sampler random --seed 1 --task.fate lost"
+        )
+    assert status == 0
+    assert state_of(Path("runs/fated/tune-1")) == ["FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_an_error_of_the_sampler_fails_the_trial_by_name(
+    typed: Typed, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the trial would count as killed, and be drawn again for ever."""
+
+    def fails(self: object, *arguments: object) -> float:
+        raise ValueError("no value today")
+
+    monkeypatch.setattr(studies.TrialSampler, "sample_independent", fails)
+    monkeypatch.setattr(studies.TrialSampler, "infer_relative_search_space", lambda *_: {})
+    status, _, err = typed("tune tiny.toml --search.task.lr 0.2:0.3 --monitor val/loss --sampler random")
+    assert (status, "the first 3 trials have all failed. Trial 0: ValueError: no value today" in err) == (2, True)
+
+
+def test_a_page_that_a_full_disk_does_not_take_is_a_warning(
+    typed: Typed, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(
+        searches, "replace_text", lambda path, *rest, **options: None if path.name != "best.toml" else full()
+    )
+    with pytest.warns(UserWarning, match="were not written") as told:
+        status, out, _ = typed("tune tiny.toml --search.task.lr 0.1:0.3 --monitor val/loss --trials 2")
+    assert status == 0
+    assert len([one for one in told if "No space left on device" in str(one.message)]) == 1
+    assert len(re.findall(r"^trial \d", out, re.MULTILINE)) == 2
+
+
+def read_only(search: Search) -> Search:
+    """The same search, whose processes may read its database and no more."""
+    path = studies.local_database(search.folder).removeprefix("sqlite:///")
+    return dataclasses.replace(search, jobs=2, storage=f"sqlite:///file:{path}?mode=ro&uri=true")
+
+
+def test_processes_that_end_before_their_trial_end_the_search(
+    tmp_path: Path, fork_spawned: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    search = a_search(tmp_path, Range("task.optimizer.lr", 0.1, 1))
+    with pytest.raises(UsageError, match="3 processes in succession ended before they had begun a trial"):
+        run_trials(read_only(search), search.open(), 3, float("inf"), lambda: None)
+    assert "readonly database" in capfd.readouterr().err
+
+
+def test_a_trial_of_another_machine_is_told_apart_from_one_of_the_same_number(
+    tmp_path: Path, fork_spawned: None
+) -> None:
+    """Processes of containers have low numbers, and many the same."""
+    search = a_search(tmp_path, Range("task.optimizer.lr", 0.1, 1))
+    study = search.open()
+    process = TrialProcess(read_only(search), 0)
+    trial = study.ask()
+    trial.set_user_attr("process", ["another-host", process.process.pid, ""])
+    assert not process.close(study)
+    assert study.trials[0].state == studies.RUNNING
+
+
+def test_a_killed_trial_of_a_search_that_shares_the_database_is_run_by_the_other(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tiny.parent))
+    search = dataclasses.replace(
+        a_search(tiny.parent, Range("task.lr", 0.1, 1)),
+        subject=Subject(tiny.read_text()),
+        folder=tiny.parent / "tune-1",
+    )
+    study = search.open()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    study.ask().set_user_attr("process", [studies.this_process()[0], gone.pid, "1"])
+    run_trials(search, study, 1, float("inf"), lambda: None)
+    assert [one.state for one in study.trials] == [studies.FAILED, studies.COMPLETE], study.trials[1].user_attrs
 
 
 def test_a_search_whose_first_trials_all_fail_ends_with_their_error(typed: Typed, tiny: Path) -> None:

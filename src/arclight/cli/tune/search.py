@@ -8,6 +8,8 @@ import json
 import os
 import sys
 import time
+import tomllib
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,7 +25,7 @@ from arclight.cli.arguments import (
     recipe_parser,
 )
 from arclight.cli.schema import UserRun
-from arclight.cli.tune.space import Parameter, Range, Subject, parameters, start
+from arclight.cli.tune.space import OF_THE_RUN, Parameter, Range, Subject, leaves, parameters, start
 from arclight.cli.user_module import config_text, named_module, read_run, target_of
 from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 TRIALS = 20
 OF_USER_MODULE = "config.toml"
 SETTINGS = "search.json"
+KEPT = ("study", "monitor", "mode", "sampler", "pruner", "jobs")
+"""Fields of a search that its folder keeps."""
+OF_RECIPE = "recipe"
+"""Attribute of a study: the recipe that it was begun with."""
 CHECKED_FIRST = 3
 """A search whose first trials have all failed ends with their error: the next would fail too."""
 
@@ -138,8 +144,7 @@ def begin(run: Any, subject: Subject, options: argparse.Namespace) -> tuple[Sear
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
-    studies.fail_stale_trials(search.open())
-    kept = {name: getattr(search, name) for name in ("study", "monitor", "mode", "sampler", "pruner", "jobs")}
+    kept = {name: getattr(search, name) for name in KEPT}
     limits = {"trials": options.trials or TRIALS, "timeout": options.timeout}
     settings = {
         "target": subject.target,
@@ -147,11 +152,9 @@ def begin(run: Any, subject: Subject, options: argparse.Namespace) -> tuple[Sear
         **kept,
         **limits,
     }
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    text = subject.write(run)
-    (folder / (OF_USER_MODULE if subject.target else RECIPE)).write_text(
-        f"# arclight tune --resume {folder} goes on with this search.\n\n{text}", encoding="utf-8"
-    )
+    text = f"# arclight tune --resume {folder} goes on with this search.\n\n{subject.write(run)}"
+    replace_text(folder / (OF_USER_MODULE if subject.target else RECIPE), text)
+    replace_text(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")  # last: with it the folder is a search
     return search, limits
 
 
@@ -184,23 +187,80 @@ def next_search(parent: Path) -> Path:
 
 def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
     """Note in the study what it searches; its first trial has the recipe's ``own`` values. Raises UsageError for another search."""
+    from arclight.cli.tune import study as studies
+
     study = search.open()
-    said = {"monitor": search.monitor, "mode": search.mode, "space": [_said(one) for one in search.parameters]}
-    before = study.user_attrs.get("search")
-    if before is None and study.get_trials(deepcopy=False):
+    if "search" not in study.user_attrs:
+        if study.get_trials(deepcopy=False):
+            raise UsageError(
+                f"--study {search.study}: the database has a study of this name that is no search of arclight; give another name"
+            )
+        study.set_user_attr(studies.START, own)  # before what says that all of it is noted
+        study.set_user_attr(OF_RECIPE, search.subject.text)
+        study.set_user_attr("search", _described(search))
+    elif differs := _difference(search, study):
         raise UsageError(
-            f"--study {search.study}: the database has a study of this name that is no search of arclight; give another name"
+            f"--study {search.study}: the search of this name in the database has another {differs}. Give this one a name of its own"
         )
-    if before is None:
-        study.set_user_attr("search", said)
-        if own is not None:
-            study.enqueue_trial(own)
-    elif before != said:
-        differs = next(name for name in said if before.get(name) != said[name])
+    else:
+        warn_of_other_recipe(search, study)
+
+
+def agree_with_folder(search: Search) -> None:
+    """Check that the database still has the search of the folder, with its ranges. Raises UsageError if not."""
+    from arclight.cli.tune import study as studies
+
+    study = search.open()
+    if "search" not in study.user_attrs:
         raise UsageError(
-            f"--study {search.study}: the search of this name in the database has another {differs}: "
-            f"{before.get(differs)}; here it is {said[differs]}. Give this one a name of its own"
+            f"--resume {search.folder}: the database {studies.without_password(search.storage)} has no search {search.study}: name the one that "
+            "has, with --storage"
         )
+    if differs := _difference(search, study):
+        raise UsageError(
+            f"--resume {search.folder}: the search has another {differs}. Put back the ranges of its file, or start a new search"
+        )
+    warn_of_other_recipe(search, study)
+
+
+def _described(search: Search) -> dict[str, Any]:
+    return {"monitor": search.monitor, "mode": search.mode, "space": [_said(one) for one in search.parameters]}
+
+
+def _difference(search: Search, study: Any) -> str:
+    """Say in which way a study searches something else; empty where it does not."""
+    before, here = study.user_attrs["search"], _described(search)
+    for name in ("monitor", "mode"):
+        if before.get(name) != here[name]:
+            return f"{name}: {before.get(name)}; here it is {here[name]}"
+    there, space = set(before["space"]), set(here["space"])
+    if there != space:
+        only_there, only_here = (", ".join(sorted(one)) or "none" for one in (there - space, space - there))
+        return f"space: {only_there}; here it is {only_here}"
+    return ""
+
+
+def warn_of_other_recipe(search: Search, study: Any) -> None:
+    """Warn of fields that other trials of the study have, or had, other values of: objectives do not compare then."""
+    kept = study.user_attrs.get(OF_RECIPE)  # missing in searches of earlier versions
+    there, here = (_fields(text) for text in (kept or search.subject.text, search.subject.text))
+    names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+    if names:
+        shown = ", ".join(f"{name} = {here.get(name)} (there {there.get(name)})" for name in names[:3])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warnings.warn(
+            f"the trials of {search.study} so far had other settings: {shown}{more}; their values may not compare",
+            stacklevel=2,
+        )
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """Return the fields of a run by dotted name, without those that a search sets itself."""
+    return {
+        field: value
+        for field, value in leaves(tomllib.loads(text))
+        if not any(f"{field}.".startswith(f"{name}.") for name in OF_THE_RUN)
+    }
 
 
 def _said(parameter: Parameter) -> str:
@@ -224,27 +284,25 @@ def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]
         raise UsageError(f"--resume: the search has its recipe and ranges in its folder; leave out {given}")
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        missing = {"target", "storage", "study", "trials", "timeout"} - settings.keys()
+        missing = {"target", "storage", *KEPT, "trials", "timeout"} - settings.keys()
         if missing:
             raise ValueError(f"{SETTINGS} lacks {', '.join(sorted(missing))}")
+        target = settings["target"]
+        path = folder / (OF_USER_MODULE if target else RECIPE)
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"--resume {folder} is no search: name a folder as runs/<name>/tune-<n>") from error
-    target = settings["target"]
-    path = folder / (OF_USER_MODULE if target else RECIPE)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    subject = Subject(path.read_text(encoding="utf-8"), target)
+    subject = Subject(text, target)
     run = read(subject.schema, path)
     storage = options.storage or settings["storage"] or studies.local_database(folder)
     if ":***@" in storage:
         raise UsageError(f"--resume: give --storage again, {storage} was kept without its password")
-    chosen = {
-        name: getattr(options, name) or settings[name]
-        for name in ("sampler", "pruner", "jobs", "study", "monitor", "mode")
-    }
+    chosen = {name: getattr(options, name) or settings[name] for name in KEPT}
     space = tuple(parameters(subject, run.search))
     search = Search(subject=subject, parameters=space, folder=folder, storage=storage, seed=run.seed, **chosen)
-    studies.fail_stale_trials(search.open())
+    agree_with_folder(search)
     return search, {"trials": options.trials or settings["trials"], "timeout": options.timeout or settings["timeout"]}
 
 
@@ -258,10 +316,14 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     again = f"arclight tune --resume {search.folder} goes on with the search"
     try:
         run_trials(search, study, limits["trials"], deadline, watch.report_ended)
+        watch.keep()  # where the process that ran the last trial was killed before it could
+        found = studies.best(study)
+        ended = len(studies.finished(study))
     except KeyboardInterrupt:
         watch.report_ended()
         raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None
-    found = studies.best(study)
+    except studies.DATABASE_ERRORS as error:
+        raise UsageError(f"the database of the search does not answer: {studies.cause(error)}; {again}") from error
     if found is None:
         raise UsageError(f"no trial came to its end; {again}, with other ranges start a new one. {watch.first_error()}")
     print(
@@ -273,9 +335,9 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
         f"The best settings are in {search.folder / 'best.toml'}: {search.subject.command(search.folder / 'best.toml')}"
     )
     print(f"The report is {search.folder / 'report.html'}")
-    if len(studies.finished(study)) < limits["trials"]:
+    if ended < limits["trials"]:
         why = "The time was over" if time.monotonic() >= deadline else "Others still run their trials,"
-        print(f"{why} after {len(studies.finished(study))} of {limits['trials']} trials; {again}")
+        print(f"{why} after {ended} of {limits['trials']} trials; {again}")
 
 
 def run_trials(search: Search, study: Any, budget: int, deadline: float, look: Callable[[], None]) -> None:
@@ -284,9 +346,12 @@ def run_trials(search: Search, study: Any, budget: int, deadline: float, look: C
     from arclight.cli.tune.trial import TrialProcess, run_trial
 
     active: list[TrialProcess] = []
+    idle = 0
     try:
         while True:
-            others = _elsewhere(study, [one.process.pid for one in active])
+            own = [one.identity for one in active]
+            studies.fail_stale_trials(study, own)
+            others = _elsewhere(study, own)
             left = budget - len(studies.finished(study)) - others - len(active)
             if time.monotonic() >= deadline:
                 left = 0
@@ -302,19 +367,24 @@ def run_trials(search: Search, study: Any, budget: int, deadline: float, look: C
                 ended = wait([one.sentinel for one in active])
                 for one in [one for one in active if one.sentinel in ended]:
                     active.remove(one)
-                    one.close(study)
+                    idle = 0 if one.close(study) else idle + 1
+                if idle >= CHECKED_FIRST:
+                    raise UsageError(
+                        f"{idle} processes in succession ended before they had begun a trial, the last with {one.process.exitcode}; "
+                        f"what they said is above. arclight tune --resume {search.folder} goes on with the search"
+                    )
             look()
     finally:
         for one in active:
             one.stop()
 
 
-def _elsewhere(study: Any, own: Sequence[int | None]) -> int:
+def _elsewhere(study: Any, own: Sequence[list[str | int]]) -> int:
     """Count the trials that run in processes of others, on this machine or another."""
     from arclight.cli.tune import study as studies
 
     running = study.get_trials(deepcopy=False, states=(studies.RUNNING,))
-    return sum(one.user_attrs.get("process", ["", None])[1] not in own for one in running)
+    return sum(one.user_attrs.get(studies.PROCESS) not in own for one in running)
 
 
 class Watch:
@@ -325,23 +395,39 @@ class Watch:
 
         self._search, self._study = search, study
         self._seen = {one.number for one in studies.finished(study)}
+        self._warned = False
 
     def report_ended(self) -> None:
         """Report trials that have ended since. Raises UsageError where the first ones have all failed."""
         from arclight.cli.tune import study as studies
-        from arclight.cli.tune.search_report import write_search_report
 
         ended = studies.finished(self._study)
         best = studies.best(self._study)
         for one in (one for one in ended if one.number not in self._seen):
             self._seen.add(one.number)
             print(self._line(one, best), flush=True)
-        if best is not None:
-            self._keep(best)
-        if ended:
-            write_search_report(self._search, self._study)
+        self.keep()
         if len(ended) >= CHECKED_FIRST and all(one.state == studies.FAILED for one in ended):
             raise UsageError(f"the first {len(ended)} trials have all failed. {self.first_error()}")
+
+    def keep(self) -> None:
+        """Write the best settings and the page; a full disk is a warning: the database has all that is in them."""
+        from arclight.cli.tune import study as studies
+        from arclight.cli.tune.search_report import write_search_report
+
+        best = studies.best(self._study)
+        try:
+            if best is not None:
+                self._keep(best)
+            if studies.finished(self._study):
+                write_search_report(self._search, self._study)
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(
+                    f"the page or the best settings of {self._search.folder} were not written ({error}); the search goes on",
+                    stacklevel=2,
+                )
+            self._warned = True
 
     def first_error(self) -> str:
         from arclight.cli.tune import study as studies

@@ -9,6 +9,7 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from arclight.cli.arguments import UsageError, check_short_flags
@@ -35,21 +36,29 @@ class Range:
     step: float | None = None
     integer: bool = False
 
+    @property
+    def last(self) -> float:
+        """The highest value that steps from ``low`` come to."""
+        if not self.step:
+            return self.high
+        low, high, step = (Decimal(str(one)) for one in (self.low, self.high, self.step))
+        return float(low + (high - low) // step * step)
+
     def distribution(self) -> Any:
         """Return Optuna's form of it."""
         made = require("optuna", extra="tune").distributions
         if self.integer:
-            return made.IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
-        return made.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+            return made.IntDistribution(int(self.low), int(self.last), log=self.log, step=int(self.step or 1))
+        return made.FloatDistribution(self.low, self.last, log=self.log, step=self.step)
 
     def suggest(self, trial: Any) -> float | int:
         """Return the value that ``trial`` has of it."""
         if self.integer:
             drawn: int = trial.suggest_int(
-                self.field, int(self.low), int(self.high), log=self.log, step=int(self.step or 1)
+                self.field, int(self.low), int(self.last), log=self.log, step=int(self.step or 1)
             )
             return drawn
-        return float(trial.suggest_float(self.field, self.low, self.high, log=self.log, step=self.step))
+        return float(trial.suggest_float(self.field, self.low, self.last, log=self.log, step=self.step))
 
     def extremes(self) -> tuple[str, ...]:
         return self.text(self.low), self.text(self.high)
@@ -131,12 +140,17 @@ def parameters(subject: Subject, table: Mapping[str, Any] | None) -> list[Parame
     problems: list[str] = []
     problems += [
         f"--search.{field}: a search sets {of_run} itself; leave it out"
-        for field, _ in _leaves(table)
+        for field, _ in leaves(table)
         for of_run in OF_THE_RUN
         if f"{field}.".startswith(f"{of_run}.")
     ]
+    fields = [field for field, _ in leaves(table)]
+    problems += [f"--search.{field}: a field's name has no = in it" for field in fields if "=" in field]
+    problems += [
+        f"--search.{field}: has two ranges; leave out one" for field in sorted(set(fields)) if fields.count(field) > 1
+    ]
     _raise(problems)
-    given = {field: _parts(field, value, problems) for field, value in _leaves(table)}
+    given = {field: _parts(field, value, problems) for field, value in leaves(table)}
     try:
         check_short_flags([f"--{field}" for field in given], subject.schema)
     except UsageError as error:
@@ -166,12 +180,12 @@ def start(parameters: Sequence[Parameter], run: Any) -> dict[str, Any] | None:
     return None if None in own.values() else own
 
 
-def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of nested tables; a table's own name may be dotted too."""
-    for name, value in table.items():
+def leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of nested tables, in the order in which TOML has them; a table's own name may be dotted too."""
+    for name, value in sorted(table.items(), key=lambda item: isinstance(item[1], Mapping)):
         place = (*path, name)
         if isinstance(value, Mapping):
-            yield from _leaves(value, place)
+            yield from leaves(value, place)
         else:
             yield ".".join(place), value
 

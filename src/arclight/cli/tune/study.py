@@ -6,12 +6,17 @@ never stopped would have.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import random
 import re
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,38 +33,85 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 HEARTBEAT_S = 30
 GRACE_S = 180
 """A trial of another machine without a heartbeat for so long is failed."""
+OPENINGS = 10
+"""How often a database is opened in which others make tables at the same time."""
 SIGMA = 0.2
 """CMA-ES begins with this standard deviation, as a share of each range."""
+PROCESS, PLACE, FATAL, START = "process", "place", "fatal", "start"
+"""Attributes of a trial (who runs it, where it stands in the order of draws, where it stood when its process was killed), and of a study
+(the values drawn first)."""
+DEATHS = 3
+"""Values that so many processes were killed with are not drawn again."""
 COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
 FAILED, RUNNING = optuna.trial.TrialState.FAIL, optuna.trial.TrialState.RUNNING
+
+SQL_ERROR = require("sqlalchemy", extra="tune").exc.SQLAlchemyError
+DATABASE_ERRORS = (SQL_ERROR, optuna.exceptions.StorageInternalError)
+
+log = logging.getLogger(__name__)
+
+
+def cause(error: BaseException) -> str:
+    """Return the first line of what a database said, which Optuna's errors have as their cause."""
+    return str(error.__cause__ or error).strip().partition("\n")[0]
+
+
+class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
+    """Optuna's database, whose trials outlive a heartbeat that comes late or not at all while their process is alive."""
+
+    _missed = False
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        """Write that the trial is alive; a database that does not take it is asked again at the next heartbeat."""
+        try:
+            super().record_heartbeat(trial_id)
+            self._missed = False
+        except DATABASE_ERRORS as error:
+            if not self._missed:
+                log.warning("the database of the search takes no heartbeat of trial %s: %s", trial_id, cause(error))
+            self._missed = True
+
+    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
+        """Leave out trials of this machine that are alive: after a suspension their heartbeats are late."""
+        stale: list[int] = super()._get_stale_trial_ids(study_id)
+        return [one for one in stale if not _is_alive_here(self.get_trial(one).user_attrs.get(PROCESS))]
 
 
 def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
     """Open the study ``name`` in the database at ``url``, or make it. Raises UsageError where there is no such database."""
-    wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
     direction = "maximize" if mode == "max" else "minimize"
     if re.fullmatch(r"sqlite(\+\w+)?:/*|sqlite.*(:memory:|mode=memory).*", url):
         raise UsageError(
             f"--storage {url} is forgotten when it is closed: name a file, as sqlite:////home/me/search.db"
         )
-    sql_error = require("sqlalchemy", extra="tune").exc.SQLAlchemyError
     try:
-        with _experiments_allowed():
-            storage = optuna.storages.RDBStorage(
-                url, engine_kwargs=wait, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S
-            )
+        storage = _open_storage(url)
         study = optuna.create_study(
             storage=storage, study_name=name, direction=direction, pruner=_pruner(pruner), load_if_exists=True
         )
-    except (ImportError, ValueError, RuntimeError, sql_error, optuna.exceptions.OptunaError) as error:
-        first = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise UsageError(f"--storage {without_password(url)} cannot be opened: {first}") from error
+    except (ImportError, ValueError, RuntimeError, SQL_ERROR, optuna.exceptions.OptunaError) as error:
+        raise UsageError(f"--storage {without_password(url)} cannot be opened: {cause(error)}") from error
     if [one.name.lower() for one in study.directions] != [direction]:
         kept = " and ".join(one.name.lower() for one in study.directions)
         raise UsageError(
             f"--study {name}: the search of this name in the database has to {kept}; give this one a name of its own"
         )
     return study
+
+
+def _open_storage(url: str) -> TrialStorage:
+    """Open a database, or make its tables: processes that do so at once meet those of each other, and look again."""
+    wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            with _experiments_allowed():
+                return TrialStorage(url, engine_kwargs=wait, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
+        except SQL_ERROR as error:
+            if attempt == OPENINGS or not re.search("already exists|unique", str(error), re.IGNORECASE):
+                raise
+            time.sleep(random.uniform(0.1, 0.5))
 
 
 @contextmanager
@@ -92,8 +144,8 @@ def _pruner(kind: str) -> Any:
 class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
     """Sample each trial by a sampler of its own, whose random numbers depend on the seed and the trial's place alone.
 
-    Its place is its number among those that were not killed: processes that draw at the same time draw other values, and a search
-    that is resumed the values of one that was never stopped.
+    Its place is the first that no trial before it holds, and killed ones hold none: processes that draw at the same time draw other
+    values, and a search that is resumed the values of one that was never stopped. The first place has the recipe's own values.
     """
 
     def __init__(self, study: Any, kind: str, seed: int, parameters: Sequence[Parameter], parallel: bool) -> None:
@@ -104,12 +156,16 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
             require("cmaes", extra="tune")
 
     def before_trial(self, study: Any, trial: Any) -> None:
-        killed = [
-            one for one in self._study.get_trials(deepcopy=False) if was_killed(one) and one.number < trial.number
-        ]
-        place = trial.number - len(killed)
+        storage, number = self._study._storage, trial._trial_id
+        storage.set_trial_user_attr(number, PROCESS, this_process())  # first: a kill from here on is known as one
+        place = free_place([one for one in self._study.get_trials(deepcopy=False) if one.number < trial.number])
+        storage.set_trial_user_attr(number, PLACE, place)
         seed = int(np.random.SeedSequence([self._seed, place]).generate_state(1)[0])
-        if self._kind == "random":
+        start = self._study.user_attrs.get(START)
+        if place == 0 and start is not None:
+            with _experiments_allowed():
+                self._own = optuna.samplers.PartialFixedSampler(start, optuna.samplers.RandomSampler(seed=seed))
+        elif self._kind == "random":
             self._own = optuna.samplers.RandomSampler(seed=seed)
         elif self._kind == "cmaes":
             self._own = CmaSampler(seed, self._ranges)
@@ -125,6 +181,19 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
 
     def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
         return self._own.sample_independent(study, trial, param_name, param_distribution)
+
+
+def free_place(before: Sequence[Any]) -> int:
+    """Return the first place in the order of draws that none of these trials holds; killed ones hold none."""
+    taken: set[int] = set()
+    for one in before:
+        if not was_killed(one):  # one that has not noted its place yet is about to take the first free one
+            taken.add(one.user_attrs.get(PLACE, _first_free(taken)))
+    return _first_free(taken)
+
+
+def _first_free(taken: set[int]) -> int:
+    return next(place for place in itertools.count() if place not in taken)
 
 
 class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
@@ -189,7 +258,12 @@ def _from_unit(parameter: Range, share: float) -> float | int:
 
 def this_process() -> list[str | int]:
     """Identify this process among those of all machines: host, number, and the time it was started."""
-    return [socket.gethostname(), os.getpid(), _started(os.getpid())]
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> list[str | int]:
+    """Identify a living process of this machine among those of all machines."""
+    return [socket.gethostname(), pid, _started(pid)]
 
 
 def _started(pid: int) -> str:
@@ -214,18 +288,51 @@ def is_alive(process: Sequence[str | int]) -> bool:
     return _started(int(pid)) == started
 
 
-def fail_stale_trials(study: Any) -> int:
-    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many of the former."""
-    stale = [
-        one
-        for one in study.get_trials(deepcopy=False, states=(RUNNING,))
-        if "process" in one.user_attrs and not is_alive(one.user_attrs["process"])
-    ]
+def _is_alive_here(process: Sequence[str | int] | None) -> bool:
+    """Return True for a process of this machine that has not ended."""
+    return process is not None and process[0] == socket.gethostname() and is_alive(process)
+
+
+def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
+    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many of the former.
+
+    own: processes whose trials are left to the caller.
+    """
+    running = study.get_trials(deepcopy=False, states=(RUNNING,))
+    stale = [one for one in running if one.user_attrs.get(PROCESS) not in own and _has_ended(one)]
     for one in stale:
-        study.tell(one.number, state=FAILED)
+        before = [
+            other
+            for other in study.get_trials(deepcopy=False)
+            if other.user_attrs.get(FATAL) == one.user_attrs.get(PLACE, "")
+        ]
+        if len(before) + 1 < DEATHS:
+            fail(study, one, **{FATAL: one.user_attrs.get(PLACE)})
+        else:  # such as for want of memory: drawn again, these values would end each process that goes on with the search
+            fail(
+                study, one, error=f"its process was killed, as were those of {len(before)} trials with the same values"
+            )
     with _experiments_allowed():
         optuna.storages.fail_stale_trials(study)
     return len(stale)
+
+
+def _has_ended(trial: Any) -> bool:
+    """Return True for a trial that nobody runs any more: without a process, one that was killed before it could note its own."""
+    process = trial.user_attrs.get(PROCESS)
+    if process is not None:
+        return not is_alive(process)
+    return bool((datetime.now() - trial.datetime_start).total_seconds() > GRACE_S)
+
+
+def fail(study: Any, trial: Any, **noted: Any) -> None:
+    """Mark a trial as failed, by an error of its own where one is noted; another process may have ended it just now."""
+    try:
+        for name, value in noted.items():
+            study._storage.set_trial_user_attr(trial._trial_id, name, value)
+        study.tell(trial.number, state=FAILED, skip_if_finished=True)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        log.debug("trial %s was ended by another process", trial.number)
 
 
 def was_killed(trial: Any) -> bool:

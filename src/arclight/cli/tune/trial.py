@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -51,26 +52,40 @@ def run_trial(search: Search, *, own_process: bool = False) -> None:
     """Draw the values of a new trial, train with them, and tell the study how that went; an error ends the trial alone."""
     study = search.open()
     study.sampler = studies.TrialSampler(study, search.sampler, search.seed, search.parameters, search.jobs > 1)
+    begun: list[int] = []
 
     def objective(trial: Any) -> float:
-        trial.set_user_attr("process", studies.this_process())
-        values = {one.field: one.suggest(trial) for one in search.parameters}
+        begun.append(trial.number)
         folder = search.folder / str(trial.number)
         try:
+            values = {one.field: one.suggest(trial) for one in search.parameters}
             with _output_into(folder / "output.txt") if own_process else contextlib.nullcontext():
                 return _train(search, trial, values, folder)
         except (KeyboardInterrupt, SIGTERMException) as stop:
             raise KeyboardInterrupt from stop  # the study marks it as failed, without an error of its own
         except optuna.TrialPruned:
             raise
-        except Exception as error:
-            told = sentence(error) if is_fault_of_use(error) else f"{type(error).__name__}: {error}"
-            trial.set_user_attr("error", told[:500])
+        except (Exception, SystemExit) as error:
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception) and is_fault_of_use(error):
+                told = sentence(error)
+            trial.set_user_attr("error", told[:500].encode(errors="backslashreplace").decode())
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+            if isinstance(error, SystemExit):
+                raise RuntimeError(f"the trial called sys.exit({error.code!r})") from error
             raise
 
-    study.optimize(objective, n_trials=1, catch=(Exception,))
+    try:
+        study.optimize(objective, n_trials=1, catch=(Exception,))
+    except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        if not begun or study.trials[begun[0]].state == studies.RUNNING:
+            raise
+        warnings.warn(
+            f"trial {begun[0]} was ended by another process, which had no heartbeat of it for {studies.GRACE_S} s: "
+            "its result does not count, and it is run again",
+            stacklevel=2,
+        )
 
 
 def _train(search: Search, trial: Any, values: dict[str, Any], folder: Path) -> float:
@@ -117,8 +132,7 @@ def _output_into(path: Path) -> Iterator[None]:
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)
     path.parent.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.parent.with_name(f".{path.parent.name}.txt")  # the folder itself belongs to the run, which makes it
-    with open(beside, "wb") as file:
+    with open(_beside(path), "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
@@ -129,8 +143,19 @@ def _output_into(path: Path) -> Iterator[None]:
         for number, before in zip((1, 2), kept):
             os.dup2(before, number)
             os.close(before)
+        _keep_output(path)
+
+
+def _beside(path: Path) -> Path:
+    """Return where a trial's output is written: the folder that keeps it belongs to the run, which makes it."""
+    return path.parent.with_name(f".{path.parent.name}.txt")
+
+
+def _keep_output(path: Path) -> None:
+    """Put the output of a trial that has ended into its folder, if it had any."""
+    if (written := _beside(path)).exists():
         path.parent.mkdir(exist_ok=True)
-        os.replace(beside, path)
+        written.replace(path)
 
 
 class TrialProcess:
@@ -138,27 +163,26 @@ class TrialProcess:
 
     def __init__(self, search: Search, slot: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.slot = slot
+        self.slot, self._folder = slot, search.folder
         self.process = context.Process(target=_run_alone, args=(search, slot), daemon=False)
         self.process.start()
+        assert self.process.pid is not None
+        self.identity = studies.process_of(self.process.pid)
 
     @property
     def sentinel(self) -> int:
         return self.process.sentinel
 
-    def close(self, study: Any) -> None:
-        """Note the error of a trial whose process has ended without telling its outcome."""
+    def close(self, study: Any) -> bool:
+        """Note the error of a trial whose process has ended without telling its outcome; returns whether it had begun one."""
         self.process.join()
-        for one in study.get_trials(deepcopy=False, states=(studies.RUNNING,)):
-            if one.user_attrs.get("process", ["", 0])[1] == self.process.pid:
-                code = self.process.exitcode
-                told = (
-                    f"its process was ended by signal {-code}"
-                    if code and code < 0
-                    else f"its process ended with {code}"
-                )
-                optuna.trial.Trial(study, one._trial_id).set_user_attr("error", told)
-                study.tell(one.number, state=studies.FAILED)
+        own = [one for one in study.get_trials(deepcopy=False) if one.user_attrs.get(studies.PROCESS) == self.identity]
+        for one in [one for one in own if one.state == studies.RUNNING]:
+            code = self.process.exitcode
+            told = f"its process was ended by signal {-code}" if code and code < 0 else f"its process ended with {code}"
+            studies.fail(study, one, error=told)
+            _keep_output(self._folder / str(one.number) / "output.txt")
+        return bool(own)
 
     def stop(self) -> None:
         """End the process as SIGTERM does, which lets a step be finished; after half a minute at once."""
