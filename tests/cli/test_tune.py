@@ -586,6 +586,22 @@ def test_a_page_that_a_full_disk_does_not_take_is_a_warning(
     assert len(re.findall(r"^trial \d", out, re.MULTILINE)) == 2
 
 
+def test_a_database_that_does_not_answer_ends_the_search_with_what_to_do(
+    typed: Typed, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        cause = sqlite3.OperationalError("database or disk is full")
+        raise studies.optuna.exceptions.StorageInternalError("An exception is raised during the commit.") from cause
+
+    monkeypatch.setattr(studies.TrialStorage, "set_trial_user_attr", full)
+    status, _, err = typed("tune tiny.toml --search.task.lr 0.2:0.3 --monitor val/loss")
+    assert status == 2
+    assert (
+        "does not answer: database or disk is full; arclight tune --resume runs/tiny/tune-1 goes on with the search"
+        in err
+    )
+
+
 def read_only(search: Search) -> Search:
     """The same search, whose processes may read its database and no more."""
     path = studies.local_database(search.folder).removeprefix("sqlite:///")
