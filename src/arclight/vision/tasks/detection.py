@@ -354,7 +354,8 @@ class DetectionData(VisionData):
                 "progressive_resizing goes by the share of epochs that are over, and nothing says how many there will be: "
                 "give trainer.max_epochs or max_steps"
             )
-        if self.trainer is not None and self.trainer.strategy.in_stages and (s.rect_train or s.progressive_resizing):
+        shaped = s.rect_train or s.progressive_resizing is not None
+        if shaped and self.trainer is not None and self.trainer.strategy.in_stages:
             named = "rect_train" if s.rect_train else "progressive_resizing"
             raise ValueError(f"{named}: stages of a network take batches of one shape: leave it out")
         if not s.rect_train:
