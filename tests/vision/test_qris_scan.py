@@ -19,6 +19,8 @@ from arclight.vision.qris import Code, build, scan  # noqa: E402
 from arclight.vision.qris.reading import decode, finder_patterns, grid, scanner  # noqa: E402
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
+from arclight.vision.qris.reading.grid_search import rivals  # noqa: E402
+from arclight.vision.qris.reading.refinement import Slopes
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
 QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")
@@ -154,7 +156,7 @@ def test_a_bent_blurred_code_is_read_module_by_module() -> None:
     """Around a can the finder patterns are no longer in line; the grid bends with the code."""
     image = bent_and_blurred()
     assert read_zxing(image) == []
-    ((read,), _) = read_grid(image, (60.0, 60.0, 260.0, 275.0))
+    (read,) = read_grid(image, (60.0, 60.0, 260.0, 275.0)).codes
     assert read.text == "HELLO CAN"
     assert np.abs(read.corners - [[60, 60], [260, 60], [260, 260], [60, 260]]).max() < 20
 
@@ -162,7 +164,7 @@ def test_a_bent_blurred_code_is_read_module_by_module() -> None:
 def test_a_box_that_cuts_off_finder_patterns_is_widened() -> None:
     image = bent_and_blurred()
     tight = (100.0, 103.0, 220.0, 232.0)
-    assert read_grid(image, tight)[0] == []
+    assert read_grid(image, tight).codes == []
     assert [code.text for code in scan(np.repeat(image[..., None], 3, 2), finder(tight))] == ["HELLO CAN"]
 
 
@@ -279,14 +281,16 @@ def test_reading_samples_truly(shared_data: Path) -> None:
 def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
     assert not any(map(read_view, views_of(noise, (20.0, 20.0, 180.0, 180.0))))
-    reads, tries = read_grid(noise, (20.0, 20.0, 180.0, 180.0))
-    assert (reads, tries) == ([], 1)  # nothing there looks like a grid, so no other view is tried
+    nothing = decode.GridReading([], 1, plain=False)
+    assert read_grid(noise, (20.0, 20.0, 180.0, 180.0)) == nothing, (
+        "nothing there is like a grid: no other view is tried"
+    )
 
 
 def test_no_grid_is_searched_for_in_boxes_too_small_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "find_grids", lambda *given: pytest.fail("its grid is not searched for"))
     noise = np.random.default_rng(0).integers(0, 256, (80, 80), dtype=np.uint8)
-    assert read_grid(noise, (20.0, 20.0, 49.0, 49.0)) == ([], 0), "others have its tries"
+    assert read_grid(noise, (20.0, 20.0, 49.0, 49.0)) == decode.GridReading([], 0, plain=False), "others have its tries"
 
 
 def photographed(
@@ -344,9 +348,9 @@ def test_the_number_of_grids_tried_in_a_photo_is_bounded(monkeypatch: pytest.Mon
 
     asked: list[int] = []
 
-    def read_nothing(grey: np.ndarray, box: object, tries: int) -> tuple[list[object], int]:
+    def read_nothing(grey: np.ndarray, box: object, tries: int) -> decode.GridReading:
         asked.append(tries)
-        return [], tries
+        return decode.GridReading([], tries, plain=False)
 
     monkeypatch.setattr(scanner, "read_grid", read_nothing)
     boxes = [(20.0 + 60 * i, 20.0, 70.0 + 60 * i, 70.0) for i in range(9)]
@@ -365,7 +369,7 @@ def test_the_work_on_a_photo_is_bounded_and_what_was_left_untried_named(monkeypa
         return []
 
     monkeypatch.setattr(scanner, "read_view", count)
-    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: ([], 1))
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: decode.GridReading([], 1, plain=False))
     codes = scan(noise, finder(*boxes))
     assert len(codes) == len(boxes)
     assert sum(read) < scanner.MAX_VIEW_PIXELS + 12 * 1600**2
@@ -438,7 +442,7 @@ def test_wrong_corners_lose_nothing(blurred: tuple[np.ndarray, np.ndarray], wron
 def test_codes_read_by_their_corners_are_bounded_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(scanner, "read_near", lambda grey, corners: asked.append(corners) or [])
-    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: ([], 1))
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: decode.GridReading([], 1, plain=False))
     boxes = np.array([(10.0 + 40 * i, 10.0, 40.0 + 40 * i, 40.0) for i in range(12)])
     quads = np.stack([boxes[:, [0, 2, 2, 0]], boxes[:, [1, 1, 3, 3]]], -1)
     found = Detections.from_arrays(boxes, np.linspace(0.9, 0.5, 12), np.zeros(12), names=["qr_code"], keypoints=quads)
@@ -479,17 +483,16 @@ def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untri
 ) -> None:
     image, boxes = undecodable(60.0, 8, 5)
     searched: list[object] = []
-    followed: list[object] = []
-    find, follow = decode.find_grids, decode.follow_grids
+    find = decode.find_grids
     monkeypatch.setattr(decode, "find_grids", lambda *given: searched.append(given) or find(*given))
-    monkeypatch.setattr(decode, "follow_grids", lambda *given: followed.append(given) or follow(*given))
     codes = scan(image, finder(*boxes))
     assert [code.text for code in codes] == [None] * 40, "what says nothing is read as nothing"
     named = [code.problems for code in codes]
     assert named.count((scanner.NOT_TRIED,)) >= 36
     assert {*named} <= {(scanner.NOT_TRIED,), (scanner.NOT_READ,)}
-    assert len(searched) + len(followed) == scanner.MAX_GRID_TRIES
-    assert len(searched) == 3, "a grid that fits well is refined in further views, not looked for again"
+    assert len(searched) == scanner.MAX_GRID_BOXES, (
+        "a plain grid is not looked for again in larger views or wider boxes"
+    )
 
 
 @pytest.mark.slow
@@ -541,7 +544,7 @@ def test_a_proposal_on_a_plain_area_does_not_hide_the_code_beside_it() -> None:
     picture[100 : 100 + 25 * 8, 80 : 80 + 25 * 8] = np.kron(201 - 180 * modules, np.ones((8, 8), np.float32))
     plain = np.array([[420, 100], [620, 103], [618, 302], [421, 299]], np.float32)
     box = (70.0, 90.0, 290.0, 310.0)
-    best = grid.find_grids(picture, box, 5, [plain])[0]
+    best = decode.find_grids(Slopes(picture), box, 5, lambda: [plain])[0]
     assert best.version == 2
     assert 0.9 < best.score <= 1
     assert np.abs(best.corners.min(0) - [80, 100]).max() < 4
@@ -564,7 +567,7 @@ def test_finder_patterns_correlate_as_opencv_says(module_px: float) -> None:
 
 def test_large_boxes_are_laid_on_pictures_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    monkeypatch.setattr(decode, "find_grids", lambda picture, *_: sizes.append(picture.shape) or [])
+    monkeypatch.setattr(decode, "find_grids", lambda slopes, *_: sizes.append(slopes.picture.shape) or [])
     for side in (100, 500, 900, 2000):
         photo = np.random.default_rng(0).integers(0, 256, (3000, 3000), dtype=np.uint8)
         decode.read_grid(photo, (200.0, 200.0, 200.0 + side, 200.0 + side), 1)
@@ -590,5 +593,5 @@ def test_the_same_grid_found_twice_and_grids_far_behind_are_no_rivals() -> None:
     square = np.concatenate([np.array([[0, 0], [100, 0], [100, 100], [0, 100]]), np.zeros((4, 2))]).astype(np.float32)
     best, again, moved = Grid(1, square, 0.9), Grid(1, square + 2, 0.88), Grid(1, square + 9, 0.8)
     other, behind = Grid(2, square, 0.79), Grid(1, square + 30, 0.6)
-    assert grid._rivals([best, again, moved, other, behind]) == [best, moved, other]
-    assert grid._rivals([]) == []
+    assert rivals([best, again, moved, other, behind]) == [best, moved, other]
+    assert rivals([]) == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
+from arclight.vision.qris.reading.error_correction import SoftSymbol, version_modules
 from arclight.vision.qris.reading.finder_patterns import Floats
-from arclight.vision.qris.reading.grid import (
-    MAX_VERSION,
-    Box,
-    Grid,
-    find_grids,
-    finish_grids,
-    fixed_modules,
-    follow_grids,
-    grids_near,
-    rectify,
-    refine,
-)
+from arclight.vision.qris.reading.grid import MAX_VERSION, Box, Grid, fixed_modules, rectify
+from arclight.vision.qris.reading.grid_search import PLAIN_SCORE, find_grids, grids_near, refined_grids, rivals
+from arclight.vision.qris.reading.refinement import Slopes, Stiffness, climb, right_versions
 
 cv2 = require("cv2", extra="vision")
 zxingcpp = require("zxingcpp", extra="vision")
@@ -236,39 +229,46 @@ the largest code."""
 MIN_GRID_SIDE = 30.0
 """Smallest box, as the root of its area in pixels, in which a grid is searched for: of 200 smaller ones none was read."""
 MIN_PROMISING_SCORE = 0.55
-"""Least correlation of a grid that could not be decoded at which it is finished, and another view is worth its time."""
-CLEAR_SCORE = 0.8
-"""Correlation from which a grid is the code's beyond doubt, and may be refined in the next view instead of looked for again."""
+"""Least correlation of a grid that could not be decoded at which another view is worth its time."""
+FINE_MODULES = 45
+"""Modules along a side from which a larger view shows more."""
 
 
-def read_grid(
-    grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, follow: bool = False
-) -> tuple[list[DecodedCode], int]:
+@dataclass(frozen=True)
+class GridReading:
+    """Hold the codes that a search for grids in a box brought, in how many views, and whether a grid was found beyond doubt."""
+
+    codes: list[DecodedCode]
+    views: int
+    plain: bool
+
+
+def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> GridReading:
     """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
 
-    Returns what was read and how many views were tried: none of a box that is too small, and no further ones where not even a
-    likely grid was found.
+    No view is tried of a box that is too small, and no further ones where not even a likely grid was found, or what was found is
+    too doubtful.
     """
     if (box[2] - box[0]) * (box[3] - box[1]) < MIN_GRID_SIDE**2:
-        return [], 0
-    count = 0
-    for view, picture, near in laid_grids(grey, box, tries, follow=follow):
+        return GridReading([], 0, plain=False)
+    count, plain = 0, False
+    for view, slopes, near in laid_grids(grey, box, tries):
         count += 1
-        if code := _read_at_once(near, view, picture):
-            return [code], count
-        if not near or near[0].score < MIN_PROMISING_SCORE:
+        plain |= bool(near) and near[0].score >= PLAIN_SCORE
+        code, doubt = decode_grids(slopes, near)
+        if code:
+            return GridReading([view.back(code)], count, plain)
+        if not near or near[0].score < MIN_PROMISING_SCORE or doubt > MAX_DOUBT:
             break
-        if code := _read_under(finish_grids(picture, near), view, picture):
-            return [code], count
-    return [], count
+        if plain and near[0].modules < FINE_MODULES:
+            break
+    return GridReading([], count, plain)
 
 
-def laid_grids(
-    grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, follow: bool = False
-) -> Iterator[tuple[View, Floats, list[Grid]]]:
-    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first, to be finished.
+def laid_grids(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> Iterator[tuple[View, Slopes, list[Grid]]]:
+    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first.
 
-    With ``follow``, a grid that is clear in one view is refined in the next, at half the work; a new search reads a little more.
+    Grids that are plain in one view are refined in the next, not looked for again.
     """
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
@@ -282,17 +282,17 @@ def laid_grids(
         factor = float(np.clip(longest / max(crop.shape), least, 6))
         width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
         view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
-        picture = _stretched(view.image)
+        slopes = Slopes(_stretched(view.image))
         corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
         local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
-        if follow and grids and grids[0].score >= CLEAR_SCORE:
+        if grids and grids[0].score >= PLAIN_SCORE:
             ratio = view.scale / scale
-            moved = [replace(grid, shape=grid.shape * ratio) for grid in grids]
-            grids = follow_grids(picture, moved, largest)
+            moved = [replace(grid, shape=grid.shape * ratio) for grid in rivals(grids)]
+            grids = refined_grids(slopes, moved, largest)
         else:
-            grids = find_grids(picture, local, largest, _proposals(picture))
+            grids = find_grids(slopes, local, largest, partial(_proposals, slopes.picture))
         scale = view.scale
-        yield view, picture, grids
+        yield view, slopes, grids
 
 
 def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
@@ -300,11 +300,10 @@ def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
     view = straightened(grey, corners)
     if codes := read_view(view):
         return codes
-    picture = _stretched(view.image)
+    slopes = Slopes(_stretched(view.image))
     side = float(np.sqrt(cv2.contourArea(corners.astype(np.float32))))
-    near = grids_near(picture, STRAIGHT_QUAD, largest_version(side))
-    code = _read_at_once(near, view, picture) or _read_under(finish_grids(picture, near), view, picture)
-    return [code] if code else []
+    code, _ = decode_grids(slopes, grids_near(slopes, STRAIGHT_QUAD, largest_version(side)))
+    return [view.back(code)] if code else []
 
 
 def largest_version(side: float) -> int:
@@ -323,32 +322,11 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
         return None
     factor = float(np.clip(4 * modules / max(crop.shape), 1, 6))
     view = _enlarged(crop, origin, (round(crop.shape[1] * factor), round(crop.shape[0] * factor)))
-    picture = _stretched(view.image)
+    slopes = Slopes(_stretched(view.image))
     shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
-    known = Grid((modules - 17) // 4, shape, 0.0)
-    for bow in (None, 0.003, 0.01, 0.03):
-        laid = known if bow is None else refine(picture, known, rounds=12, bow=bow)
-        if code := _read_under([laid], view, picture):
-            return code
-    return None
-
-
-def _read_at_once(grids: Sequence[Grid], view: View | StraightView, picture: Floats) -> DecodedCode | None:
-    """Decode the modules under the best of ``grids`` as `_read_under`, by the quick guesses alone."""
-    for grid in grids[:2]:
-        for dark in _guesses(LaidGrid(picture, grid)):
-            if code := decode_modules(dark, grid.version):
-                return view.back(DecodedCode(decoded_text(code), grid.corners))
-    return None
-
-
-def _read_under(grids: Sequence[Grid], view: View | StraightView, picture: Floats) -> DecodedCode | None:
-    """Decode the modules under ``grids``, laid over ``picture``, a view's, as a code in the whole picture."""
-    decoded = decode_grids(picture, grids)
-    if decoded is None:
-        return None
-    code, grid = decoded
-    return view.back(DecodedCode(decoded_text(code), grid.corners))
+    known = Grid((modules - 17) // 4, shape, 1.0)
+    code = _read_patiently(LaidGrid(slopes.picture, known)) or decode_grids(slopes, [known])[0]
+    return view.back(code) if code else None
 
 
 def _stretched(image: Grey) -> Floats:
@@ -458,7 +436,11 @@ def _fitted(features: Floats, known: Floats, wanted: Floats, penalty: npt.NDArra
 def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
     """Set the fixed modules of ``dark`` (n, n) as the standard has them, though a finger hid them."""
     fixed = fixed_modules(version)[1:-1, 1:-1]
-    return np.asarray(np.where(fixed == 0, dark, fixed > 0))
+    known = np.where(fixed == 0, dark, fixed > 0)
+    if version >= 7:
+        known[:6, -11:-8] = version_modules(version)
+        known[-11:-8, :6] = version_modules(version).T
+    return np.asarray(known)
 
 
 QUICK = Equalizer(reach=1, cells=2, window=11, ridge=0.03)
@@ -467,27 +449,71 @@ PATIENT = (
     Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
     Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
 )
-"""Slower ones, for the best two grids once everything quicker has failed."""
+"""Slower ones: what one is misled by, another is not, and their mean is surer than each."""
+USUAL, STIFF, FREE = Stiffness(lean=2, bow=3), Stiffness(lean=20, bow=20), Stiffness(bow=3)
+"""How grids may lean and bow: what most codes do; what small flat ones do; any perspective."""
+MAX_DOUBT, MAX_DOUBT_OF_USUAL = 0.7, 0.4
+"""Most doubt at which stiff grids and another view are tried; and free ones. Of codes that these read, none had more."""
+BEHIND = 0.12
+"""How far below the best a straight grid is not followed any more: the gap to the true one only widens."""
 
 
-def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | None:
-    """Return the first code that the modules under one of ``grids`` (best first) decode to, and its grid.
+def soft_modules(laid: LaidGrid) -> Floats:
+    """Return how dark modules under a grid are, (n, n), in the mean of the patient equalizers."""
+    return np.asarray(np.mean([equalizer.soft(laid) for equalizer in PATIENT], 0))
 
-    Modules are thresholded, sharpened and equalized, then the flattened picture is read; patience is for the best two.
+
+def finish_grids(slopes: Slopes, near: Sequence[Grid], stiffness: Stiffness = USUAL) -> list[Grid]:
+    """Fit the likeliest two of ``near`` (best first) as ``stiffness`` has it."""
+    best = [grid for grid in near[:2] if grid.score > near[0].score - BEHIND]
+    fitted = climb(slopes, best, rounds=10, stiffness=stiffness)
+    renamed = right_versions(slopes.picture, fitted, MAX_VERSION)
+    if all(one.version == other.version for one, other in zip(fitted, renamed, strict=True)):
+        return fitted
+    return climb(slopes, renamed, rounds=10, stiffness=stiffness)
+
+
+def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | None, float]:
+    """Decode the modules under ``near`` (best first), laid over a picture; also returns the least doubt of any.
+
+    Modules are equalized and corrected by how sure each is. Where that fails by little, simpler guesses follow, then a plain reader.
     """
-    laid = [LaidGrid(picture, grid) for grid in grids]
-    for one in laid:
-        for dark in _guesses(one):
-            if code := decode_modules(dark, one.grid.version):
-                return code, one.grid
-    for one in laid[:2]:
-        for equalizer in PATIENT:
-            if code := decode_modules(equalizer.dark(one), one.grid.version):
-                return code, one.grid
-        flat = np.clip(rectify(picture, one.grid), 0, 255).astype(np.uint8)
-        for seen in (flat, sharpened(flat, 1.0, 5.0)):
-            if codes := _zxing(seen):
-                return codes[0], one.grid
+    least = np.inf
+    for stiffness, most in ((USUAL, np.inf), (STIFF, MAX_DOUBT), (FREE, MAX_DOUBT_OF_USUAL)):
+        if least > most:
+            break
+        for grid in finish_grids(slopes, near, stiffness):
+            laid = LaidGrid(slopes.picture, grid)
+            symbol = SoftSymbol.of(soft_modules(laid), grid.version)
+            doubt = symbol.doubt()
+            least = min(least, doubt)
+            if code := _read_symbol(symbol, grid):
+                return code, least
+            if doubt > MAX_DOUBT:
+                continue  # as likely a wrong grid
+            if stiffness != STIFF and (code := _read_patiently(laid)):
+                return code, least
+            break
+    return None, least
+
+
+def _read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
+    code = decode_modules(symbol.dark, grid.version)
+    if not code and (corrected := symbol.corrected()) is not None:
+        code = decode_modules(corrected, grid.version)
+    return DecodedCode(decoded_text(code), grid.corners) if code else None
+
+
+def _read_patiently(laid: LaidGrid) -> DecodedCode | None:
+    """Read what lies under a grid by simple guesses, then by a plain reader of the flattened picture."""
+    for dark in _guesses(laid):
+        if code := decode_modules(dark, laid.grid.version):
+            return DecodedCode(decoded_text(code), laid.grid.corners)
+    flat = np.clip(rectify(laid.picture, laid.grid), 0, 255).astype(np.uint8)
+    for seen in (flat, sharpened(flat, 1.0, 5.0)):
+        for code in _zxing(seen):
+            if code.extra.get("Version") == str(laid.grid.version):  # by chance, a part of it may pass for a micro code
+                return DecodedCode(decoded_text(code), laid.grid.corners)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -37,35 +37,14 @@ class FinderPattern:
     correlation: float
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Hold a code's corners (4, 2), clockwise from its own top left, and the version estimated from its size."""
-
-    corners: Vector
-    version: int
-
-
-def propose(picture: Floats, largest: int) -> list[Proposal]:
-    """Return proposals up to version ``largest`` for the code that fills most of ``picture`` (H, W).
-
-    Three patterns give a parallelogram; two give three squares, for a code of which one pattern is hidden.
-    """
-    patterns = find_patterns(picture, largest)
-    return [
-        Proposal(corners, version)
-        for origin, across, down, module in (*_triples(patterns), *_pairs(patterns[:MAX_IN_PAIRS]))
-        for version, corners in _codes(origin, across, down, module, largest)
-    ]
-
-
-def find_patterns(picture: Floats, largest: int) -> list[FinderPattern]:
+def find_patterns(picture: Floats, largest: int, enough_px: float = ENOUGH_MODULE_PX) -> list[FinderPattern]:
     """Return the likeliest finder patterns of a code that fills most of ``picture``, best first."""
     extent = max(picture.shape) / 1.4
     low, high = max(1.0, 0.6 * extent / (17 + 4 * largest)), 1.25 * extent / 21
     steps = max(2, int(np.ceil(np.log(high / low) / np.log(SCALE_STEP))))
     pad = int(np.ceil(2 * high))
     framed = cv2.copyMakeBorder(picture, pad, pad, pad, pad, cv2.BORDER_REPLICATE)  # a pattern may be cut by the edge
-    found = [p for module in np.geomspace(low, high, steps) for p in _peaks(framed, float(module), pad)]
+    found = [p for module in np.geomspace(low, high, steps) for p in _peaks(framed, float(module), pad, enough_px)]
     kept: list[FinderPattern] = []
     for pattern in sorted(found, key=lambda p: -p.correlation):
         if all(not _same(pattern, other) for other in kept):
@@ -111,8 +90,8 @@ def _correlation(picture: Floats, pattern: Floats, mask: Floats) -> Floats:
     return np.asarray(product / np.sqrt(spread), np.float32)
 
 
-def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterator[FinderPattern]:
-    factor = max(1.0, module_px / ENOUGH_MODULE_PX)
+def _peaks(framed: Floats, module_px: float, pad: int, enough_px: float, count: int = 6) -> Iterator[FinderPattern]:
+    factor = max(1.0, module_px / enough_px)
     if factor > 1:
         framed = cv2.resize(framed, None, fx=1 / factor, fy=1 / factor, interpolation=cv2.INTER_AREA)
     small = module_px / factor
@@ -130,15 +109,40 @@ def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterat
         like[max(0, y - reach) : y + reach + 1, max(0, x - reach) : x + reach + 1] = 0
 
 
-_Frame = tuple[Vector, Vector, Vector, float]
-"""Centre of the top-left pattern, the ways to the top-right and the bottom-left one, and pixels per module."""
+@dataclass(frozen=True)
+class Frames:
+    """Hold F places of codes by their finder patterns, (F, 2) each but the last.
+
+    Centres of the top-left patterns, the ways from there to the top-right and the bottom-left ones, and pixels per module (F,).
+    """
+
+    origin: Vector
+    across: Vector
+    down: Vector
+    module_px: Vector
+
+    def proposals(self, largest: int) -> tuple[npt.NDArray[np.intp], Vector]:
+        """Return versions (M,) that fit the distance of the patterns, each with the corners (M, 4, 2).
+
+        Centres lie 3.5 modules inside.
+        """
+        modules = (np.hypot(*self.across.T) + np.hypot(*self.down.T)) / 2 / self.module_px + 7
+        likely = (modules - 17) / 4
+        first, last = np.maximum(np.floor(likely - 1), 1), np.minimum(np.ceil(likely + 1), largest)
+        tried = first[:, None] + np.arange(4)
+        frame, column = np.nonzero(tried <= last[:, None])
+        version = tried[frame, column].astype(np.intp)
+        side = 17.0 + 4 * version[:, None]
+        right, below = self.across[frame] / (side - 7), self.down[frame] / (side - 7)
+        start = self.origin[frame] - 3.5 * (right + below)
+        corners = np.stack([start, start + side * right, start + side * (right + below), start + side * below], 1)
+        return version, corners
 
 
-def _triples(patterns: list[FinderPattern]) -> Iterator[_Frame]:
-    if len(patterns) < 3:
-        return
-    chosen = np.array(list(permutations(range(len(patterns)), 3)))
-    centres = np.stack([pattern.centre for pattern in patterns])[chosen]
+def triples(patterns: Sequence[FinderPattern]) -> Frames:
+    """Return parallelograms of three patterns."""
+    chosen = np.array(list(permutations(range(len(patterns)), 3)), np.intp).reshape(-1, 3)
+    centres = np.array([pattern.centre for pattern in patterns]).reshape(-1, 2)[chosen]
     sizes = np.array([pattern.module_px for pattern in patterns])[chosen]
     across, down = centres[:, 1] - centres[:, 0], centres[:, 2] - centres[:, 0]
     wide, high = np.hypot(*across.T), np.hypot(*down.T)
@@ -146,37 +150,24 @@ def _triples(patterns: list[FinderPattern]) -> Iterator[_Frame]:
     fits = (np.minimum(wide, high) >= 8 * module) & (sizes.max(1) <= 1.7 * sizes.min(1))
     fits &= (wide > 0.4 * high) & (wide < 2.5 * high)
     fits &= across[:, 0] * down[:, 1] - across[:, 1] * down[:, 0] >= 0.45 * wide * high  # clockwise and no sliver
-    for one in np.flatnonzero(fits):
-        yield centres[one, 0], across[one], down[one], float(module[one])
+    return Frames(centres[fits, 0], across[fits], down[fits], module[fits])
 
 
-def _pairs(patterns: list[FinderPattern]) -> Iterator[_Frame]:
-    for first, second in permutations(patterns, 2):
-        way = second.centre - first.centre
-        turned = np.array([-way[1], way[0]])
-        module = float(np.sqrt(first.module_px * second.module_px))
-        apart = float(np.hypot(*way)) / module
-        if max(first.module_px, second.module_px) > 1.6 * min(first.module_px, second.module_px) or apart < 8:
-            continue
-        yield first.centre, way, turned, module
-        yield first.centre, -turned, way, module
-        if apart >= 11:  # the ends of a diagonal
-            corner = (first.centre + second.centre + turned) / 2
-            yield corner, first.centre - corner, second.centre - corner, module
-
-
-def _codes(origin: Vector, across: Vector, down: Vector, module: float, largest: int) -> Iterator[tuple[int, Vector]]:
-    """Yield versions that fit the distance of the patterns, each with its corners.
-
-    Centres lie 3.5 modules inside.
-    """
-    modules = (float(np.hypot(*across)) + float(np.hypot(*down))) / 2 / module + 7
-    likely = (modules - 17) / 4
-    for version in range(max(1, int(np.floor(likely - 1))), min(largest, int(np.ceil(likely + 1))) + 1):
-        side = 17 + 4 * version
-        right, below = across / (side - 7), down / (side - 7)
-        start = origin - 3.5 * (right + below)
-        corners = np.empty((4, 2))
-        corners[0], corners[1] = start, start + side * right
-        corners[2], corners[3] = start + side * (right + below), start + side * below
-        yield version, corners
+def pairs(patterns: Sequence[FinderPattern]) -> Frames:
+    """Return squares of two patterns, of a code of which one is hidden: on either side of them, and around them as a diagonal."""
+    chosen = np.array(list(permutations(range(len(patterns)), 2)), np.intp).reshape(-1, 2)
+    centres = np.array([pattern.centre for pattern in patterns]).reshape(-1, 2)[chosen]
+    sizes = np.array([pattern.module_px for pattern in patterns])[chosen]
+    first, second = centres[:, 0], centres[:, 1]
+    way, module = second - first, np.sqrt(sizes.prod(1))
+    turned = np.stack([-way[:, 1], way[:, 0]], 1)
+    apart = np.hypot(*way.T) / module
+    fits = (sizes.max(1) <= 1.6 * sizes.min(1)) & (apart >= 8)
+    ends = fits & (apart >= 11)
+    corner = (first + second + turned) / 2
+    return Frames(
+        np.concatenate([first[fits], first[fits], corner[ends]]),
+        np.concatenate([way[fits], -turned[fits], (first - corner)[ends]]),
+        np.concatenate([turned[fits], way[fits], (second - corner)[ends]]),
+        np.concatenate([module[fits], module[fits], module[ends]]),
+    )

@@ -2,13 +2,11 @@
 
 Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
 is right when the picture, sampled where those modules should be, correlates with what they should be.
-Candidates are parallelograms that just fit a detector's box, in every orientation, and what finder patterns
-propose; the best are refined by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and the bows of the edges.
+`grid_search` proposes grids, `refinement` moves them to where they fit best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
-from arclight.vision.qris.reading.finder_patterns import Floats, propose
+from arclight.vision.qris.reading.finder_patterns import Floats
 
 cv2 = require("cv2", extra="vision")
 
@@ -24,15 +22,8 @@ Box = tuple[float, float, float, float]
 
 MAX_VERSION = 16
 """A payment code has at most version 15; larger codes seldom come small or blurred."""
-LEAST_NEAR, LEAST_SCORE = 0.38, 0.48
-"""Least correlation after the first refinements and at the end: what scores lower was never read."""
-OUTDONE, SAME_GRID = 0.25, 0.7
-"""How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
-BEHIND = 0.12
-"""How far below the best on the sharp picture a grid is not refined any more: the gap to the true one only widens."""
 PLAIN = 1e-5
 """An area whose variance is a smaller share of its mean square is plain: what float32 leaves of it is rounding, which would fit best of all."""
-_COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
 @dataclass(frozen=True)
@@ -209,186 +200,8 @@ def _raster(modules: int, cell: int, quiet: int) -> UnitPoints:
     return UnitPoints.of(np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32))
 
 
-def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
-    """Clockwise quadrilaterals (N, 4, 2) in all four turns, edges straight: (4 N, 8, 2).
-
-    A mirrored code needs no shapes of its own: the fixed modules are symmetric about the main diagonal.
-    """
-    ordered = np.concatenate([np.roll(quads, turn, axis=1) for turn in range(4)])
-    return np.concatenate([ordered, np.zeros_like(ordered)], 1).astype(np.float32)
-
-
 def clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """Return the corners in the order in which a clock's hand passes them."""
     x, y = quad.T
     area = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
     return quad if area > 0 else quad[::-1]
-
-
-def parallelograms(box: Box, steps: int = 9) -> Floats:
-    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all turns: (N, 8, 2)."""
-    share = np.linspace(0, 1, steps)
-    p, q = (v.ravel() for v in np.meshgrid(share, share, indexing="ij"))
-    fat = np.abs(1 - p - q + 2 * p * q) > 0.25  # area as a share of the box: slivers are no codes
-    p, q, zero = p[fat], q[fat], np.zeros(int(fat.sum()))
-    corners = ((p, zero), (zero + 1, q), (1 - p, zero + 1), (zero, 1 - q))
-    unit = np.stack([np.stack(corner, -1) for corner in corners], 1) - 0.5
-    quads = np.concatenate([unit * scale for scale in (0.88, 0.96, 1.04)])
-    x0, y0, x1, y1 = box
-    return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
-
-
-def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: float = 0.033, count: int = 64) -> Grid:
-    """Refine ``near``: sample grids of its version around it, keep the best sixth, ``rounds`` times.
-
-    ``spread`` and ``bow`` are how far corners may move and edges may bow at first, as shares of the code's diagonal.
-    """
-    start = near.shape
-    size = start.size
-    reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
-    mean = start.reshape(-1).astype(np.float64)
-    covariance = np.diag(np.repeat([spread * reach, bow * reach], size // 2) ** 2)
-    best, best_score = start, -1.0
-    scratch = Scratch(count, len(template(near.version).wanted))
-    for drawn in _draws(rounds, count, size):
-        covariance.flat[:: size + 1] += 1e-6
-        tries = mean + drawn @ np.linalg.cholesky(covariance).T
-        tries[0] = best.reshape(-1)
-        shapes = tries.reshape(count, *start.shape).astype(np.float32)
-        fit = template_correlation(picture, shapes, near.version, scratch)
-        elite = np.argsort(-fit)[: count // 6]
-        if fit[elite[0]] > best_score:
-            best, best_score = shapes[elite[0]], float(fit[elite[0]])
-        chosen = tries[elite]
-        mean = chosen.sum(0) / len(elite)
-        centred = chosen - mean
-        # Half of the old spread stays on the diagonal: ten samples alone would collapse the search too early.
-        kept = 0.2 * np.diagonal(covariance)
-        covariance = centred.T @ centred * (0.6 / len(elite))
-        covariance.flat[:: size + 1] += kept
-    return Grid(near.version, best, best_score)
-
-
-@cache
-def _draws(rounds: int, count: int, size: int) -> npt.NDArray[np.float64]:
-    """Draw standard normal numbers (rounds, count, size), the same ones for every grid."""
-    drawn = np.random.default_rng(0).standard_normal((rounds, count, size))
-    drawn.flags.writeable = False
-    return drawn
-
-
-def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
-    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first, to be finished.
-
-    ``largest`` is the highest version tried.
-
-    ``quads`` are corners (4, 2) that other finders propose; any of them may be the first. From coarse to fine: all
-    proposals on a blurred picture, the best of them refined there, then on the sharp one.
-    """
-    extent = max(box[2] - box[0], box[3] - box[1])
-    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
-    rough = _rough(picture, soft, box, largest, quads)
-    near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
-    return _sharpened(picture, _rivals(sorted(near, key=_worst_last))[:6], largest)
-
-
-NEAR_SPREAD, LEAST_SOFT = 0.05, 0.5
-"""How far roughly known corners are tried from where they are said to be, a standard deviation in sides of the code; and the least
-correlation on the blurred picture there that is followed further."""
-
-
-def grids_near(picture: Floats, quad: Floats, largest: int) -> list[Grid]:
-    """Find the likeliest grids of the code whose corners are about ``quad`` (4, 2), clockwise from any; best first, to be finished.
-
-    A third of the work of `find_grids`, or less where nothing there looks like a grid.
-    """
-    side = float(np.hypot(*(quad - np.roll(quad, 1, axis=0)).T).mean())
-    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, side / 50))
-    moved = _draws(1, 16, 8)[0].reshape(-1, 4, 2) * (NEAR_SPREAD * side)
-    moved[0] = 0
-    shapes = _shapes(quad + moved)
-    rough: list[Grid] = []
-    for version in range(1, largest + 1):
-        fit = template_correlation(soft, shapes, version)
-        for turn in np.array_split(np.arange(len(shapes)), 4):
-            best = turn[int(np.argmax(fit[turn]))]
-            rough.append(Grid(version, shapes[best], float(fit[best])))
-    rough = sorted(rough, key=_worst_last)[:6]
-    near = [_right_version(soft, refine(soft, grid, rounds=4, bow=0.01), largest) for grid in rough]
-    near = [refine(soft, grid, rounds=5, bow=0.01) for grid in _rivals(sorted(near, key=_worst_last))[:2]]
-    return _sharpened(picture, [grid for grid in near if grid.score >= LEAST_SOFT], largest)
-
-
-def follow_grids(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
-    """Find grids again that were found in another view of the same code, given in pixels of ``picture``; as `find_grids`."""
-    return _sharpened(picture, _rivals(list(grids))[:2], largest)
-
-
-def _sharpened(picture: Floats, near: list[Grid], largest: int) -> list[Grid]:
-    """Refine grids on the sharp picture that were refined on the blurred one; best first."""
-    sharp = (_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near)
-    return sorted(sharp, key=_worst_last)
-
-
-def finish_grids(picture: Floats, near: list[Grid]) -> list[Grid]:
-    """Refine the likeliest of ``near`` (best first) until they fit; none where no likely one is left."""
-    bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
-    best = [grid for grid in near[:3] if grid.score > max(LEAST_NEAR, near[0].score - BEHIND)]
-    found = sorted((refine(picture, grid, rounds=14, bow=bow) for grid in best for bow in bows), key=_worst_last)
-    if not found or found[0].score < LEAST_SCORE:
-        return []
-    fine = (refine(picture, found[0], rounds=20, bow=b, spread=s, count=96) for s, b in ((0.006, 0.006), (0.012, 0.02)))
-    return sorted([*fine, *(grid for grid in found if grid.score > found[0].score - 0.1)], key=_worst_last)
-
-
-def _rivals(near: list[Grid]) -> list[Grid]:
-    """Drop from ``near`` (best first) the same grids found again, and those that the best one leaves far behind."""
-    kept: list[Grid] = []
-    for grid in near:
-        if grid.score < near[0].score - OUTDONE:
-            break
-        module = float(np.hypot(*(grid.corners[2] - grid.corners[0]))) / (1.42 * grid.modules)
-        if all(
-            grid.version != other.version or np.abs(grid.corners - other.corners).max() > SAME_GRID * module
-            for other in kept
-        ):
-            kept.append(grid)
-    return kept
-
-
-def _rough(
-    picture: Floats, soft: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]]
-) -> list[Grid]:
-    """Return the ten proposals that fit the blurred picture best, of all sources and versions."""
-    shapes = parallelograms(box)
-    if quads:
-        shapes = np.concatenate([shapes, _shapes(np.stack([clockwise(quad) for quad in quads]))])
-    proposed: dict[int, list[Floats]] = {version: [shapes] for version in _COARSE_VERSIONS if version <= largest}
-    for proposal in propose(picture, largest):
-        straight = np.concatenate([proposal.corners, np.zeros((4, 2))])[None].astype(np.float32)
-        proposed.setdefault(proposal.version, []).append(straight)
-    rough: list[Grid] = []
-    apart = 0.08 * max(picture.shape) / 1.4
-    for version, parts in sorted(proposed.items()):
-        shapes = np.concatenate(parts)
-        fit = template_correlation(soft, shapes, version)
-        kept: list[Grid] = []
-        for index in np.argsort(-fit)[:40]:
-            grid = Grid(version, shapes[index], float(fit[index]))
-            if all(np.abs(grid.corners - other.corners).max() > apart for other in kept):
-                kept.append(grid)
-            if len(kept) == 3:
-                break
-        rough += kept
-    return sorted(rough, key=_worst_last)[:10]
-
-
-def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:
-    """Return the same grid as the neighbouring version that fits best: finder patterns alone say little about it."""
-    around = range(max(1, grid.version - 2), min(largest, grid.version + 2) + 1)
-    tried = [Grid(v, grid.shape, float(template_correlation(picture, grid.shape[None], v)[0])) for v in around]
-    return min(tried, key=_worst_last)
-
-
-def _worst_last(grid: Grid) -> float:
-    return -grid.score

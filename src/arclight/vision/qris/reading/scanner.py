@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +40,6 @@ BLANKS_AROUND = "blanks stand around the payload"
 HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
 MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
 """Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
-CROWD = 16
-"""Unread boxes above which grids are followed from view to view: of so many, few are tried, and hostile photos have them."""
 MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 20_000_000
@@ -101,6 +98,8 @@ class DetectorBox:
     confidence: float
     left_untried: bool = False
     """Whether readers were left that might have read a code here, had the photo's share of work sufficed."""
+    grid_is_plain: bool = False
+    """Whether a module grid was found here beyond doubt, so that a wider box shows nothing else."""
     corners: Floats | None = None
     """Of the code (4, 2), about right, clockwise from any, where the detector finds them."""
 
@@ -160,22 +159,21 @@ def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode
 
 
 def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
-    """Read module grids in the boxes left, the surest first, then in the same boxes made wider; return all that is read."""
+    """Read module grids in the boxes left, the surest first, then made wider where no grid was plain; return all that is read."""
     tries = MAX_GRID_TRIES
     left = [box for box in boxes if not _is_read(box, found)]
-    read = partial(read_grid, follow=True) if len(left) > CROWD else read_grid
     for box in left[MAX_GRID_BOXES:]:
         box.left_untried = True
     for margin, views in ((0.0, len(GRID_VIEWS)), (WIDER, 1)):
         for box in left[:MAX_GRID_BOXES]:
-            if _is_read(box, found):
+            if box.grid_is_plain or _is_read(box, found):
                 continue
             stopped = stop()
             if stopped or not tries:
                 box.left_untried |= stopped or margin == 0
                 continue
-            new, used = read(grey, widened(box.xyxy, margin), min(views, tries))
-            found, tries = _merged(found, new), tries - used
+            read = read_grid(grey, widened(box.xyxy, margin), min(views, tries))
+            found, tries, box.grid_is_plain = _merged(found, read.codes), tries - read.views, read.plain
     return found
 
 

@@ -25,11 +25,12 @@ from arclight.vision.qris.reading.decode import (
     decode_grids,
     decode_modules,
     decoded_text,
+    finish_grids,
     laid_grids,
     read_zxing,
     unread_quads,
 )  # fmt: skip
-from arclight.vision.qris.reading.grid import Box, cv2, finish_grids
+from arclight.vision.qris.reading.grid import Box, cv2
 from arclight.vision.qris.reading.scanner import (
     Code,
     DetectFn,
@@ -231,20 +232,21 @@ class VideoScanner:
         clearness = _clearness(grey, box.xyxy)
         is_clearest = clearness > CLEARER * track.clearness
         track.clearness = max(track.clearness, clearness)
-        for view, picture, near in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
-            if not (grids := finish_grids(picture, near)):
+        for view, slopes, near in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
+            if not (grids := finish_grids(slopes, near)):
                 return
-            text, grid = None, grids[0]
+            text, grid = None, max(grids, key=lambda one: one.score)
             if grid.score >= LEAST_VOTING_SCORE:
-                soft = np.clip(QUICK.soft(LaidGrid(picture, grid)), -1.5, 1.5).astype(np.float64) * grid.score
+                soft = np.clip(QUICK.soft(LaidGrid(slopes.picture, grid)), -1.5, 1.5).astype(np.float64) * grid.score
                 total = track.sums.get(grid.version)
                 track.sums[grid.version] = soft if total is None else total + soft
                 if code := decode_modules(track.sums[grid.version] > 0, grid.version):
                     text = decoded_text(code)
-            if text is None and is_clearest and (decoded := decode_grids(picture, grids)):
-                text, grid = decoded_text(decoded[0]), decoded[1]
-            if text is not None:
-                self._note(track, view.back(DecodedCode(text, grid.corners)), box)
+            read = DecodedCode(text, grid.corners) if text is not None else None
+            if read is None and is_clearest:
+                read, _ = decode_grids(slopes, near)
+            if read is not None:
+                self._note(track, view.back(read), box)
                 return
 
 

@@ -1,0 +1,262 @@
+"""Correct a symbol's codewords by how sure each module is, where dark and light alone leave too many errors.
+
+Each block of a Reed-Solomon code is a linear code of bits, too. Ordered statistics decoding (Fossorier and Lin 1995) solves its parity
+checks for the bits most in doubt, so that those in the least doubt say what they are, and flips up to three of the latter: the cheapest
+of these words is nearly always the likeliest of all. It counts if describing its errors takes fewer bits than the block's correction
+holds, as no more than 2^c words lie within c bits of any: one by chance is next to impossible. Tables and places of bits are those of
+ISO/IEC 18004.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.vision.qris.reading.finder_patterns import Floats
+from arclight.vision.qris.reading.grid import fixed_modules, side_in_modules
+
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.intp]
+
+LEVELS = "MLHQ"
+"""Levels of error correction, by their two bits in the format information."""
+CORRECTION = {
+    "L": ((7, 1), (10, 1), (15, 1), (20, 1), (26, 1), (18, 2), (20, 2), (24, 2), (30, 2), (18, 4), (20, 4), (24, 4), (26, 4), (30, 4), (22, 6), (24, 6)),
+    "M": ((10, 1), (16, 1), (26, 1), (18, 2), (24, 2), (16, 4), (18, 4), (22, 4), (22, 5), (26, 5), (30, 5), (22, 8), (22, 9), (24, 9), (24, 10), (28, 10)),
+    "Q": ((13, 1), (22, 1), (18, 2), (26, 2), (18, 4), (24, 4), (18, 6), (22, 6), (20, 8), (24, 8), (28, 8), (26, 10), (24, 12), (20, 16), (30, 12), (24, 17)),
+    "H": ((17, 1), (28, 1), (22, 2), (16, 4), (22, 4), (28, 4), (26, 5), (26, 6), (24, 8), (28, 8), (24, 11), (28, 11), (22, 16), (24, 16), (24, 18), (30, 16)),
+}  # fmt: skip
+"""Per level and version: codewords of correction in a block, and blocks (table 9)."""
+MOST_FLIPPED, THIRDS = 128, 16
+"""Trusted bits, the least sure ones, of which pairs are flipped; and of which a third one is."""
+CHANCE_BITS = 24
+"""Bits of correction left over once the errors found are described: of random blocks, one in 2^24 would be corrected."""
+CERTAINTY, LEAST_WRONG = 10.0, 0.002
+"""Log odds that a module is right, per unit of its soft decision; and the least chance that it is wrong, as of dirt. Of the soft
+decisions on some twenty codes that were read in photos, those of 0.05 were wrong in 38 of a hundred cases, of 0.15 in 18, of 0.25 in 7,
+of 0.35 in 3; codes that were not read are not among them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a version: ``bits`` (8 C, 2) of the codewords, as rows and columns; of the format's two copies (2, 15, 2)."""
+
+    bits: Indices
+    formats: Indices
+
+    @property
+    def codewords(self) -> int:
+        return len(self.bits) // 8
+
+
+def format_word(number: int) -> int:
+    """Return the 15 bits of format ``number``, two bits of level and three of mask (annex C)."""
+    rest = number << 10
+    for shift in range(4, -1, -1):
+        if rest >> (10 + shift) & 1:
+            rest ^= 0x537 << shift
+    return (number << 10 | rest) ^ 0x5412
+
+
+def version_modules(version: int) -> Bools:
+    """Return the version information of a symbol of version 7 or higher as its modules stand beside the top-right pattern, (6, 3)."""
+    rest = version << 12
+    for shift in range(5, -1, -1):
+        if rest >> (12 + shift) & 1:
+            rest ^= 0x1F25 << shift
+    word = version << 12 | rest  # annex D
+    return np.array([word >> bit & 1 for bit in range(18)], bool).reshape(6, 3)
+
+
+FORMATS = np.array(
+    [[1 if format_word(number) >> bit & 1 else -1 for bit in range(14, -1, -1)] for number in range(32)], np.float32
+)
+"""All formats (32, 15), +1 dark, the first bit first."""
+
+
+@cache
+def layout(version: int) -> Layout:
+    size = side_in_modules(version)
+    used = fixed_modules(version)[1:-1, 1:-1] != 0
+    upper = [(8, c) for c in (*range(6), 7, 8)] + [(r, 8) for r in (7, *range(5, -1, -1))]
+    lower = [(r, 8) for r in range(size - 1, size - 8, -1)] + [(8, c) for c in range(size - 8, size)]
+    used[:9, 8] = used[8, :9] = True
+    used[size - 8 :, 8] = used[8, size - 8 :] = True
+    if version >= 7:
+        used[size - 11 : size - 8, :6] = used[:6, size - 11 : size - 8] = True
+    rows = np.arange(size)
+    places = []
+    for turn, right in enumerate([*range(size - 1, 6, -2), *range(5, 0, -2)]):
+        for row in rows if turn % 2 else rows[::-1]:
+            places += [(row, column) for column in (right, right - 1) if not used[row, column]]
+    bits = np.array(places[: len(places) // 8 * 8], np.intp)
+    return Layout(bits, np.array([upper, lower], np.intp))
+
+
+@cache
+def masks(version: int) -> Bools:
+    """Return which bits of the codewords each of the eight masks turns over, (8, 8 C)."""
+    i, j = layout(version).bits.T
+    product = i * j
+    patterns = (
+        (i + j) % 2, i % 2, j % 3, (i + j) % 3, (i // 2 + j // 3) % 2,
+        product % 2 + product % 3, (product % 2 + product % 3) % 2, ((i + j) % 2 + product % 3) % 2,
+    )  # fmt: skip
+    return np.stack([pattern == 0 for pattern in patterns])
+
+
+@cache
+def blocks(version: int, level: str) -> tuple[int, tuple[Indices, ...]]:
+    """Return codewords of correction per block, and the places of each block's codewords among all of the symbol."""
+    correction, count = CORRECTION[level][version - 1]
+    total = layout(version).codewords
+    short, longer = divmod(total, count)
+    data = [short - correction + (block >= count - longer) for block in range(count)]
+    placed: list[list[int]] = [[] for _ in range(count)]
+    order = [block for one in range(max(data)) for block in range(count) if one < data[block]]
+    for place, block in enumerate(order + list(range(count)) * correction):
+        placed[block].append(place)
+    return correction, tuple(np.array(one, np.intp) for one in placed)
+
+
+@dataclass(frozen=True)
+class SoftSymbol:
+    """Hold how dark the modules of a symbol are, ``soft`` (n, n), about 1 where dark and -1 where light; turned over if it is mirrored."""
+
+    soft: Floats
+    version: int
+    number: int
+    """The likeliest format."""
+    mirrored: bool
+
+    @classmethod
+    def of(cls, soft: Floats, version: int) -> SoftSymbol:
+        """Take the format, and whether the symbol is mirrored, from what agrees best with the two copies of the format."""
+        rows, columns = layout(version).formats.transpose(2, 0, 1)
+        agree = FORMATS @ np.stack([one[rows, columns].clip(-1, 1).sum(0) for one in (soft, soft.T)], 1)
+        number, mirrored = divmod(int(agree.argmax()), 2)
+        return cls(np.ascontiguousarray(soft.T) if mirrored else soft, version, number, bool(mirrored))
+
+    @property
+    def dark(self) -> Bools:
+        """Return the modules (n, n) as they seem, uncorrected."""
+        return np.asarray((self.soft.T if self.mirrored else self.soft) > 0)
+
+    @property
+    def wrong(self) -> Floats:
+        """Return the probability that each bit of each codeword is wrong, (C, 8)."""
+        sure = CERTAINTY * np.abs(self.soft[*layout(self.version).bits.T])
+        return np.asarray(np.maximum(1 / (1 + np.exp(sure)), LEAST_WRONG).reshape(-1, 8))
+
+    def doubt(self) -> float:
+        """Return the expected information of the errors in the worst block, as a share of what its correction can hold."""
+        wrong = self.wrong
+        correction, members = blocks(self.version, LEVELS[self.number >> 3])
+        bits = -(wrong * np.log2(wrong) + (1 - wrong) * np.log2(1 - wrong)).sum(1)
+        return max(float(bits[block].sum()) for block in members) / (8 * correction)
+
+    def corrected(self) -> Bools | None:
+        """Return the modules (n, n), dark or light, of the likeliest symbol; None if it may be one by chance."""
+        places, wrong = layout(self.version), self.wrong
+        rows, columns = places.bits.T
+        mask = masks(self.version)[self.number & 7]
+        words = np.packbits((self.soft[rows, columns] > 0) ^ mask)
+        correction, members = blocks(self.version, LEVELS[self.number >> 3])
+        for block in members:
+            if (fixed := correct_block(words[block], wrong[block], correction)) is None:
+                return None
+            words[block] = fixed
+        symbol = self.soft > 0
+        symbol[rows, columns] = np.unpackbits(words).astype(bool) ^ mask
+        for row, column in places.formats.transpose(0, 2, 1):
+            symbol[row, column] = FORMATS[self.number] > 0
+        return symbol.T if self.mirrored else symbol
+
+
+def correct_block(words: npt.NDArray[np.uint8], wrong: Floats, correction: int) -> npt.NDArray[np.uint8] | None:
+    """Return the likeliest codewords for a block of them (n,); None if what is found may be by chance.
+
+    ``wrong`` (n, 8) is how likely each bit is wrong.
+    """
+    sure = np.log2(1 / wrong - 1).reshape(-1)
+    spare = 8 * correction - CHANCE_BITS + float(np.log2(1 - wrong).sum())
+    bits = np.unpackbits(words)
+    order = np.argsort(sure)
+    checks, sums, doubted, trusted = _eliminated(checks_of(len(words), correction)[:, order], bits[order])
+    costs = sure[order]
+    flipped = _cheapest(checks, sums, costs[doubted], costs[trusted], spare)
+    if flipped is None:
+        return None
+    places = np.concatenate([order[doubted], order[trusted]])[flipped]
+    bits[places] ^= 1
+    return np.packbits(bits)
+
+
+def _cheapest(checks: Bools, sums: Bools, doubted: Floats, trusted: Floats, spare: float) -> Bools | None:
+    """Return which bits to flip, doubted ones before trusted ones, to fulfil all ``checks`` at a cost of at most ``spare``.
+
+    ``checks`` (R, T) say which of the trusted bits each doubted one depends on, ``sums`` (R,) which doubted ones are off as it is.
+    """
+    near = np.argsort(trusted)[:MOST_FLIPPED]
+    signs = np.ones((len(sums), len(near) + 1), np.float32)  # the last one flips nothing
+    signs[:, :-1][checks[:, near]] = -1
+    extra = np.append(trusted[near], 0).astype(np.float32)
+    pairs = extra[:, None] + extra
+    half = doubted.astype(np.float32) / 2
+    state = np.where(sums, -half, half)
+    for third in (len(near), *range(min(THIRDS, len(near)))):
+        cost = pairs - signs.T @ ((state * signs[:, third])[:, None] * signs)
+        place = int(cost.argmin())
+        if cost.flat[place] + extra[third] + half.sum() <= spare:
+            flips = np.zeros(len(trusted), bool)
+            for one in (third, *divmod(place, len(extra))):
+                if one < len(near):
+                    flips[near[one]] ^= True
+            return np.concatenate([sums ^ (checks[:, flips].sum(1) % 2 > 0), flips])
+    return None
+
+
+def _eliminated(checks: npt.NDArray[np.uint8], bits: npt.NDArray[np.uint8]) -> tuple[Bools, Bools, Indices, Indices]:
+    """Solve ``checks`` (R, B) for the first bits they can be solved for; return the rest, the sums, and which bits are which."""
+    rows, columns = checks.shape
+    sums = (checks @ bits) & 1
+    packed = np.packbits(np.concatenate([checks, sums[:, None]], 1), axis=1)
+    packed = np.ascontiguousarray(np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))).view(np.uint64)
+    solved: list[int] = []
+    row = 0
+    for column in range(columns):
+        byte, bit = divmod(column, 8)
+        has = packed.view(np.uint8)[:, byte] & (128 >> bit) != 0
+        first = int(has[row:].argmax()) + row
+        if not has[first]:
+            continue
+        has[first] = False
+        pivot = packed[first].copy()
+        packed[has] ^= pivot
+        if first != row:
+            packed[first] = packed[row]
+            packed[row] = pivot
+        solved.append(column)
+        row += 1
+        if row == rows:
+            break
+    left = np.unpackbits(packed.view(np.uint8), axis=1)[:, : columns + 1].astype(bool)
+    trusted = np.setdiff1d(np.arange(columns), solved)
+    return left[:, trusted], left[:, columns], np.array(solved, np.intp), trusted
+
+
+@cache
+def checks_of(length: int, correction: int) -> npt.NDArray[np.uint8]:
+    """Return the parity checks (8 E, 8 n) on the bits of a block of ``length`` codewords, E of them for correction."""
+    value, powers = 1, []
+    for _ in range(255):
+        powers.append(value)
+        value = value << 1 ^ (0x11D if value & 128 else 0)
+    # Multiplying by a power of the generator, a linear map of eight bits: columns are what becomes of each, first bit first.
+    table = np.array(powers, np.uint8)[(np.arange(255)[:, None] + np.arange(7, -1, -1)) % 255]
+    maps = np.unpackbits(table[:, None], axis=1).reshape(255, 8, 8)
+    exponents = np.outer(np.arange(correction), np.arange(length - 1, -1, -1)) % 255
+    return np.ascontiguousarray(maps[exponents].transpose(0, 2, 1, 3).reshape(8 * correction, 8 * length))

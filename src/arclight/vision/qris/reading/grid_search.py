@@ -1,0 +1,156 @@
+"""Search a picture for the module grid of a QR code: from proposals, refined on a blurred picture, then on the sharp one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+from arclight.vision.qris.reading.finder_patterns import Floats, Frames, find_patterns, pairs, triples
+from arclight.vision.qris.reading.grid import Box, Grid, clockwise, template_correlation
+from arclight.vision.qris.reading.refinement import Slopes, climb, right_versions
+
+cv2 = require("cv2", extra="vision")
+
+OUTDONE, SAME_GRID = 0.25, 0.7
+"""How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
+PLAIN_SCORE = 0.75
+"""Correlation from which a grid is the code's beyond doubt: no other proposals are looked at."""
+ENOUGH_MODULE_PX = 1.5
+"""Pixels per module at which finder patterns are looked for here: places about right are enough."""
+MAX_IN_PAIRS = 6
+ROUGH, RIVALS = 10, 6
+"""Proposals that are refined on the blurred picture, and those of them that are on the sharp one."""
+ROUNDS = 8
+_COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
+
+Quads = Sequence[npt.NDArray[np.generic]]
+
+
+def shapes_of(quads: npt.NDArray[np.generic]) -> Floats:
+    """Quadrilaterals (N, 4, 2) as shapes of straight edges (N, 8, 2)."""
+    return np.concatenate([quads, np.zeros_like(quads)], 1).astype(np.float32)
+
+
+def turned(quads: npt.NDArray[np.generic]) -> Floats:
+    """Clockwise quadrilaterals (N, 4, 2) in all four turns, edges straight: (4 N, 8, 2).
+
+    A mirrored code needs no shapes of its own: the fixed modules are symmetric about the main diagonal.
+    """
+    return shapes_of(np.concatenate([np.roll(quads, turn, axis=1) for turn in range(4)]))
+
+
+@cache
+def _unit_parallelograms(steps: int = 9) -> npt.NDArray[np.float64]:
+    share = np.linspace(0, 1, steps)
+    p, q = (v.ravel() for v in np.meshgrid(share, share, indexing="ij"))
+    fat = np.abs(1 - p - q + 2 * p * q) > 0.25  # area as a share of the box: slivers are no codes
+    p, q, zero = p[fat], q[fat], np.zeros(int(fat.sum()))
+    corners = ((p, zero), (zero + 1, q), (1 - p, zero + 1), (zero, 1 - q))
+    unit = np.stack([np.stack(corner, -1) for corner in corners], 1) - 0.5
+    return np.concatenate([unit * scale for scale in (0.88, 0.96, 1.04)])
+
+
+def parallelograms(box: Box) -> Floats:
+    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all turns: (N, 8, 2)."""
+    x0, y0, x1, y1 = box
+    return turned(_unit_parallelograms() * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
+
+
+class _Search:
+    """Search for the grid of one code in one picture, which is blurred once: wrong by half a module should still score."""
+
+    def __init__(self, sharp: Slopes, extent: float, largest: int) -> None:
+        self.sharp, self.largest = sharp, largest
+        self.soft = Slopes(cv2.GaussianBlur(sharp.picture, (0, 0), max(0.5, extent / 60)))
+
+    def best(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
+        """Refine those of the shapes proposed per version that fit best; best first."""
+        near = right_versions(self.soft.picture, climb(self.soft, self._rough(proposed), rounds=ROUNDS), self.largest)
+        return refined_grids(self.sharp, rivals(sorted(near, key=worst_last))[:RIVALS], self.largest)
+
+    def _rough(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
+        apart = 0.08 * max(self.sharp.picture.shape) / 1.4
+        rough: list[Grid] = []
+        for version, shapes in proposed:
+            fit = template_correlation(self.soft.picture, shapes, version)
+            order = np.argsort(-fit)[:40]
+            kept = _distinct(shapes[order, :4], apart, 3)
+            rough += [Grid(version, shapes[one], float(fit[one])) for one in order[kept]]
+        return sorted(rough, key=worst_last)[:ROUGH]
+
+
+def refined_grids(sharp: Slopes, near: Sequence[Grid], largest: int) -> list[Grid]:
+    """Refine straight grids on the sharp picture that were refined on a blurred one, or in another view; best first."""
+    return sorted(right_versions(sharp.picture, climb(sharp, near, rounds=ROUNDS), largest), key=worst_last)
+
+
+def _distinct(quads: Floats, apart: float, most: int) -> list[int]:
+    """Return the first ``most`` of ``quads`` (N, 4, 2) of which no two are within ``apart`` at every corner."""
+    kept: list[int] = []
+    free = np.ones(len(quads), bool)
+    while len(kept) < most and free.any():
+        first = int(free.argmax())
+        kept.append(first)
+        free &= np.abs(quads - quads[first]).max((1, 2)) > apart
+    return kept
+
+
+def _by_version(frames: Frames, largest: int) -> list[tuple[int, Floats]]:
+    versions, corners = frames.proposals(largest)
+    shapes = shapes_of(corners)
+    return [(int(version), shapes[versions == version]) for version in np.unique(versions)]
+
+
+def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] = tuple) -> list[Grid]:
+    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first, edges straight.
+
+    ``largest`` is the highest version tried. Three finder patterns lead to most grids. Where they lead to none beyond doubt, two are
+    tried, parallelograms that just fit the box, and the corners (4, 2) that ``more()`` gives, any of which may be the first.
+    """
+    search = _Search(sharp, max(box[2] - box[0], box[3] - box[1]), largest)
+    patterns = find_patterns(sharp.picture, largest, ENOUGH_MODULE_PX)
+    found = search.best(_by_version(triples(patterns), largest))
+    if found and found[0].score >= PLAIN_SCORE:
+        return found
+    shapes = parallelograms(box)
+    if quads := more():
+        shapes = np.concatenate([shapes, turned(np.stack([clockwise(quad) for quad in quads]))])
+    proposed = [(version, shapes) for version in _COARSE_VERSIONS if version <= largest]
+    proposed += _by_version(pairs(patterns[:MAX_IN_PAIRS]), largest)
+    return sorted([*found, *search.best(proposed)], key=worst_last)
+
+
+NEAR_SPREAD = 0.05
+"""How far roughly known corners are tried from where they are said to be, a standard deviation in sides of the code."""
+
+
+def grids_near(sharp: Slopes, quad: Floats, largest: int) -> list[Grid]:
+    """Find the likeliest grids of the code whose corners are about ``quad`` (4, 2), clockwise from any; as `find_grids`."""
+    side = float(np.hypot(*(quad - np.roll(quad, 1, axis=0)).T).mean())
+    moved = np.random.default_rng(0).standard_normal((16, 4, 2)) * (NEAR_SPREAD * side)
+    moved[0] = 0
+    shapes = turned(quad + moved)
+    return _Search(sharp, 1.2 * side, largest).best((version, shapes) for version in range(1, largest + 1))
+
+
+def rivals(near: list[Grid]) -> list[Grid]:
+    """Drop from ``near`` (best first) the same grids found again, and those that the best one leaves far behind."""
+    kept: list[Grid] = []
+    for grid in near:
+        if grid.score < near[0].score - OUTDONE:
+            break
+        module = float(np.hypot(*(grid.corners[2] - grid.corners[0]))) / (1.42 * grid.modules)
+        if all(
+            grid.version != other.version or np.abs(grid.corners - other.corners).max() > SAME_GRID * module
+            for other in kept
+        ):
+            kept.append(grid)
+    return kept
+
+
+def worst_last(grid: Grid) -> float:
+    return -grid.score
