@@ -20,7 +20,7 @@ from arclight.vision.qris.reading import decode, finder_patterns, grid, scanner 
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.qris.reading.grid_search import rivals  # noqa: E402
-from arclight.vision.qris.reading.refinement import Slopes
+from arclight.vision.qris.reading.refinement import Slopes  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
 QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")

@@ -234,7 +234,7 @@ def correlations(picture: Floats, shapes: Floats, versions: Versions) -> Floats:
     sums = np.einsum("ij,ij->i", seen, own.weight)
     squares = np.einsum("ij,ij,ij->i", seen, seen, own.weight) - sums * sums / own.counts
     agreement = np.einsum("ij,ij->i", seen, own.wanted)
-    return np.asarray(agreement / np.sqrt(np.maximum(squares, own.counts)), np.float32)
+    return np.asarray(np.clip(agreement / np.sqrt(np.maximum(squares, own.counts)), -1, 1), np.float32)
 
 
 def right_versions(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
