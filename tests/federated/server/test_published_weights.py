@@ -84,3 +84,24 @@ def test_a_run_whose_weights_were_offered_whole_goes_on(tmp_path: Path) -> None:
     newest = run.published.publish(2)
     run.published.collect_garbage({newest.manifest.digest}, [], [], [], run.blobs.remove)
     assert set(run.blobs) == run.offered
+
+
+def test_a_round_that_is_published_again_is_restored_as_it_was_last(tmp_path: Path) -> None:
+    """As where the journal was lost, or after a crash before it was written: there is a chain of the first time."""
+    run = Run(tmp_path)
+    for number in (0, 1):
+        run.write(number, trunk=0.5 + number)
+        found = run.published.publish(number)
+    assert found.changes
+    newest = run.opened().publish(1)  # which knows no round before
+    assert not newest.changes
+    assert newest.manifest != found.manifest
+    assert run.opened().restore(1, newest.manifest.digest) == newest
+
+
+def test_a_restart_writes_no_blobs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.write(0, trunk=0.5)
+    found = run.published.publish(0)
+    monkeypatch.setattr(FolderStore, "create", None)  # another version might write other bytes
+    assert run.opened().restore(0, found.manifest.digest) == found

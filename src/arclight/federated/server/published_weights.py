@@ -74,7 +74,7 @@ class PublishedWeights:
             if whole
             else extend_chain(former, offered, self._federation.down, self._federation.down_changes, self._blobs)
         )
-        if chain.changes or chain.weights != offered:
+        if chain.changes or chain.weights != own:
             replace_text(self._file(number), chain.to_json())
         found = self._offer(number, chain, own)
         written = offered.blobs.keys() - own.blobs.keys()  # copies, not links to the round's files
@@ -91,6 +91,8 @@ class PublishedWeights:
         elif file.exists():
             chain = DeltaChain.from_json(file.read_bytes())
             self._adopt(number, chain.blobs)
+            if any(self._blobs.size(digest) is None for digest in chain.blobs):
+                self._adopted(number, own)
         else:
             chain = DeltaChain(weights=self._adopted(number, own))
         if chain.weights.digest != base:
