@@ -137,6 +137,19 @@ def test_workers_read_through_the_same_folder(local: TokenShards, tmp_path: Path
         assert gets == blocks  # whoever needs a block that another process fetches waits for it
 
 
+def test_a_fork_beside_a_thread_that_reads_can_read(local: TokenShards, tmp_path: Path) -> None:
+    """As a worker of a validation that begins while blocks of an epoch are fetched ahead."""
+    remote = RemoteTokenShards(f"file://{local.folder}", reader(tmp_path))
+    with remote._origin._lock:  # which a thread has for a moment
+        forked = multiprocessing.get_context("fork").Process(target=remote.read, args=(0, 100))
+        forked.start()
+        forked.join(10)
+        ended = forked.exitcode
+        forked.kill()
+    forked.join()
+    assert ended == 0
+
+
 @pytest.mark.parametrize("protocol", ["file", "memory"])
 def test_any_file_system_does(local: TokenShards, tmp_path: Path, protocol: str) -> None:
     address = f"{protocol}://{local.folder if protocol == 'file' else '/tokens'}"

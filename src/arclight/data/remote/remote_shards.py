@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -49,12 +50,14 @@ class ShardBlocks:
         self._begin()
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._found: dict[int, Found] = {}
         self._sums: OrderedDict[int, bytes] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_found", "_sums")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_pid", "_lock", "_found", "_sums")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -80,6 +83,8 @@ class ShardBlocks:
         self.check_size(shard, cancel)
         if number == _SUMS:
             return bytes.fromhex(self._listed[shard].sums or "")
+        if self._pid != os.getpid():  # forked, maybe while a thread of the other process had the lock
+            self._pid, self._lock = os.getpid(), threading.Lock()
         with self._lock:
             sums = self._sums.get(shard)
         if sums is None:
