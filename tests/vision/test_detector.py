@@ -170,7 +170,7 @@ def test_freeze_leaves_something_to_train(scenes: Path) -> None:
     ("options", "epochs"),
     [
         ({"max_epochs": 5}, 5),
-        ({"max_steps": 7}, 4),  # 20 images in batches of 8, the rest dropped: two steps an epoch
+        ({"max_steps": 7}, 3.5),  # 20 images in batches of 8, the rest dropped: two steps an epoch
         ({"max_steps": 7, "accumulate_grad_batches": 2}, 7),
         ({"max_steps": 7, "limit_train_batches": 1}, 7),
         ({"max_steps": 7, "max_epochs": 2}, 2),
@@ -178,7 +178,7 @@ def test_freeze_leaves_something_to_train(scenes: Path) -> None:
     ],
 )
 def test_mosaics_end_with_the_run_however_its_length_is_given(
-    scenes: Path, tmp_path: Path, options: dict[str, int], epochs: int | None
+    scenes: Path, tmp_path: Path, options: dict[str, int], epochs: float | None
 ) -> None:
     task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous")
     data = DetectionData(task)
@@ -327,10 +327,10 @@ def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_pa
 
 @pytest.mark.parametrize(
     ("ranks", "shared", "epochs", "drops"),
-    [(1, True, 4, True), (2, True, 7, True), (4, True, 7, False), (4, False, 4, True)],
+    [(1, True, 3.5, True), (2, True, 7, True), (4, True, 7, False), (4, False, 3.5, True)],
 )
 def test_ranks_that_read_the_same_data_make_an_epoch_no_shorter(
-    scenes: Path, tmp_path: Path, ranks: int, shared: bool, epochs: int, drops: bool
+    scenes: Path, tmp_path: Path, ranks: int, shared: bool, epochs: float, drops: bool
 ) -> None:
     task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous")
     data = DetectionData(task)

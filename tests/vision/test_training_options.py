@@ -366,21 +366,23 @@ def test_images_grow_with_the_epochs_and_a_resumed_run_goes_on_with_theirs(
         ({"delay_fraction": 1.0, "finetune_fraction": 0.0}, 3, [160, 160, 320]),  # the last epoch is whole
         ({"initial_scale": 0.01}, 2, [32, 320]),  # and none is smaller than the stride
         ({}, 1, [320]),
+        ({}, 2.2, [160, 320, 320]),  # by max_steps: the last whole epoch is, too
+        ({}, 0.3, [320]),
     ],
 )
 def test_sides_of_epochs(
-    tmp_path: Path, write_dataset: Callable[..., Path], settings: dict[str, float], epochs: int, sides: list[int]
+    tmp_path: Path, write_dataset: Callable[..., Path], settings: dict[str, float], epochs: float, sides: list[int]
 ) -> None:
     opened = DetectionDataset.open(
         read_data_yaml(write_dataset(tmp_path, 1)), "train", image_size=320, augment=Augment(), epochs=epochs,
         resizing=ProgressiveResizing(**settings),
     )  # fmt: skip
     found = []
-    for epoch in range(epochs):
+    for epoch in range(len(sides)):
         opened.set_epoch(epoch)
         found.append(opened.__getitems__([0]).images.shape[-1])
     assert found == sides
-    opened.set_epoch(epochs + 3)  # of a run that goes on beyond its length
+    opened.set_epoch(len(sides) + 3)  # of a run that goes on beyond its length
     assert opened.__getitems__([0]).images.shape[-1] == 320
 
 

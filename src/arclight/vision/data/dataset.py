@@ -146,7 +146,7 @@ class DetectionDataset(Dataset[Sample]):
     """Images with boxes: letterboxed, or with ``augment`` changed at random for training.
 
     images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``check_labels`` gives them.
-    epochs: length of the run, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
+    epochs: length of the run, the last one perhaps in part, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
     cache: keep all training images decoded in memory, at the size of the input. disk_cache: keep them in files of this folder, which
     are there again at the next start; an image that has changed since is decoded again.
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this
@@ -171,7 +171,7 @@ class DetectionDataset(Dataset[Sample]):
         *,
         image_size: int = 640,
         augment: Augment | None = None,
-        epochs: int | None = None,
+        epochs: float | None = None,
         cache: bool = False,
         disk_cache: Path | None = None,
         report: DatasetReport | None = None,
@@ -291,10 +291,11 @@ class DetectionDataset(Dataset[Sample]):
         """Decide which images ``epoch`` has, and whether as mosaics; the loader calls it in every process."""
         self.epoch = epoch
         if self.augment is not None and self.epochs is not None:
-            self.mosaic_open = epoch < self.epochs - round(self.augment.close_mosaic * self.epochs)
+            begun, whole = math.ceil(self.epochs), max(1, int(self.epochs))
+            self.mosaic_open = epoch < begun - round(self.augment.close_mosaic * begun)
             if self._resizing is not None:
-                whole = self.image_size / self._stride * self._resizing.scale(epoch, self.epochs)
-                self._sides = batch_sides(self._stride * max(1, round(whole)), self._multi_scale, self._stride)
+                strides = self.image_size / self._stride * self._resizing.scale(epoch, whole)
+                self._sides = batch_sides(self._stride * max(1, round(strides)), self._multi_scale, self._stride)
 
     def __len__(self) -> int:
         return len(self.images) if self.mix is None else len(self.mix)

@@ -122,7 +122,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
             )
         self.images, self.targets, self.report = list(images), list(targets), report
         self.image_size, self.augment = image_size, augment
-        self.epochs: int | None = None
+        self.epochs: float | None = None
         self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
         self._kept: dict[int, Image] | None = {} if cache else None
 

@@ -614,11 +614,14 @@ class VisionData(DataModule, abc.ABC):
         if stage == "test":
             self.test = self.open_for_validation("test")
 
-    def _epochs(self, images: int) -> int | None:
-        """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it."""
+    def _epochs(self, images: int) -> float | None:
+        """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it.
+
+        With ``max_steps`` a part of the last one may be all that there is of it.
+        """
         if (trainer := self.trainer) is None:
             return None
-        ends = [trainer.max_epochs] if (trainer.max_epochs or 0) > 0 else []
+        ends: list[float] = [trainer.max_epochs] if (trainer.max_epochs or 0) > 0 else []
         if trainer.max_steps > 0:
             each = self._global_batch
             batches = images // each if images > each else 1
@@ -627,7 +630,7 @@ class VisionData(DataModule, abc.ABC):
             elif limit < 1:
                 batches = int(batches * limit)
             steps = math.ceil(batches / trainer.accumulate_grad_batches)
-            ends.append(math.ceil(trainer.max_steps / max(1, steps)))
+            ends.append(trainer.max_steps / max(1, steps))
         return min(ends, default=None)
 
     @property
