@@ -193,6 +193,16 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("2", "2")])
+def test_numpy_multiplies_in_one_thread_unless_told_otherwise(given: str | None, used: str) -> None:
+    code = "import os, sys; from arclight.cli import main; assert 'numpy' not in sys.modules; main([])\n"
+    code += "print(os.environ['OPENBLAS_NUM_THREADS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    environment |= {} if given is None else {"OPENBLAS_NUM_THREADS": given}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.splitlines()[-1] == used
+
+
 def cpu_seconds(*words: str, times: int = 1) -> float:
     """CPU time of a Python process, the least of so many: other processes on the machine disturb it little, and seldom thrice."""
 

@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A user's mistake is one line on standard error and status 2; a fault of ours is a traceback and status 1.
     """
     verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    # Before NumPy is imported: its products are small here, and a second thread waits for the next one longer than it computes.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: (
         f"arclight: warning: {message}\n"
