@@ -13,6 +13,7 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -519,6 +520,50 @@ def test_training_ends_well_on_a_disk_that_stays_full(tmp_path: Path) -> None:
     assert re.search(r"the disk is full: \d rows are missing from .*metrics\.csv", said[1])
     whole = read_metrics(tmp_path / "full/version_0/metrics.csv")["value"]
     assert [value for _, value in whole] == list(range(len(whole)))
+
+
+def test_rows_after_going_back_on_a_full_disk_have_the_columns_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file could not be replaced by one of fewer columns, which was taken for done."""
+    logger, full = in_folder(tmp_path), OSError(errno.ENOSPC, "No space left on device")
+    logger.log_metrics({"b": 1.0}, 1)
+    logger.log_metrics({"a": 5.0, "b": 2.0}, 2)
+    with monkeypatch.context() as patch:
+        for name in ("replace_text", "append_whole"):
+            patch.setattr(f"arclight.trainer.loggers.csv_logger.{name}", Mock(side_effect=full))
+        with pytest.warns(UserWarning, match="CSVLogger cannot write to .*No space left"):
+            logger.log_metrics({"a": 6.0, "b": 3.0}, 3)
+        logger.rewind(1)
+    logger._again_at = 0.0
+    logger.log_metrics({"b": 2.5}, 2)
+    logger.log_metrics({"b": 3.5}, 3)
+    assert (tmp_path / "metrics.csv").read_text() == "a,b,step\n,1.0,1\n5.0,2.0,2\n,2.5,2\n,3.5,3\n"
+
+
+def test_going_back_where_the_file_was_removed_begins_a_new_one(tmp_path: Path) -> None:
+    logger = in_folder(tmp_path)
+    logger.log_metrics({"x": 1.0}, 1)
+    (tmp_path / "metrics.csv").unlink()
+    logger.rewind(1)
+    logger.log_metrics({"x": 2.0}, 2)
+    assert (tmp_path / "metrics.csv").read_text() == "step,x\n2,2.0\n"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_pickled_logger_does_not_wait_for_a_time_of_another_machine_s_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    if kind is TensorBoardLogger:
+        pytest.importorskip("tensorboard")
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    logger = kind(tmp_path, "x", 0)
+    monkeypatch.setattr("arclight.trainer.loggers.csv_logger.replace_text", full)
+    monkeypatch.setattr(TensorBoardLogger, "_log_metrics", full)
+    with pytest.warns(UserWarning, match="cannot write to"):
+        logger.log_metrics({"x": 1.0}, 1)
+    assert logger._again_at > 0
+    assert pickle.loads(pickle.dumps(logger))._again_at == 0
 
 
 def test_only_a_full_disk_is_spared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

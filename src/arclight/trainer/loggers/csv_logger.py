@@ -109,7 +109,7 @@ class CSVLogger(FolderLogger):
         """Rows that wait are written first: another process goes on from the file."""
         self._again_at = 0.0
         self.save()
-        return {**self.__dict__, "_experiment": None}
+        return {**self.__dict__, "_experiment": None, "_again_at": 0.0}  # a time of this machine's clock alone
 
 
 _writers: weakref.WeakValueDictionary[str, ExperimentWriter] = weakref.WeakValueDictionary()
@@ -242,18 +242,21 @@ class ExperimentWriter:
         checkpoint, are not doubled.
         """
         self.metrics, self._next_step, self._size_left = [], None, -1
+        self._columns, self._replayed = None, []  # until the file has been replaced, which a full disk may not take
         if self._aside is not None:  # it was this run's own file
             self._files.mv(self._aside, self.metrics_file_path)
             self._aside = None
         rows = [row for row in parse_rows(self._read()) if step_of(row) <= step]
         if not self._files.exists(self.metrics_file_path):
             return
-        self._columns, self._torn = sorted({name for row in rows for name in row}), False
-        self._replace(self.metrics_file_path, csv_text(self._columns, rows, header=True))
+        columns = sorted({name for row in rows for name in row})
+        self._replace(self.metrics_file_path, csv_text(columns, rows, header=True))
+        self._columns, self._torn = columns, False
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
 
     def rewind(self, step: int) -> None:
         """Forget this writer's own rows later than ``step``; those of an earlier run, moved out of the way, stay there."""
+        self.metrics = [row for row in self.metrics if int(row["step"]) <= step]  # if others cannot be saved, they wait
         self.save()
         self._aside = None
         self.resume(step)

@@ -187,7 +187,7 @@ class TensorBoardLogger(FolderLogger):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer, which has a thread; another process opens a file of its own in the same folder."""
-        return {**self.__dict__, "_experiment": None}
+        return {**self.__dict__, "_experiment": None, "_again_at": 0.0}  # a time of this machine's clock alone
 
 
 class _NoTrainer:
