@@ -244,6 +244,19 @@ def test_pickles_do_not_lose_what_was_put_into_a_model(int8: QuantizedModel) -> 
         pickle.dumps(changed)
 
 
+def doubled(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_pickles_keep_attributes_and_hooks(int8: QuantizedModel, inputs: tuple[Tensor, Tensor]) -> None:
+    changed = copy.deepcopy(int8)
+    changed.labels = ["cat", "dog"]
+    changed.register_forward_hook(doubled)
+    again = pickle.loads(pickle.dumps(changed))
+    assert again.labels == ["cat", "dog"]
+    assert torch.equal(again(*inputs), 2 * int8(*inputs))
+
+
 class Scored(al.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -179,7 +179,7 @@ class QuantizedModel(NamedGraphs):
             raise QuantizeError(
                 f"the quantized model cannot be pickled: {put[0]} was put into it after it was made; put that beside it"
             )
-        fields = {name: self.__dict__[name] for name in _FIELDS}
+        fields = {name: value for name, value in self.__dict__.items() if name not in _REGISTERED}
         return _unpickled, (pickle_graph(self.graph), dict(self.state_dict(keep_vars=True)), fields)
 
     def train(self, mode: bool = True) -> QuantizedModel:
@@ -189,7 +189,8 @@ class QuantizedModel(NamedGraphs):
         return self
 
 
-_FIELDS = tuple(QuantizedModel.__annotations__)
+_REGISTERED = ("graphs", "_parameters", "_buffers", "_modules")
+"""What a pickle has as nodes and tensors, and not as fields."""
 
 
 def _unpickled(pickled: bytes, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> QuantizedModel:
