@@ -232,6 +232,13 @@ def test_evolution_approaches_the_best_and_stays_in_its_bounds(tmp_path: Path) -
     assert abs(np.mean([one["width"] for one in last]) - 0.9) < 0.15
 
 
+def test_evolution_reaches_the_last_step_of_a_range() -> None:
+    """Rounding to float put it above the range, and the step before was taken."""
+    tenths = Range("x", 0.0, 0.3, step=0.1)
+    assert [studies._from_unit(tenths, share) for share in (0.0, 0.7, 0.9, 1.0)] == [0.0, 0.2, 0.3, 0.3]
+    assert studies._from_unit(Range("n", 1, 10, step=4, integer=True), 1.0) == 9
+
+
 def test_trials_of_a_process_that_was_killed_are_failed_and_do_not_count(tmp_path: Path) -> None:
     study = a_search(tmp_path).open()
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -307,6 +314,21 @@ def test_values_that_kill_each_process_are_given_up(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
     assert [one.number for one in studies.finished(study)] == [2]
     assert "as were those of 2 trials with the same values" in study.trials[2].user_attrs["error"]
+
+
+def test_values_that_kill_each_machine_are_given_up(tmp_path: Path) -> None:
+    """A container that was killed and begins again has another name."""
+    search = a_search(tmp_path, Range("lr", 0, 1), sampler="random")
+    study = search.open()
+    for number in range(studies.DEATHS):
+        study.sampler = studies.TrialSampler(study, "random", 0, search.parameters, parallel=False)
+        trial = study.ask()
+        trial.set_user_attr("process", [f"pod-{number}", 1, ""])
+        study._storage.record_heartbeat(trial._trial_id)
+        assert studies.fail_stale_trials(study) == 0
+        overdue(tmp_path, number)
+        assert studies.fail_stale_trials(study) == 1
+    assert [one.number for one in studies.finished(study)] == [2]
 
 
 def test_two_processes_may_fail_one_trial(tmp_path: Path) -> None:

@@ -250,8 +250,7 @@ def _from_unit(parameter: Range, share: float) -> float | int:
         value = low + share * (high - low)
     step = parameter.step or (1.0 if parameter.integer else None)
     if step is not None:
-        value = low + round((value - low) / step) * step
-        value = value if value <= high else value - step
+        value = min(low + round((value - low) / step) * step, parameter.last)
     value = min(max(value, low), high)
     return int(value) if parameter.integer else value
 
@@ -294,12 +293,18 @@ def _is_alive_here(process: Sequence[str | int] | None) -> bool:
 
 
 def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
-    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many of the former.
+    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many.
 
     own: processes whose trials are left to the caller.
     """
+    with _experiments_allowed():
+        silent = study._storage._get_stale_trial_ids(study._study_id)
     running = study.get_trials(deepcopy=False, states=(RUNNING,))
-    stale = [one for one in running if one.user_attrs.get(PROCESS) not in own and _has_ended(one)]
+    stale = [
+        one
+        for one in running
+        if one.user_attrs.get(PROCESS) not in own and (one._trial_id in silent or _has_ended(one))
+    ]
     for one in stale:
         before = [
             other
@@ -312,8 +317,6 @@ def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
             fail(
                 study, one, error=f"its process was killed, as were those of {len(before)} trials with the same values"
             )
-    with _experiments_allowed():
-        optuna.storages.fail_stale_trials(study)
     return len(stale)
 
 
