@@ -488,6 +488,7 @@ def test_trials_that_fail_are_recorded_and_the_search_goes_on(typed: Typed, fate
     assert "no luck today" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_draws_and_trains_as_one_that_was_not(fated: Path) -> None:
     """Killed in its first trial, which has the recipe's own values, and once more with trials done."""
     words = [
