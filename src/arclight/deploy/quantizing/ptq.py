@@ -179,7 +179,7 @@ class QuantizedModel(NamedGraphs):
             raise QuantizeError(
                 f"the quantized model cannot be pickled: {put[0]} was put into it after it was made; put that beside it"
             )
-        fields = {name: value for name, value in self.__dict__.items() if name not in _REGISTERED}
+        fields = {name: value for name, value in self.__getstate__().items() if name not in _REGISTERED}
         return _unpickled, (pickle_graph(self.graph), dict(self.state_dict(keep_vars=True)), fields)
 
     def train(self, mode: bool = True) -> QuantizedModel:
