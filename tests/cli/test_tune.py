@@ -625,6 +625,20 @@ def test_a_database_that_does_not_answer_ends_the_search_with_what_to_do(
     )
 
 
+def test_stopping_a_search_whose_database_is_gone_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = a_search(tmp_path, Range("lr", 0, 1))
+
+    def stopped(*_: object) -> None:
+        (tmp_path / "search.db").write_bytes(b"damaged" * 1000)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searches, "run_trials", stopped)
+    with pytest.raises(UsageError, match=r"does not answer: .*file is not a database; arclight tune --resume"):
+        searches.run_search(search, {"trials": 3, "timeout": None})
+
+
 def read_only(search: Search) -> Search:
     """The same search, whose processes may read its database and no more."""
     path = studies.local_database(search.folder).removeprefix("sqlite:///")

@@ -315,13 +315,14 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     watch = Watch(search, study)
     again = f"arclight tune --resume {search.folder} goes on with the search"
     try:
-        run_trials(search, study, limits["trials"], deadline, watch.report_ended)
-        watch.keep()  # where the process that ran the last trial was killed before it could
-        found = studies.best(study)
-        ended = len(studies.finished(study))
-    except KeyboardInterrupt:
-        watch.report_ended()
-        raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None
+        try:
+            run_trials(search, study, limits["trials"], deadline, watch.report_ended)
+            watch.keep()  # where the process that ran the last trial was killed before it could
+            found = studies.best(study)
+            ended = len(studies.finished(study))
+        except KeyboardInterrupt:
+            watch.report_ended()
+            raise KeyboardInterrupt(f"{len(studies.finished(study))} trials have ended; {again}") from None
     except studies.DATABASE_ERRORS as error:
         raise UsageError(f"the database of the search does not answer: {studies.cause(error)}; {again}") from error
     if found is None:
