@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -346,13 +347,13 @@ def test_images_grow_with_the_epochs_and_a_resumed_run_goes_on_with_theirs(
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             sides.append(batch["images"].shape[-1])
 
-    whole = fit(task, tmp_path / "whole", max_epochs=5, callbacks=[Sides()])
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)  # in the middle of an epoch
+    whole = fit(task, tmp_path / "whole", max_epochs=5, callbacks=[Sides(), kept], enable_checkpointing=True)
     assert sides == [32, 32, 32, 32, 64, 64, 64, 64, 96, 96]
     sides.clear()
-    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)  # in the middle of an epoch
-    fit(task, tmp_path / "first", max_epochs=5, callbacks=[kept], enable_checkpointing=True)
     (path,) = (tmp_path / "kept").glob("*step=5*")
-    resumed = fit(task, tmp_path / "second", path, max_epochs=5, callbacks=[Sides()])
+    alone = dataclasses.replace(task, workers=0)
+    resumed = fit(alone, tmp_path / "resumed", path, max_epochs=5, callbacks=[Sides()])
     assert sides == [64, 64, 64, 96, 96]
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)

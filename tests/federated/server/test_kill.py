@@ -71,7 +71,9 @@ def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
     return [((first + step) // 3, f"{order[(first + step) % 3]} {what}") for step in steps]
 
 
-@pytest.mark.parametrize("streaming", [None, Streaming(fragments=2, overlap=1)])
+@pytest.mark.parametrize(
+    "streaming", [None, pytest.param(Streaming(fragments=2, overlap=1), marks=pytest.mark.slow, id="streaming")]
+)
 def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path, streaming: Streaming | None) -> None:
     _, undisturbed, *_ = through(tmp_path / "a", 3, -1, streaming)
     kills, disturbed, _, anew = through(tmp_path / "b", 3, 4, streaming)
