@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from arclight.vision.qris.reading.finder_patterns import Floats
 
 cv2 = require("cv2", extra="vision")
 
+FloatT = TypeVar("FloatT", bound=np.floating)
 Box = tuple[float, float, float, float]
 
 MAX_VERSION = 16
@@ -123,59 +125,50 @@ def template(version: int) -> Template:
     return Template(UnitPoints.of(points.astype(np.float32)), wanted, sums, float(wanted @ wanted))
 
 
-class Scratch:
-    """Arrays that the rounds of one search write over: fresh ones would cost more than what is computed in them."""
-
-    def __init__(self, grids: int, points: int) -> None:
-        self.placed = np.empty((3 * grids, points), np.float32)
-        self.moved = np.empty((2 * grids, points), np.float32)
-        self.seen = np.empty((grids, points), np.float32)
-
-
-def project_grid(shapes: Floats, points: UnitPoints, scratch: Scratch | None = None) -> tuple[Floats, Floats]:
-    """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2).
-
-    Gives x and y, each (N, P), which lie in ``scratch`` if it is given.
-
-    The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
-    parabola that fades towards the opposite edge.
-    """
+def homographies(shapes: npt.NDArray[FloatT]) -> npt.NDArray[FloatT]:
+    """Return the maps (N, 3, 3) of the unit square to the corners of ``shapes`` (N, 8, 2) (Heckbert 1989, 2.2.3)."""
     a, b, c, d = (shapes[:, i] for i in range(4))  # of (0, 0), (1, 0), (1, 1), (0, 1)
     e1, e2, s = b - c, d - c, a - b + c - d
     cross = e1[:, 0] * e2[:, 1] - e1[:, 1] * e2[:, 0]
     cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
     g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
     h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
+    maps = np.empty((len(shapes), 3, 3), shapes.dtype)  # rows: of x, of y, and of the depth of a point
+    maps[:, :2, 0], maps[:, :2, 1], maps[:, :2, 2] = b - a + g * b, d - a + h * d, a
+    maps[:, 2, 0], maps[:, 2, 1], maps[:, 2, 2] = g[:, 0], h[:, 0], 1
+    return maps
+
+
+def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
+    """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2).
+
+    Gives x and y, each (N, P). The projective map of the unit square to four corners, then each edge bowed by a parabola that fades
+    towards the opposite edge.
+    """
     count = len(shapes)
-    scratch = scratch or Scratch(count, points.linear.shape[1])
-    maps = np.empty((3, count, 3), np.float32)  # rows of each homography: of x, of y, and of the depth of a point
-    maps[:2, :, 0] = (b - a + g * b).T
-    maps[:2, :, 1] = (d - a + h * d).T
-    maps[:2, :, 2] = a.T
-    maps[2, :, 0], maps[2, :, 1], maps[2, :, 2] = g[:, 0], h[:, 0], 1
-    x, y, depth = np.matmul(maps.reshape(3 * count, 3), points.linear, out=scratch.placed).reshape(3, count, -1)
+    maps = homographies(shapes).transpose(1, 0, 2).reshape(3 * count, 3).astype(np.float32, copy=False)
+    x, y, depth = (maps @ points.linear).reshape(3, count, -1)
     np.maximum(depth, 0.05, out=depth)
     x /= depth
     y /= depth
     if shapes[:, 4:].any():
         bows = shapes[:, 4:].transpose(2, 0, 1).reshape(2 * count, 4)
-        moved_x, moved_y = np.matmul(bows, points.bows, out=scratch.moved).reshape(2, count, -1)
+        moved_x, moved_y = (bows @ points.bows).reshape(2, count, -1)
         x += moved_x
         y += moved_y
     return x, y
 
 
-def sample_bilinear(picture: Floats, x: Floats, y: Floats, out: Floats | None = None) -> Floats:
-    """Interpolate the picture at places of any shape, such as (N, P), into ``out`` if it is given."""
-    seen = cv2.remap(picture, x, y, cv2.INTER_LINEAR, dst=out, borderMode=cv2.BORDER_REPLICATE)
+def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
+    """Interpolate the picture at places of any shape, such as (N, P)."""
+    seen = cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     return np.asarray(seen, np.float32)
 
 
-def template_correlation(picture: Floats, shapes: Floats, version: int, scratch: Scratch | None = None) -> Floats:
+def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
     """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,) in [-1, 1]; 0 on a plain area."""
     fixed = template(version)
-    scratch = scratch or Scratch(len(shapes), len(fixed.wanted))
-    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points, scratch), scratch.seen)
+    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
     sums = seen @ fixed.sums
     squares = np.einsum("ij,ij->i", seen, seen)
     spread = squares - sums[:, 0] ** 2 / seen.shape[1]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.vision.qris.reading.finder_patterns import Floats
-from arclight.vision.qris.reading.grid import MAX_VERSION, Grid, template
+from arclight.vision.qris.reading.grid import MAX_VERSION, Grid, homographies, template
 
 cv2 = require("cv2", extra="vision")
 
@@ -95,20 +95,6 @@ class Slopes:
         self.layers = np.dstack([picture, across, down])
 
 
-def homographies(shapes: Floats) -> Doubles:
-    """Return the maps (N, 3, 3) of the unit square to the corners of ``shapes`` (N, 8, 2) (Heckbert 1989, 2.2.3)."""
-    a, b, c, d = (shapes[:, i].astype(np.float64) for i in range(4))
-    e1, e2, s = b - c, d - c, a - b + c - d
-    cross = e1[:, 0] * e2[:, 1] - e1[:, 1] * e2[:, 0]
-    cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
-    g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
-    h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
-    maps = np.empty((len(shapes), 3, 3))
-    maps[:, :2, 0], maps[:, :2, 1], maps[:, :2, 2] = b - a + g * b, d - a + h * d, a
-    maps[:, 2, 0], maps[:, 2, 1], maps[:, 2, 2] = g[:, 0], h[:, 0], 1
-    return maps
-
-
 def _corners(maps: Doubles) -> Doubles:
     placed = maps @ np.array([[0.0, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
     return np.asarray((placed[:, :2] / np.maximum(placed[:, 2:], 0.05)).transpose(0, 2, 1))
@@ -123,7 +109,7 @@ class _Climb:
         shapes = np.stack([grid.shape for grid in near])
         count, self.bowed = len(near), stiffness.bow is not None
         self.size = 16 if self.bowed else 8
-        self.maps, self.bows = homographies(shapes), np.zeros((count, 2, 4))
+        self.maps, self.bows = homographies(shapes.astype(np.float64)), np.zeros((count, 2, 4))
         if self.bowed:
             self.bows += shapes[:, 4:].transpose(0, 2, 1)
         self.centre = shapes[:, :4].mean(1, dtype=np.float64)[:, :, None]
@@ -225,7 +211,7 @@ def climb(slopes: Slopes, near: Sequence[Grid], *, rounds: int, stiffness: Stiff
 def correlations(picture: Floats, shapes: Floats, versions: Versions) -> Floats:
     """Score shapes (N, 8, 2), each of its own version, as `grid.template_correlation` does: (N,)."""
     own = Templates.of(versions)
-    placed = homographies(shapes).astype(np.float32) @ own.linear
+    placed = homographies(shapes.astype(np.float64)).astype(np.float32) @ own.linear
     flat = placed[:, :2] / np.maximum(placed[:, 2:], 0.05)
     if shapes[:, 4:].any():
         flat += shapes[:, 4:].transpose(0, 2, 1) @ own.bows
