@@ -61,6 +61,7 @@ from arclight.deploy.programs.program import Program
 from arclight.deploy.programs.session import NAMES, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
 from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
+from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.fabric.extras import require
 from arclight.fabric.signing import SigningError, SigningKey
 
@@ -273,7 +274,7 @@ def _disk_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        if error.errno not in (*DISK_FULL, errno.EROFS):
             raise
         raise ExportError(f"{path} cannot be written: {error.strerror}; what was there is as it was") from error
 

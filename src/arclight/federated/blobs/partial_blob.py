@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -14,8 +13,6 @@ from pathlib import Path
 from arclight.fabric import atomic_replace
 from arclight.federated.blobs.blob_store import PIECE_BYTES, wrong_content
 from arclight.federated.errors import BlobError
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BusyError(BlobError):
@@ -66,7 +63,7 @@ class PartialBlob:
                         self.offset += count
                         rest = rest[count:]
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in atomic_replace.DISK_FULL:
                 self.restart()
             raise
 
@@ -134,7 +131,7 @@ def explain_no_space(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in atomic_replace.DISK_FULL:
             raise
         free = shutil.disk_usage(folder).free
         raise OSError(

@@ -55,7 +55,6 @@ class CSVLogger(FolderLogger):
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._experiment: ExperimentWriter | None = None
         self._begun = False
-        self._again_at = 0.0
 
     @property
     @rank_zero_experiment
@@ -109,7 +108,7 @@ class CSVLogger(FolderLogger):
         """Rows that wait are written first: another process goes on from the file."""
         self._again_at = 0.0
         self.save()
-        return {**self.__dict__, "_experiment": None, "_again_at": 0.0}  # a time of this machine's clock alone
+        return super().__getstate__()
 
 
 _writers: weakref.WeakValueDictionary[str, ExperimentWriter] = weakref.WeakValueDictionary()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -26,6 +27,8 @@ class FolderLogger(Logger):
 
     inside_run = ""
     _warned_of_disk = False
+    _again_at = 0.0
+    """Time of this machine's monotonic clock from which a disk that was full is tried again."""
 
     def __init__(
         self, save_dir: str | os.PathLike[str] | None, name: str | None, version: int | str | None, prefix: str, sub_dir: str | None = None,
@@ -87,6 +90,10 @@ class FolderLogger(Logger):
 
     def _on_full_disk(self) -> None:
         """Get ready to write again later."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the writer, which may have a thread, and times of this machine's clock: another process goes on in the same folder."""
+        return {**self.__dict__, "_experiment": None, "_again_at": 0.0}
 
     def _versions(self) -> str:
         """Return the folder that versions are counted in."""

@@ -56,7 +56,6 @@ class TensorBoardLogger(FolderLogger):
         self._experiment: SummaryWriter | None = None
         self.hparams: dict[Any, Any] = {}
         self._hparams_changed = False
-        self._again_at = 0.0
 
     def use_folder(self, folder: Path) -> None:
         if self._folder != Path(folder):
@@ -184,10 +183,6 @@ class TensorBoardLogger(FolderLogger):
         with suppress(OSError):
             self._close()
         self._experiment, self._again_at = None, time.monotonic() + RETRY_S
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the writer, which has a thread; another process opens a file of its own in the same folder."""
-        return {**self.__dict__, "_experiment": None, "_again_at": 0.0}  # a time of this machine's clock alone
 
 
 class _NoTrainer:
