@@ -79,7 +79,7 @@ def check_a_run(tmp_path: Path, folder: str, devices: int = 1, **options: Any) -
     assert names(folder) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
     assert kept.best_model_path == f"{folder}/step=4.ckpt"
     assert kept.last_model_path == f"{folder}/last.ckpt"
-    assert kept.last_checkpoints(None) == {f"{folder}/last.ckpt"}  # type: ignore[arg-type]
+    assert kept.last_checkpoints() == {f"{folder}/last.ckpt"}
     again = saver()
     with pytest.warns(UserWarning, match=f"{folder} exists and is not empty"):
         trainer, found = fit(tmp_path, again, 6, devices, "last")

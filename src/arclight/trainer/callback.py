@@ -175,7 +175,7 @@ class ReplacesLayers(Protocol):
 class KeepsLast(Protocol):
     """A callback that knows which checkpoints a resume may go on from."""
 
-    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+    def last_checkpoints(self) -> set[str]:
         """Return the paths of the newest of each kind that it keeps."""
 
 

@@ -172,7 +172,7 @@ class CheckpointSelector:
         paths: set[Path] = set()
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, KeepsLast):
-                paths |= {to_path(path) for path in callback.last_checkpoints(self._trainer)}
+                paths |= {to_path(path) for path in callback.last_checkpoints()}
             elif path := getattr(callback, "last_model_path", ""):
                 paths.add(to_path(path))
         return max((p for p in paths if p.exists()), key=written_at, default=None)

@@ -49,35 +49,6 @@ class FitPlan:
     step_plateaus: Callable[[], None] | None
     """Steps the schedulers that watch a value at every update: after the validation that may have measured it."""
 
-    @classmethod
-    def build(cls, trainer: Trainer, module: Module, forward: Step | None = None) -> FitPlan:
-        usual = [c for c in trainer.callbacks if not c.runs_last]
-        last = [c for c in trainer.callbacks if c.runs_last]
-        builder, run = StepBuilder(trainer, module), trainer.run_state
-        forward = builder.forward() if forward is None else forward
-        run.close_window = None
-        return cls(
-            key=_plan_key(trainer, module),
-            trained=_trained(module),
-            forward=forward,
-            step=profile_action(trainer.profiler, "run_training_batch", builder.step(forward)),
-            move=profile_transfer(trainer.profiler, trainer.strategy, trainer.data.transfer(module)),
-            batch_start=trainer.resolve("on_train_batch_start"),
-            batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
-            + module_hooks(module, "on_train_batch_end"),
-            batch_save=callback_hooks(trainer, module, last, "on_train_batch_end"),
-            on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
-            epoch_schedulers=builder.schedules.of("epoch", plateau=False),
-            plateau_schedulers=builder.schedules.of("epoch", plateau=True),
-            step_plateaus=builder.schedules.after_validation(),
-        )
-
-    def refreshed(self, trainer: Trainer, module: Module) -> FitPlan:
-        """Return the same plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
-        if self.trained != _trained(module):  # DDP must be rebuilt when requires_grad changes
-            return FitPlan.build(trainer, module)
-        return self if self.key == _plan_key(trainer, module) else FitPlan.build(trainer, module, self.forward)
-
     def step_epoch_schedulers(self) -> bool:
         """Step the schedulers of an epoch's last batch; always True, for an epoch that is complete."""
         for scheduler_step in self.epoch_schedulers:
@@ -87,18 +58,6 @@ class FitPlan:
 
 def _trained(module: Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in module.parameters())
-
-
-def _plan_key(trainer: Trainer, module: Module) -> tuple[Any, ...]:
-    return (
-        trainer.accumulate_grad_batches,
-        trainer.gradient_clip_val,
-        trainer.gradient_clip_algorithm,
-        module.automatic_optimization,
-        *map(id, trainer.optimizers),
-        *(id(config.scheduler) for config in trainer.lr_scheduler_configs),
-        *map(id, trainer.callbacks),
-    )
 
 
 class FitLoop:
@@ -113,7 +72,7 @@ class FitLoop:
 
     def run(self) -> None:
         trainer, run = self.trainer, self.run_state
-        self.plan = FitPlan.build(trainer, self.module)
+        self.plan = self._build_plan()
         self.strategy.stop.begin()
         trainer.call("on_train_start")
         if evaluating := sum(not part.training for part in self.module.modules()):
@@ -181,7 +140,7 @@ class FitLoop:
             self._take_up_rng()
         trainer.call("on_train_epoch_start")
         self._take_up_rng()
-        plan = self.plan = self.plan.refreshed(trainer, self.module)
+        plan = self.plan = self._refreshed_plan()
         if progress.batch == trainer.next_validation():  # left to do by the run that saved
             self.evaluation.validate_during_fit()
         complete = progress.batch >= run.num_training_batches
@@ -304,3 +263,47 @@ class FitLoop:
             if plateaus is not None and progress.batch != total:
                 plateaus()
         return scheduled or plan.step_epoch_schedulers()
+
+    # -- what a step calls -----------------------------------------------------------------------------------------------
+
+    def _build_plan(self, forward: Step | None = None) -> FitPlan:
+        trainer, module = self.trainer, self.module
+        usual = [c for c in trainer.callbacks if not c.runs_last]
+        last = [c for c in trainer.callbacks if c.runs_last]
+        builder = StepBuilder(trainer, module)
+        forward = builder.forward() if forward is None else forward
+        self.run_state.close_window = None
+        return FitPlan(
+            key=self._plan_key(),
+            trained=_trained(module),
+            forward=forward,
+            step=profile_action(trainer.profiler, "run_training_batch", builder.step(forward)),
+            move=profile_transfer(trainer.profiler, trainer.strategy, trainer.data.transfer(module)),
+            batch_start=trainer.resolve("on_train_batch_start"),
+            batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
+            + module_hooks(module, "on_train_batch_end"),
+            batch_save=callback_hooks(trainer, module, last, "on_train_batch_end"),
+            on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
+            epoch_schedulers=builder.schedules.of("epoch", plateau=False),
+            plateau_schedulers=builder.schedules.of("epoch", plateau=True),
+            step_plateaus=builder.schedules.after_validation(),
+        )
+
+    def _refreshed_plan(self) -> FitPlan:
+        """Return the newest plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
+        plan = self.plan
+        if plan.trained != _trained(self.module):  # DDP must be rebuilt when requires_grad changes
+            return self._build_plan()
+        return plan if plan.key == self._plan_key() else self._build_plan(plan.forward)
+
+    def _plan_key(self) -> tuple[Any, ...]:
+        trainer = self.trainer
+        return (
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+            self.module.automatic_optimization,
+            *map(id, trainer.optimizers),
+            *(id(config.scheduler) for config in trainer.lr_scheduler_configs),
+            *map(id, trainer.callbacks),
+        )

@@ -56,7 +56,16 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
             if module.automatic_optimization:  # else steps may ask for their schedules
                 trainer.use_optimizers(trainer.optimizers, [])
             try:
-                _run(trainer, module)
+                data = trainer.data.load(trainer.stage)
+                if trainer.stage == "train":
+                    if not trainer.num_training_batches:
+                        raise MisconfigurationError("there are no training batches to try anything with")
+                    FitLoop(trainer, module).run()
+                elif trainer.stage == "predict":
+                    for _ in EvaluationLoop(trainer, module).predict(data, keep=False):
+                        pass
+                else:
+                    EvaluationLoop(trainer, module).evaluate(data)
             finally:
                 trainer.logged.clear()  # metrics have seen the trial's batches
                 module.zero_grad(set_to_none=True)
@@ -75,19 +84,6 @@ class TrialCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.report_loss(None)  # a NaN or infinite one is an outcome like others here, and ends nothing
-
-
-def _run(trainer: Trainer, module: Module) -> None:
-    data = trainer.data.load(trainer.stage)
-    if trainer.stage == "train":
-        if not trainer.num_training_batches:
-            raise MisconfigurationError("there are no training batches to try anything with")
-        FitLoop(trainer, module).run()
-    elif trainer.stage == "predict":
-        for _ in EvaluationLoop(trainer, module).predict(data, keep=False):
-            pass
-    else:
-        EvaluationLoop(trainer, module).evaluate(data)
 
 
 @contextmanager

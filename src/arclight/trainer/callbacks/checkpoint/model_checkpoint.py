@@ -525,7 +525,7 @@ class ModelCheckpoint(Checkpoint):
         """Return True if rank 0 sees ``filepath``; the same answer on every rank."""
         return bool(trainer.strategy.broadcast(to_path(filepath).exists()))
 
-    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+    def last_checkpoints(self) -> set[str]:
         """List what is kept as ``last`` in the folder, whichever run it is from."""
         known = {self.last_model_path} - {""}
         return known | file_ops.find_checkpoints(self.dirpath, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)

@@ -36,7 +36,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def ckpt_path(self) -> str:
         return os.path.join(self.dirpath or "", self.filename + self.FILE_EXTENSION)
 
-    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+    def last_checkpoints(self) -> set[str]:
         """Return the checkpoint of the run that failed, where there is one."""
         return {self.ckpt_path} if self.dirpath is not None and to_path(self.ckpt_path).exists() else set()
 
