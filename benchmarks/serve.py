@@ -1,7 +1,7 @@
 """The server under load: beside a bare FastAPI application, while programs are replaced, in overload, and over many requests.
 
-Every server is a process of its own on loopback, and so are its clients' connections: 16 threads that keep theirs open and send the
-next request when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as JSON;
+Every server is a process of its own on loopback. Another holds the connections of its clients, 16 that stay open, and sends the next
+request on each when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as JSON;
 the peer is one `async def` endpoint of FastAPI under uvicorn, without limits, metrics, access rules or a queue. Rounds of the two
 alternate, and the ratio is within a round. Clients and servers share the machine's cores. In overload, 64 clients send 16 rows
 each to a program of three layers of 1024 and ask again as soon as they are refused, without regard to Retry-After; what recovers is
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import selectors
 import shutil
 import socket
 import subprocess
@@ -93,42 +94,54 @@ class Client:
     """One connection that is kept open."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._file = self._socket.makefile("rb")
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = b""
 
     def ask(self, message: bytes) -> int:
         """Return the status of the answer, which is read whole."""
-        self._socket.sendall(message)
-        status, size = int(self._file.readline().split()[1]), 0
-        while (line := self._file.readline()) != b"\r\n":
-            if line.lower().startswith(b"content-length:"):
-                size = int(line.split(b":")[1])
-        self._file.read(size)
+        self.socket.sendall(message)
+        while (status := self.status()) is None:
+            pass
         return status
 
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
+    def status(self) -> int | None:
+        """Read what has come of an answer; return its status once it is whole."""
+        piece = self.socket.recv(65536)
+        if not piece:
+            raise SystemExit("a server closed a connection before its answer was whole")
+        self._received += piece
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        if not end:
+            return None
+        size = next((int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:"), 0)
+        if len(body) < size:
+            return None
+        self._received = b""
+        return int(head[9:12])
 
 
 def load(port: int, message: bytes, clients: int, until: Callable[[int], bool]) -> Counter[int]:
     """Let ``clients`` ask until ``until``, which gets the number of requests so far, is true; count the statuses."""
     statuses: Counter[int] = Counter()
     sent = itertools.count()
-
-    def work() -> None:
-        client, mine = Client(port), Counter[int]()
-        while not until(next(sent)):
-            mine[client.ask(message)] += 1
-        client.close()
-        statuses.update(mine)
-
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with selectors.DefaultSelector() as connections:
+        for _ in range(clients):
+            if until(next(sent)):
+                break
+            client = Client(port)
+            connections.register(client.socket, selectors.EVENT_READ, client)
+            client.socket.sendall(message)
+        while connections.get_map():
+            for key, _ in connections.select():
+                if (status := key.data.status()) is None:
+                    continue
+                statuses[status] += 1
+                if until(next(sent)):
+                    connections.unregister(key.fileobj)
+                    key.data.socket.close()
+                else:
+                    key.data.socket.sendall(message)
     return statuses
 
 
@@ -214,7 +227,7 @@ def overloaded(folder: Path, quick: bool) -> tuple[float, Ratio, Counter[int]]:
             begun, client = time.monotonic(), Client(port)
             status = client.ask(message)
             slowest = max(slowest, time.monotonic() - begun)
-            client.close()
+            client.socket.close()
             if status != 200 or set(met) - {200, 429, 503}:
                 raise SystemExit(f"an answer of {status} after the overload, {met} in it")
             full.append(accepted)

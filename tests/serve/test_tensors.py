@@ -72,6 +72,12 @@ def test_binary_tensors_are_computed(two):
     np.testing.assert_allclose(np.frombuffer(answer.content[size:], np.float32).reshape(4, 3), 2 * x + 1, rtol=1e-6)
 
 
+def test_numbers_in_json_have_the_bits_of_the_output(two):
+    x = np.random.default_rng(0).standard_normal(30, np.float32)
+    answer = infer(two, json.dumps({"inputs": [tensor(shape=[10, 3], data=x.tolist())]}).encode())
+    assert np.array_equal(np.array(answer.json()["outputs"][0]["data"], np.float32), 2 * x + 1)
+
+
 def test_infinite_outputs_are_null_in_json(two):
     answer = infer(two, json.dumps({"inputs": [tensor(shape=[1, 3], data=[3e38, 0, 1e300])]}).encode())
     assert answer.json()["outputs"][0]["data"] == [None, 1, None]
@@ -80,6 +86,8 @@ def test_infinite_outputs_are_null_in_json(two):
 BAD = {
     "not JSON": b"{",
     "deep": b"[" * 100_000,
+    "NaN, which JSON has not": {"inputs": [tensor(data=[float("nan")] * 6)]},
+    "a float beyond all types": json.dumps({"inputs": [tensor()]}).replace("0.5", "1e400").encode(),
     "no inputs": b"{}",
     "another name": {"inputs": [tensor(name="z")]},
     "twice": {"inputs": [tensor(), tensor()]},

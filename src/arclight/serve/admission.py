@@ -94,12 +94,11 @@ class Buffered:
 
 async def read_body(request: Request, body: bytearray, buffered: Buffered, limits: Limits) -> None:
     """Fill ``body`` from the network; raises Refusal 400, 408, 413, 415 or 429."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
+    headers = request.headers
+    if headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "The body is compressed; send it as it is, without Content-Encoding.")
-    too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
-    if int(request.headers.get("content-length", 0)) > limits.body_bytes:
-        raise too_large
+    if int(headers.get("content-length", 0)) > limits.body_bytes:
+        raise _too_large(limits)
     deadline = time.monotonic() + limits.body_total_s
     more = True
     while more:
@@ -113,8 +112,12 @@ async def read_body(request: Request, body: bytearray, buffered: Buffered, limit
             raise Refusal(400, "The connection closed before the whole upload had arrived.")
         piece, more = message.get("body", b""), message.get("more_body", False)
         if len(body) + len(piece) > limits.body_bytes:
-            raise too_large
+            raise _too_large(limits)
         buffered.append(body, piece)
+
+
+def _too_large(limits: Limits) -> Refusal:
+    return Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
 
 
 def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from arclight import __version__
 from arclight.serve.admission import TEXT, Buffered, Refusal, Turn, Workers, image_bytes, read_body
@@ -171,7 +172,10 @@ def build_app(
             lines.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
-    app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )  # fmt: skip
     app.add_exception_handler(Refusal, refuse)
     app.add_exception_handler(HTTPException, refuse_address)
 
@@ -399,12 +403,6 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
-    async def infer_tensors(request: Request) -> Response:
-        return await inferred(request, request.path_params["model"])
-
-    # first of all routes, and without FastAPI around it, which costs as much as a small program; its own is for /openapi.json
-    app.router.routes.insert(0, Route(INFER, infer_tensors, methods=["POST"], include_in_schema=False))
-
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
@@ -412,6 +410,20 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         if size is None:
             return Response(content, media_type="application/json")
         return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})
+
+    # FastAPI's own route is for /openapi.json: what it does around each request costs as much as a small program
+    app.router.routes.insert(0, Route(INFER, TensorEndpoint(inferred), methods=["POST"], include_in_schema=False))
+
+
+class TensorEndpoint:
+    """Answer a model's requests as an application of ASGI."""
+
+    def __init__(self, respond: Callable[[Request, str], Awaitable[Response]]) -> None:
+        self.respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.respond(Request(scope, receive), scope["path_params"]["model"])
+        await response(scope, receive, send)
 
 
 def add_text_routes(app: FastAPI, service: Service) -> None:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -171,6 +172,7 @@ OPEN = {"/health", "/v2/health/live", "/v2/health/ready", "/"} | {
 """What is answered without the key: health, and the page, which asks for the key itself."""
 
 
+@lru_cache(maxsize=64)
 def host_name(host: str) -> str:
     """Return the name or address in a Host header, without its port."""
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?", host)

@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ def open_record(scope: MutableMapping[str, Any], model: str) -> Record:
     """
     given = [value for name, value in scope["headers"] if name == _HEADER]
     well_formed = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
-    scope[_KEY] = record = Record(given[0].decode() if well_formed else uuid.uuid4().hex, model)
+    scope[_KEY] = record = Record(given[0].decode() if well_formed else os.urandom(16).hex(), model)
     return record
 
 

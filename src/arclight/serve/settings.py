@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
     return keys
 
 
+@lru_cache(maxsize=64)  # every request names its host
 def is_loopback(host: str) -> bool:
     """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
     try:

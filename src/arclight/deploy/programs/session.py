@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,6 +22,12 @@ NAMES: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO", "torch": "torch", "inductor": "AOTInductor",
 }  # fmt: skip
 """What people call the runtimes."""
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: Any) -> str:
+    """Return NumPy's name of a type of NumPy or torch, such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class TensorSpec:
 
     def check(self, value: Any) -> None:
         """ProgramError where ``value``, an array or a tensor, is not what this input takes."""
-        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        dtype, shape = dtype_name(value.dtype), tuple(value.shape)
         fits = len(shape) == len(self.shape) and all(
             isinstance(wanted, str) or wanted == given for wanted, given in zip(self.shape, shape)
         )

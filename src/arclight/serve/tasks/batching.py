@@ -9,8 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("arclight.serve")
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 Encoded = tuple[bytes, int | None]
 """Body of an answer, and the bytes of its JSON if binary tensors follow."""
 
@@ -112,14 +110,13 @@ class Batcher:
         found: dict[int, Encoded | Exception] = {}
         read: dict[int, TensorRequest] = {}
         for place, job in enumerate(jobs):
-            decoded = _outcome(job.decode)
-            if isinstance(decoded, Exception):
-                found[place] = decoded
-            else:
-                read[place] = decoded
+            try:
+                read[place] = job.decode()
+            except Exception as error:  # which whoever waits for that request raises
+                found[place] = error
         for places in self._batches(read):
-            found |= self._computed(jobs, read, places)
-        if all(len(job.body) <= Pace.SMALL_BYTES for job in jobs):
+            self._compute(jobs, read, places, found)
+        if max(len(job.body) for job in jobs) <= Pace.SMALL_BYTES:
             self._pace.add((time.monotonic() - started) / len(jobs))
         return [found[place] for place in range(len(jobs))]
 
@@ -148,53 +145,55 @@ class Batcher:
         """Divide requests into batches of at most `rows` rows; those that fit into none are alone."""
         batches: list[list[int]] = []
         left = 0
+        most = self.rows
         for place, request in read.items():
-            counts = {len(value) for value in request.inputs}
-            size = (
-                counts.pop() if len(counts) == 1 else 0
-            )  # one without rows, or with several numbers of them, is alone
-            if not 0 < size <= self.rows:
+            size = len(request.inputs[0]) if request.inputs else 0
+            if not 0 < size <= most or any(len(value) != size for value in request.inputs):
                 batches.insert(0, [place])
                 continue
             if size > left or not batches:
                 batches.append([])
-                left = self.rows
+                left = most
             batches[-1].append(place)
             left -= size
         return batches
 
-    def _computed(
-        self, jobs: Sequence[Job], read: dict[int, TensorRequest], places: list[int]
-    ) -> dict[int, Encoded | Exception]:
-        """Compute the requests at ``places`` in one call; each alone where that fails."""
+    def _compute(
+        self,
+        jobs: Sequence[Job],
+        read: dict[int, TensorRequest],
+        places: Sequence[int],
+        found: dict[int, Encoded | Exception],
+    ) -> None:
+        """Put the answers to the requests at ``places`` into ``found``, computed in one call; each alone where that fails."""
         program, inputs = jobs[places[0]].program, [read[place].inputs for place in places]
         try:
             if len(places) == 1:
-                outputs = [compute(program, inputs[0])]
+                together = compute(program, inputs[0])
             else:
                 together = compute(program, [np.concatenate(values) for values in zip(*inputs, strict=True)])
-                ends = np.cumsum([len(values[0]) for values in inputs])[:-1]
-                outputs = [list(values) for values in zip(*(np.split(value, ends) for value in together), strict=True)]
+                if any(len(value) != sum(len(values[0]) for values in inputs) for value in together):
+                    raise ValueError("an output of the batch has not its rows")
         except Exception as error:
             if len(places) == 1:
-                return {places[0]: error}
+                found[places[0]] = error
+                return
             log.warning(
                 "%s failed on a batch of %d requests, they are computed one by one", program.path.name, len(places)
             )
-            return {place: found for one in places for place, found in self._computed(jobs, read, [one]).items()}
+            for place in places:
+                self._compute(jobs, read, [place], found)
+            return
         self._told(len(places))
-        return {
-            place: _outcome(partial(jobs[place].encode, read[place], values))
-            for place, values in zip(places, outputs, strict=True)
-        }
-
-
-def _outcome(work: Callable[[], T]) -> T | Exception:
-    """Return the result of ``work``, or its error, which whoever waits for that request raises."""
-    try:
-        return work()
-    except Exception as error:
-        return error
+        begin = 0
+        for place, values in zip(places, inputs, strict=True):
+            end = begin + len(values[0]) if values else 0
+            own = together if len(places) == 1 else [value[begin:end] for value in together]
+            begin = end
+            try:
+                found[place] = jobs[place].encode(read[place], own)
+            except Exception as error:
+                found[place] = error
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
 
+from arclight.deploy.errors import ProgramError
+from arclight.deploy.programs.session import dtype_name
 from arclight.serve.admission import Refusal, in_words, one_sentence
 from arclight.serve.settings import Limits
 
@@ -22,11 +24,11 @@ DATATYPES = {
     "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
     "uint8": "UINT8", "bool": "BOOL",
 }  # fmt: skip
-_DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+_DTYPES = {datatype: np.dtype(dtype) for dtype, datatype in DATATYPES.items()}
 _MOST_DIMENSIONS = 32
 _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """What JSON may hold for a kind of data type."""
-_WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
+_WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the bytes of JSON before the binary tensors."""
 
@@ -65,8 +67,8 @@ def decode(body: bytes, json_size: str | None, program: Program, limits: Limits)
             f"The request's JSON is larger than {in_words(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
         )
     try:
-        asked = json.loads(body[:size])
-    except (ValueError, RecursionError):
+        asked = orjson.loads(body[:size])
+    except ValueError:
         raise Refusal(400, "The request is not JSON; send an object with a list 'inputs'.") from None
     if not isinstance(asked, dict) or not _is_objects(asked.get("inputs")):
         raise Refusal(400, "The request has no list 'inputs' of objects; send one object for each input.")
@@ -105,9 +107,9 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
             raise Refusal(
                 400, f"The shape of input {name!r} must be a list of at most {_MOST_DIMENSIONS} whole numbers from 0."
             )
-        if datatype not in (*_DTYPES,):
+        dtype = _DTYPES.get(datatype) if isinstance(datatype, str) else None
+        if dtype is None:
             raise Refusal(400, f"The datatype of input {name!r} must be one of {', '.join(_DTYPES)}.")
-        dtype = np.dtype(_DTYPES[datatype])
         size = _parameters(item).get("binary_data_size")
         if size is None:
             array = _from_json(item.get("data"), dtype, name)
@@ -125,8 +127,6 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
 
 
 def _check(spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
-    from arclight.deploy import ProgramError
-
     try:
         spec.check(array)
     except ProgramError as error:
@@ -134,26 +134,31 @@ def _check(spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
 
 
 def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
-    wrong = Refusal(400, f"The data of input {name!r} must be a list of numbers that {dtype} can hold.")
     if not isinstance(data, list):
-        raise wrong
+        raise _wrong_data(name, dtype)
     while data and type(data[0]) is list:
         if any(type(row) is not list or len(row) != len(data[0]) for row in data):
-            raise wrong
+            raise _wrong_data(name, dtype)
         data = list(chain.from_iterable(data))
     # Types first: for one long text among numbers NumPy would reserve as many bytes for each of them.
-    if not {type(value) for value in data} <= _ELEMENTS[dtype.kind]:
-        raise wrong
+    if not set(map(type, data)) <= _ELEMENTS[dtype.kind]:
+        raise _wrong_data(name, dtype)
     try:
+        if dtype.kind == "f":
+            with np.errstate(over="ignore"):  # a number too large for the type becomes infinity, as in NumPy
+                return np.array(data, dtype)
         array: np.ndarray[Any, Any] = np.array(data, _WIDEST[dtype.kind])
     except OverflowError:
-        raise wrong from None
+        raise _wrong_data(name, dtype) from None
     if dtype.kind in "iu" and array.size:
         bounds = np.iinfo(dtype)
         if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-            raise wrong
-    with np.errstate(over="ignore"):  # a number too large for the type becomes infinity, as in NumPy
-        return array.astype(dtype)
+            raise _wrong_data(name, dtype)
+    return array.astype(dtype)
+
+
+def _wrong_data(name: str, dtype: np.dtype[Any]) -> Refusal:
+    return Refusal(400, f"The data of input {name!r} must be a list of numbers that {dtype} can hold.")
 
 
 def _from_bytes(size: Any, binary: bytes, dtype: np.dtype[Any], name: str) -> tuple[np.ndarray[Any, Any], bytes]:
@@ -182,8 +187,6 @@ def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
 
 def compute(program: Program, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
     """Run the program on inputs that fit it; raises Refusal 400."""
-    from arclight.deploy import ProgramError
-
     try:
         computed = program(*inputs)
     except ProgramError as error:  # sizes that only the runtime can judge, such as of a reshape
@@ -199,16 +202,17 @@ def encode(
     outputs, pieces = [], []
     for output, is_binary in request.outputs.items():
         array = arrays[output]
-        item = {"name": output, "datatype": DATATYPES.get(str(array.dtype), str(array.dtype)), "shape": [*array.shape]}
+        dtype = dtype_name(array.dtype)
+        item = {"name": output, "datatype": DATATYPES.get(dtype, dtype), "shape": array.shape}
         if is_binary:
             pieces.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
             outputs.append({**item, "parameters": {"binary_data_size": len(pieces[-1])}})
         else:
-            outputs.append({**item, "data": _finite(array)})
-    answer = {"model_name": name, "model_version": version, "outputs": outputs} | (
-        {} if request.id is None else {"id": request.id}
-    )
-    head = json.dumps(answer, allow_nan=False).encode()
+            outputs.append({**item, "data": np.ascontiguousarray(array.ravel())})
+    answer = {"model_name": name, "model_version": version, "outputs": outputs}
+    if request.id is not None:
+        answer["id"] = request.id
+    head = orjson.dumps(answer, _listed, orjson.OPT_SERIALIZE_NUMPY)
     return b"".join([head, *pieces]), len(head) if pieces else None
 
 
@@ -219,8 +223,8 @@ def zeros(program: Program) -> list[np.ndarray[Any, Any]]:
     ]
 
 
-def _finite(array: np.ndarray[Any, Any]) -> list[Any]:
-    """List the elements; what JSON has no number for, NaN and infinity, is null."""
-    if array.dtype.kind != "f" or np.isfinite(array).all():
-        return list(array.ravel().tolist())
-    return [value if math.isfinite(value) else None for value in array.ravel().tolist()]
+def _listed(value: Any) -> Any:
+    """List the elements of an array of a type that orjson does not know; what JSON has no number for, NaN and infinity, it writes as null."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")
+    return value.tolist()
