@@ -74,6 +74,7 @@ bench-peers: flower-venv
 	$(PYTHON) -m venv .bench-venv
 	.bench-venv/bin/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
 	.bench-venv/bin/python -m pip install --quiet "lightning==2.6.6" --editable .
+	.bench-venv/bin/python -m pip install --quiet "litserve==0.2.*" "onnxruntime>=1.20"
 
 clean:
 	rm -rf $(VENV) $(FLOWER) .bench-venv .mypy_cache .ruff_cache .pytest_cache

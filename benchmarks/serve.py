@@ -1,12 +1,12 @@
 """The server under load: beside a bare FastAPI application, while programs are replaced, in overload, and over many requests.
 
 Every server is a process of its own on loopback. Another holds the connections of its clients, 16 that stay open, and sends the next
-request on each when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as JSON;
-the peer is one `async def` endpoint of FastAPI under uvicorn, without limits, metrics, access rules or a queue. Rounds of the two
-alternate, and the ratio is within a round. Clients and servers share the machine's cores. In overload, 64 clients send 16 rows
-each to a program of three layers of 1024 and ask again as soon as they are refused, without regard to Retry-After; what recovers is
-the time of one request right after they have stopped, and what is kept is answers per second beside those of two clients. Texts: 8
-of 48 tokens each, together and one after another.
+request on each when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as
+JSON; one peer is an `async def` endpoint of FastAPI under uvicorn and uvloop, without limits, metrics, access rules or a queue, the
+other LitServe as it comes (a process for HTTP and one that computes). Rounds of the servers alternate, and the ratio is within a round.
+Clients and servers share the machine's cores. In overload, 64 clients send 16 rows each to a program of three layers of 1024 and ask
+again as soon as they are refused, without regard to Retry-After; what recovers is the time of one request right after they have
+stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and one after another.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,37 @@ async def infer(request: Request):
     return {"data": program(x).ravel().tolist()}
 uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
 """
+LITSERVE = """
+import sys, litserve, numpy as np, onnxruntime
+class Small(litserve.LitAPI):
+    def setup(self, device):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = onnxruntime.InferenceSession(sys.argv[1], options)
+    def decode_request(self, request):
+        return np.array(request["data"], np.float32).reshape(-1, 64)
+    def predict(self, x):
+        return self.session.run(None, {"x": x})[0]
+    def encode_response(self, y):
+        return {"data": y.ravel().tolist()}
+if __name__ == "__main__":
+    server = litserve.LitServer(Small(api_path="/infer"), accelerator="cpu")
+    server.run(host="127.0.0.1", port=int(sys.argv[2]), log_level="warning", generate_client_file=False)
+"""
 OURS = "from arclight.cli import main; raise SystemExit(main())"
-NEVER_MEASURED = "not measured: LitServe was not installed"
+PEERS = Path(".bench-venv/bin/python")
+"""Interpreter of `make bench-peers`, which has LitServe."""
 
 
 @contextmanager
-def process(code: str, *words: str) -> Iterator[tuple[int, int]]:
-    """Start a server; give its port and process id once it listens."""
+def process(*words: str) -> Iterator[tuple[int, int]]:
+    """Start a server by the arguments of an interpreter; give its port and process id once it listens."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
-        [sys.executable, "-c", code, *(word.replace("PORT", str(port)) for word in words)],
-        env=environment, stdout=subprocess.DEVNULL,
+        [word.replace("PORT", str(port)) for word in words],
+        env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
         while True:
@@ -76,7 +95,7 @@ def process(code: str, *words: str) -> Iterator[tuple[int, int]]:
                 time.sleep(0.05)
         yield port, started.pid
     finally:
-        started.kill()
+        os.killpg(started.pid, signal.SIGKILL)  # with processes of its own
         started.wait()
 
 
@@ -167,24 +186,45 @@ def program(path: Path, width: int, layers: int, seed: int = 0) -> Path:
 
 
 def serving(*models: str, **limits: float) -> Any:
-    return process(
-        OURS, "serve", *models, "--port=PORT", *(f"--limits.{name}={value}" for name, value in limits.items())
-    )
+    chosen = (f"--limits.{name}={value}" for name, value in limits.items())
+    return process(sys.executable, "-c", OURS, "serve", *models, "--port=PORT", *chosen)
 
 
-def beside_fastapi(folder: Path, quick: bool) -> tuple[list[float], list[float]]:
-    """Return requests per second of our server and of FastAPI, in rounds."""
+def beside_others(folder: Path, quick: bool) -> dict[str, list[float]]:
+    """Return requests per second of our server, of FastAPI and, where it is installed, of LitServe, in rounds."""
     seconds, rounds = (0.3, 2) if quick else (1.5, 9)
-    small, ours, peer = program(folder / "small.onnx", 32, 1), [], []
+    small = program(folder / "small.onnx", 32, 1)
     plain = request("/infer", {"data": [0.5] * 64})
-    with serving(f"m={small}", queue=32, threads=1) as (port, _), process(PEER, str(small), "PORT") as (other, _):
+    asked = {"ours": infer("m"), "fastapi": plain}
+    found: dict[str, list[float]] = {"ours": [], "fastapi": []}
+    with ExitStack() as servers:
+        ports = {
+            "ours": servers.enter_context(serving(f"m={small}", queue=32, threads=1))[0],
+            "fastapi": servers.enter_context(process(sys.executable, "-c", PEER, str(small), "PORT"))[0],
+        }
+        if litserve_version() is not None:
+            script = folder / "small_server.py"
+            script.write_text(LITSERVE)
+            ports["litserve"] = servers.enter_context(process(str(PEERS), str(script), str(small), "PORT"))[0]
+            asked["litserve"], found["litserve"] = plain, []
+            while Client(ports["litserve"]).ask(plain) != 200:  # it listens before its workers are ready
+                time.sleep(0.1)
         for number in range(rounds + 1):  # the first does not count
-            for own, message, found in ((port, infer("m"), ours), (other, plain, peer)):
-                done, statuses = rate(own, message, 16, seconds)
+            for name, port in ports.items():
+                done, statuses = rate(port, asked[name], 16, seconds)
                 if set(statuses) != {200}:
-                    raise SystemExit(f"answers other than 200: {statuses}")
-                found += [done] if number else []
-    return ours, peer
+                    raise SystemExit(f"answers of {name} other than 200: {statuses}")
+                found[name] += [done] if number else []
+    return found
+
+
+def litserve_version() -> str | None:
+    """Return the version of LitServe that `make bench-peers` has installed."""
+    if not PEERS.exists():
+        return None
+    code = "import importlib.metadata; print(importlib.metadata.version('litserve'))"
+    asked = subprocess.run([PEERS, "-c", code], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def swapped(folder: Path, quick: bool) -> tuple[int, int]:
@@ -272,18 +312,20 @@ def main(options: argparse.Namespace) -> None:
     quick = options.quick
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        ours, peer = beside_fastapi(folder, quick)
+        rates = beside_others(folder, quick)
         failed, asked = swapped(folder, quick)
         recovery_s, kept, met = overloaded(folder, quick)
         grown, more = growth_mb(folder, quick)
         together = streams(folder, quick)
+    ours, fastapi, litserve = (rates.get(name, []) for name in ("ours", "fastapi", "litserve"))
     figures: dict[str, float | Ratio] = {
-        "throughput_over_fastapi": paired(ours, peer), "recovery_seconds": recovery_s, "capacity_kept": kept,
+        "throughput_over_fastapi": paired(ours, fastapi),
+        **({"throughput_over_litserve": paired(ours, litserve)} if litserve else {}), "recovery_seconds": recovery_s, "capacity_kept": kept,
         "failed_during_swap": failed, "rss_growth_mb": grown, "streams_over_single": together,
     }  # fmt: skip
     rows: Sequence[Sequence[str]] = [
-        ["requests/s, 16 clients, over FastAPI async", f"{middle(ours):.0f} against {middle(peer):.0f}", str(figures["throughput_over_fastapi"]), "3"],
-        ["requests/s, 16 clients, over LitServe", NEVER_MEASURED, "", "8"],
+        ["requests/s, 16 clients, over FastAPI async", *_beside(figures, "fastapi", ours, fastapi), "3"],
+        ["requests/s, 16 clients, over LitServe", *_beside(figures, "litserve", ours, litserve), "8"],
         ["a request after overload, seconds (worst)", f"{met[200]} answered, {met[429] + met[503]} refused", f"{recovery_s:.3f}", "below 0.5"],
         ["capacity kept in overload", "64 clients beside 2", str(kept), "0.9"],
         ["requests failed during two swaps", f"of {asked}", str(failed), "0"],
@@ -292,9 +334,15 @@ def main(options: argparse.Namespace) -> None:
     ]  # fmt: skip
     publish(
         "serve", "The server under load", ("measure", "what", f"figure; ratios: {SPREAD}", "goal"), rows, figures,
-        options=options, packages=versions("fastapi", "starlette", "uvicorn", "onnxruntime", "litserve"),
+        options=options, packages=versions("fastapi", "starlette", "uvicorn", "uvloop", "onnxruntime") + f", litserve {litserve_version() or 'not installed'}",
         notes=__doc__.split("\n\n", 1)[1].strip(),
     )  # fmt: skip
+
+
+def _beside(figures: dict[str, float | Ratio], peer: str, ours: list[float], theirs: list[float]) -> tuple[str, str]:
+    if not theirs:
+        return "not measured: `make bench-peers` installs it", ""
+    return f"{middle(ours):.0f} against {middle(theirs):.0f}", str(figures[f"throughput_over_{peer}"])
 
 
 def middle(values: Sequence[float]) -> float:
