@@ -102,14 +102,14 @@ def test_each_kind_of_error_is_told_by_place_and_class() -> None:
     names = ["right" if kind < 0 else ERROR_KINDS[kind] for kind in errors.kinds]
     assert names == ["right", "duplicate", "background", "localisation", "classification", "both"]
     assert errors.target.tolist() == [0, -1, -1, 1, 2, -1]
-    assert errors.missed.tolist() == [False, True, True, True]
-    assert errors.hopeless.tolist() == [False, False, False, True]
+    assert errors.undetected.tolist() == [False, True, True, True]
+    assert errors.missed.tolist() == [False, False, False, True]
     assert (
         summarise(mistakes(errors)) == "1 classification, 1 localisation, 1 both, 1 duplicate, 1 background, 3 missed"
     )
     sure = image_errors(six_kinds(), confidence=0.65)
     assert len(sure.kinds) == 3
-    assert sure.hopeless.tolist() == [False, True, True, True], "nobody tries to find B and C any more"
+    assert sure.missed.tolist() == [False, True, True, True], "nobody tries to find B and C any more"
 
 
 def test_cost_of_each_error_by_hand() -> None:

@@ -1,6 +1,9 @@
-"""Break the scores of a detector down: by size of object, kind of error and confidence; describe labels, measure stages.
+"""Break down a detector's scores by object size, kind of error (TIDE) and confidence; describe labels, time the stages of prediction.
 
-Shapes: C classes, T = 10 overlap thresholds, k predictions and m true boxes of an image.
+`arclight.vision.results.validation_page` shows the results, `arclight.vision.results.comparison` and ``arclight compare`` use parts of
+them. Thresholds are those of COCO and TIDE: a change makes the numbers incomparable with published ones.
+
+Shapes: C classes, T = 10 IoU thresholds, k predictions and m true boxes of an image.
 """
 
 from __future__ import annotations
@@ -35,18 +38,18 @@ SIZES: dict[str, tuple[float, float]] = {
     "medium": (32.0**2, 96.0**2),
     "large": (96.0**2, 1e10),
 }
-"""COCO's classes of objects by area, in pixels of the image; both ends belong to a class."""
+"""COCO's size classes: from and to an area in square pixels of the image, both included."""
 
 ErrorKind = Literal["classification", "localisation", "both", "duplicate", "background", "missed"]
 ERROR_KINDS: tuple[ErrorKind, ...] = ("classification", "localisation", "both", "duplicate", "background", "missed")
-RIGHT = -1
-"""Of a prediction that finds a true box."""
+CORRECT = -1
+"""The kind of a prediction that is a true positive, in place of an index into `ERROR_KINDS`."""
 FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
-"""TIDE's thresholds: a prediction finds a box from the first on, and touches none below the second."""
+"""TIDE's thresholds: a prediction matches a true box from the first on, and is background up to the second."""
 
 CALIBRATION_BINS = 10
 CALIBRATION_FLOOR = 0.05
-"""Less confident boxes, mostly noise of no consequence, would hide the error of the others."""
+"""Smallest confidence that calibration counts: the many boxes below are noise, and would hide the error of the others."""
 
 
 # -- by size -----------------------------------------------------------------------------------------------------------
@@ -55,8 +58,8 @@ CALIBRATION_FLOOR = 0.05
 def average_precision_by_size(records: Sequence[ImageRecord], num_classes: int) -> dict[str, Floats]:
     """Compute (C, T) average precision for each of `SIZES`; NaN for a class without a true box of that size.
 
-    As COCO's protocol (pycocotools) with box areas: true boxes of other sizes may be found without being counted, and so may
-    nothing at all by boxes of other sizes.
+    As COCO's protocol (pycocotools) with box areas: true boxes of other sizes are ignored (matched predictions are neither right nor
+    wrong), and so are unmatched predictions of other sizes.
     """
     found: dict[str, Floats] = {}
     by_class = [rows_of_class(records, c) for c in range(num_classes)]
@@ -94,7 +97,7 @@ def _outside(boxes: Floats, low: float, high: float) -> Bools:
 
 
 def rows_of_class(records: Sequence[ImageRecord], c: int) -> list[tuple[Floats, Floats, Floats]]:
-    """Predictions (k, 6) that count, true boxes (m, 5) and their overlap (k, m) of the images where class ``c`` appears."""
+    """Predictions (k, 6) that count, true boxes (m, 5) and their IoU (k, m), for each image where class ``c`` appears."""
     rows = []
     for record in records:
         predicted = record.predicted[record.predicted[:, 5] == c][:MAX_DETECTIONS]
@@ -119,17 +122,17 @@ class ImageErrors(NamedTuple):
     predicted: Floats
     """(k, 6) the predictions, most confident first."""
     kinds: Ints
-    """(k,) index into `ERROR_KINDS`, or `RIGHT`."""
+    """(k,) index into `ERROR_KINDS`, or `CORRECT`."""
     target: Ints
-    """(k,) the true box that a prediction finds, or would if its class or place were right; -1 for none."""
+    """(k,) the true box that a prediction matches, or would match with the right class or location; -1 for none."""
+    undetected: Bools
+    """(m,) true boxes that no prediction matches (false negatives)."""
     missed: Bools
-    """(m,) true boxes that no prediction finds."""
-    hopeless: Bools
-    """(m,) those of them that no correction of class or place would find: the errors of kind "missed"."""
+    """(m,) those of them that no prediction with a wrong class or location would match either: TIDE's errors of kind "missed"."""
 
 
 def image_errors(record: ImageRecord, confidence: float = 0.0) -> ImageErrors:
-    """Tell the kind of each error in an image, of predictions at least as confident as ``confidence``.
+    """Classify the errors in an image, among predictions at least as confident as ``confidence``.
 
     Kinds and thresholds are those of TIDE (Bolya et al. 2020, "TIDE: A General Toolbox for Identifying Object Detection
     Errors", section 2.2); a prediction that fits several is, as in the authors' program, a localisation error before a
@@ -142,16 +145,16 @@ def image_errors(record: ImageRecord, confidence: float = 0.0) -> ImageErrors:
     rows, true = rows[rank < MAX_DETECTIONS], record.true
     iou, same = overlap(rows, true), rows[:, 5:6] == true[None, :, 0]
     kinds, target = np.full(len(rows), ERROR_KINDS.index("background")), np.full(len(rows), -1)
-    missed = np.ones(len(true), np.bool_)
+    undetected = np.ones(len(true), np.bool_)
     if not len(true):
-        return ImageErrors(rows, kinds, target, missed, missed.copy())
+        return ImageErrors(rows, kinds, target, undetected, undetected.copy())
     for c in np.unique(true[:, 0]):
         p, t = np.flatnonzero(rows[:, 5] == c), np.flatnonzero(true[:, 0] == c)
         taken = assign(iou[np.ix_(p, t)])[:, 0]
-        kinds[p[taken >= 0]], target[p[taken >= 0]] = RIGHT, t[taken[taken >= 0]]
-        missed[t[taken[taken >= 0]]] = False
+        kinds[p[taken >= 0]], target[p[taken >= 0]] = CORRECT, t[taken[taken >= 0]]
+        undetected[t[taken[taken >= 0]]] = False
     own, other = np.where(same, iou, 0.0), np.where(same, 0.0, iou)
-    wrong = kinds != RIGHT
+    wrong = kinds != CORRECT
     rules: tuple[tuple[ErrorKind, Bools, Floats | None], ...] = (
         ("localisation", (own.max(1) >= BACKGROUND_IOU) & (own.max(1) <= FOREGROUND_IOU), own),
         ("classification", other.max(1) >= FOREGROUND_IOU, other),
@@ -165,9 +168,9 @@ def image_errors(record: ImageRecord, confidence: float = 0.0) -> ImageErrors:
         if towards is not None:
             target[chosen] = towards[chosen].argmax(1)
         wrong = wrong & ~applies
-    hopeless = missed.copy()
-    hopeless[target[(kinds != RIGHT) & (target >= 0)]] = False
-    return ImageErrors(rows, kinds, target, missed, hopeless)
+    missed = undetected.copy()
+    missed[target[(kinds != CORRECT) & (target >= 0)]] = False
+    return ImageErrors(rows, kinds, target, undetected, missed)
 
 
 @dataclass(frozen=True)
@@ -176,12 +179,12 @@ class ErrorAnalysis:
 
     counts: dict[ErrorKind, int]
     cost: dict[ErrorKind, float]
-    """How much mAP50 would rise if the errors of a kind, and these alone, were mended (TIDE's delta AP)."""
+    """How much mAP50 would rise if only the errors of a kind were corrected (TIDE's delta AP)."""
     map50: float
 
 
 class _Scored(NamedTuple):
-    """Predictions of all images in one order: confidence, class, whether right."""
+    """Predictions of all images: confidence, class, and whether each is a true positive."""
 
     scores: Floats
     classes: Ints
@@ -191,8 +194,8 @@ class _Scored(NamedTuple):
 def analyse_errors(records: Sequence[ImageRecord], num_classes: int) -> ErrorAnalysis:
     """Count errors by kind, and compute the AP that each kind costs (TIDE, section 2.3).
 
-    Mended means: a wrong class or place is put right, unless the true box is found already or by a more confident prediction
-    with such an error; predictions of the other kinds are left out; missed boxes are no longer asked for.
+    Corrected means: a prediction with a wrong class or location becomes a true positive, unless its true box is matched already or
+    by a more confident prediction with such an error; predictions of the other kinds are removed; missed boxes no longer count.
     """
     found = [image_errors(record) for record in records]
     labels = np.concatenate([np.empty(0), *(record.true[:, 0] for record in records)]).astype(np.int64)
@@ -200,51 +203,52 @@ def analyse_errors(records: Sequence[ImageRecord], num_classes: int) -> ErrorAna
     scores = np.concatenate([np.empty(0), *(one.predicted[:, 4] for one in found)])
     classes = np.concatenate([np.empty(0), *(one.predicted[:, 5] for one in found)]).astype(np.int64)
     kinds = np.concatenate([np.empty(0, np.int64), *(one.kinds for one in found)])
-    right = kinds == RIGHT
-    base = _map50(_Scored(scores, classes, right), counts)
+    correct = kinds == CORRECT
+    base = _map50(_Scored(scores, classes, correct), counts)
     cost: dict[ErrorKind, float] = {}
     for number, kind in enumerate(ERROR_KINDS):
-        hits, kept, given, asked = right.copy(), np.ones(len(kinds), np.bool_), classes.copy(), counts
+        hits, kept, new_classes, positives = correct.copy(), np.ones(len(kinds), np.bool_), classes.copy(), counts
         if kind == "missed":
-            lost = [record.true[one.hopeless, 0] for record, one in zip(records, found, strict=True)]
-            asked = counts - np.bincount(np.concatenate([np.empty(0), *lost]).astype(np.int64), minlength=num_classes)
+            lost = [record.true[one.missed, 0] for record, one in zip(records, found, strict=True)]
+            positives = counts - np.bincount(
+                np.concatenate([np.empty(0), *lost]).astype(np.int64), minlength=num_classes
+            )
         elif kind in ("classification", "localisation"):
-            mended, to = _mended(records, found, number)
-            kept = (kinds != number) | mended
-            hits |= mended
-            given = np.where(mended, to, classes)
+            corrected, corrected_classes = _correct(records, found, number)
+            kept = (kinds != number) | corrected
+            hits |= corrected
+            new_classes = np.where(corrected, corrected_classes, classes)
         else:
             kept = kinds != number
-        cost[kind] = _map50(_Scored(scores[kept], given[kept], hits[kept]), asked) - base
+        cost[kind] = _map50(_Scored(scores[kept], new_classes[kept], hits[kept]), positives) - base
     numbers = {kind: int((kinds == number).sum()) for number, kind in enumerate(ERROR_KINDS)}
-    numbers["missed"] = int(sum(one.hopeless.sum() for one in found))
+    numbers["missed"] = int(sum(one.missed.sum() for one in found))
     return ErrorAnalysis(numbers, cost, base)
 
 
-def _mended(records: Sequence[ImageRecord], found: Sequence[ImageErrors], kind: int) -> tuple[Bools, Ints]:
-    """Tell all predictions that become right when errors of ``kind`` are mended, and the class that each then has.
+def _correct(records: Sequence[ImageRecord], found: Sequence[ImageErrors], kind: int) -> tuple[Bools, Ints]:
+    """Find the predictions that become true positives when errors of ``kind`` are corrected; (k,) whether, and the class of each then.
 
-    The most confident prediction with such an error gets a missed true box; kinds share the boxes that they compete for, as
-    in the authors' program.
+    The most confident prediction with an error of any kind that could match an undetected box claims it, as in the authors' program.
     """
-    mended, to = [np.empty(0, np.bool_)], [np.empty(0, np.int64)]
+    corrected, corrected_classes = [np.empty(0, np.bool_)], [np.empty(0, np.int64)]
     for record, one in zip(records, found, strict=True):
         own = np.zeros(len(one.kinds), np.bool_)
         classes = one.predicted[:, 5].astype(np.int64)
         claimed: set[int] = set()
-        for p in np.flatnonzero((one.kinds != RIGHT) & (one.target >= 0)).tolist():  # most confident first
+        for p in np.flatnonzero((one.kinds != CORRECT) & (one.target >= 0)).tolist():  # most confident first
             t = int(one.target[p])
-            if one.missed[t] and t not in claimed:
+            if one.undetected[t] and t not in claimed:
                 claimed.add(t)
                 if one.kinds[p] == kind:
                     own[p], classes[p] = True, int(record.true[t, 0])
-        mended.append(own)
-        to.append(classes)
-    return np.concatenate(mended), np.concatenate(to)
+        corrected.append(own)
+        corrected_classes.append(classes)
+    return np.concatenate(corrected), np.concatenate(corrected_classes)
 
 
 def _map50(scored: _Scored, counts: Ints) -> float:
-    """Mean over classes of average precision at one overlap; NaN if there is no true box."""
+    """Compute the mean over classes of average precision at an IoU of 0.5; NaN without true boxes."""
     order = np.argsort(-scored.scores, kind="stable")
     values = []
     for c in np.flatnonzero(counts):
@@ -258,27 +262,27 @@ def _map50(scored: _Scored, counts: Ints) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Confidence beside the share of boxes that were right, in equal bins from 0 to 1."""
+    """Reliability diagram: mean confidence and precision of boxes in equal bins of confidence from 0 to 1."""
 
     confidence: Floats
     """(bins,) mean confidence; NaN for an empty bin."""
     precision: Floats
-    """(bins,) share that found a true box at an overlap of 0.5; NaN for an empty bin."""
+    """(bins,) share that matched a true box at an IoU of 0.5; NaN for an empty bin."""
     counts: Ints
     """(bins,) boxes."""
     error: float
-    """Expected calibration error: the mean distance of both, weighted by boxes; NaN without boxes."""
+    """Expected calibration error: the mean absolute difference of the two, weighted by boxes; NaN without boxes."""
 
 
 def calibrate(records: Sequence[ImageRecord], floor: float = CALIBRATION_FLOOR) -> Calibration:
     """Compare confidences of at least ``floor`` with how often they were right.
 
     ECE as in Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 5 (10 bins); for detectors a box counts as
-    right where it finds a true one (Kueppers et al. 2020, "Multivariate Confidence Calibration for Object Detection").
+    right where it matches a true one (Kueppers et al. 2020, "Multivariate Confidence Calibration for Object Detection").
     """
     found = [image_errors(record) for record in records]
     scores = np.concatenate([np.empty(0), *(one.predicted[:, 4] for one in found)])
-    hits = np.concatenate([np.empty(0, np.bool_), *(one.kinds == RIGHT for one in found)])
+    hits = np.concatenate([np.empty(0, np.bool_), *(one.kinds == CORRECT for one in found)])
     scores, hits = scores[scores >= floor], hits[scores >= floor]
     bins = np.minimum((scores * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
     counts = np.bincount(bins, minlength=CALIBRATION_BINS)
@@ -299,10 +303,7 @@ class Threshold(NamedTuple):
 
 
 def best_thresholds(results: DetectionResults) -> list[Threshold | None]:
-    """Return each class's threshold of the best F1 at an overlap of 0.5; None for a class that is not there, or never found.
-
-    Of equal ones the lowest.
-    """
+    """Return each class's threshold with the best F1 at an IoU of 0.5, the lowest of equal ones; None for a class without true boxes or hits."""
     found: list[Threshold | None] = []
     for c, count in enumerate(results.labels):
         if not count or not results.f1_curve[c].any():
@@ -324,7 +325,7 @@ class LabelStatistics:
     per_image: Ints
     """(images,) boxes of each."""
     side: Floats
-    """(boxes,) square root of the share of its image that a box covers."""
+    """(boxes,) square root of a box's area as a share of its image's."""
     aspect: Floats
     """(boxes,) width over height in pixels."""
     centres: Floats
@@ -336,7 +337,7 @@ class LabelStatistics:
 
 
 def label_statistics(records: Sequence[ImageRecord]) -> LabelStatistics:
-    """Describe the true boxes of ``records``; boxes without extent are left out of aspects."""
+    """Describe the true boxes of ``records``; boxes of no area have no aspect."""
     true = np.concatenate([np.empty((0, 5)), *(record.true for record in records)])
     shapes = [
         np.tile(np.array([record.shape[1], record.shape[0]], np.float64), (len(record.true), 1)) for record in records
@@ -362,18 +363,22 @@ def label_statistics(records: Sequence[ImageRecord]) -> LabelStatistics:
 def worst_images(
     records: Sequence[ImageRecord], confidence: float, count: int
 ) -> list[tuple[ImageRecord, ImageErrors]]:
-    """Return the ``count`` images with the most mistakes (missed boxes and false alarms) at ``confidence``; none without any.
+    """Return up to ``count`` images with the most mistakes (false negatives and false positives) at ``confidence``.
 
-    Of equal ones those with fewer boxes found, then by path.
+    Images without mistakes are left out; of equal ones those with fewer true positives come first, then by path.
     """
-    judged = [(record, image_errors(record, confidence)) for record in records]
+    analysed = [(record, image_errors(record, confidence)) for record in records]
 
-    def badness(pair: tuple[ImageRecord, ImageErrors]) -> tuple[int, int, str]:
+    def order(pair: tuple[ImageRecord, ImageErrors]) -> tuple[int, int, str]:
         record, errors = pair
-        right = int((errors.kinds == RIGHT).sum())
-        return -int(errors.missed.sum() + (errors.kinds != RIGHT).sum()), right, record.path
+        return -count_mistakes(errors), int((errors.kinds == CORRECT).sum()), record.path
 
-    return [pair for pair in sorted(judged, key=badness) if badness(pair)[0] < 0][:count]
+    return sorted((pair for pair in analysed if count_mistakes(pair[1])), key=order)[:count]
+
+
+def count_mistakes(errors: ImageErrors) -> int:
+    """Count the false negatives and false positives of an image."""
+    return int(errors.undetected.sum() + (errors.kinds != CORRECT).sum())
 
 
 def summarise(counts: dict[str, int]) -> str:
@@ -382,9 +387,9 @@ def summarise(counts: dict[str, int]) -> str:
 
 
 def mistakes(errors: ImageErrors) -> dict[str, int]:
-    """Count the mistakes of an image by kind; "missed" are here all boxes that no prediction finds."""
+    """Count the mistakes of an image by kind; "missed" counts all undetected boxes here."""
     counts: dict[str, int] = {kind: int((errors.kinds == n).sum()) for n, kind in enumerate(ERROR_KINDS)}
-    counts["missed"] = int(errors.missed.sum())
+    counts["missed"] = int(errors.undetected.sum())
     return counts
 
 
@@ -392,7 +397,7 @@ def mistakes(errors: ImageErrors) -> dict[str, int]:
 
 
 class Stages(Protocol):
-    """Lie around a network: photos to its input, its output to results."""
+    """Pre- and postprocessing around a network: photos to its input, its output to results."""
 
     def preprocess(self, images: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], Any]: ...
 

@@ -16,9 +16,9 @@ from arclight.fabric.atomic_replace import replace_text
 from arclight.trainer.run.report import Section, cards, fact_list, figure, page, size_text, table
 from arclight.vision.results.analysis import (
     ERROR_KINDS,
-    RIGHT,
     ImageErrors,
     analyse_errors,
+    count_mistakes,
     image_errors,
     mistakes,
     rows_of_class,
@@ -218,11 +218,7 @@ class ImagePair(NamedTuple):
 
     @property
     def mistakes(self) -> tuple[int, int]:
-        return _mistakes(self.a), _mistakes(self.b)
-
-
-def _mistakes(errors: ImageErrors) -> int:
-    return int(errors.missed.sum() + (errors.kinds != RIGHT).sum())
+        return count_mistakes(self.a), count_mistakes(self.b)
 
 
 def differing_images(a: DetectionResults, b: DetectionResults, count: int = SHOWN) -> dict[str, list[ImagePair]]:

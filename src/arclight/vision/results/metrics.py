@@ -1,7 +1,10 @@
 """Score models: average precision as COCO defines it, precision and recall, confusion; top-1 and top-5 of classes.
 
-The numbers are those of pycocotools for boxes (no crowd regions) on the same detections. Shapes: C classes, T = 10
-overlap thresholds, k predictions and m true boxes of an image.
+The numbers are those of pycocotools for boxes (no crowd regions) on the same detections, which a test compares to: the constants
+and the rules of `assign` and `precision_at_recall` are COCO's. Tasks (`arclight.vision.tasks`) add the batches of a validation to a
+``...Metrics`` object and log what its ``compute()`` returns.
+
+Shapes: C classes, T = 10 IoU thresholds, k predictions and m true boxes of an image.
 """
 
 from __future__ import annotations
@@ -24,17 +27,18 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)
-STRICT = 5
-"""Place of 0.75 among them."""
+IOU_75 = 5
+"""Index of 0.75 in `IOU_THRESHOLDS`."""
 RECALL_GRID: Floats = np.linspace(0, 1, 101)
 CONFIDENCE_GRID: Floats = np.linspace(0, 1, 1001)
 MAX_DETECTIONS = 100
-"""Predictions of a class in an image that count, most confident first (COCO)."""
+"""Most predictions of a class in an image that count, most confident first (COCO)."""
 CONFUSION_CONFIDENCE, CONFUSION_IOU = 0.25, 0.45
+"""Thresholds of the confusion matrix."""
 CONFIDENCE_FLOOR = 0.001
 """Smallest confidence that counts in average precision, as COCO's protocol has it."""
 EVALUATION_IOU = 0.6
-"""Overlap above which boxes of a class are merged before average precision is measured."""
+"""IoU above which non-maximum suppression drops the less confident of two boxes of a class before scoring."""
 
 
 class ImageRecord(NamedTuple):
@@ -44,7 +48,7 @@ class ImageRecord(NamedTuple):
     shape: tuple[int, int]
     """Height and width."""
     predicted: Floats
-    """(k, 6) xyxy, confidence, class: all that counts for average precision, most confident first."""
+    """(k, 6) xyxy, confidence, class: the predictions that average precision uses, most confident first."""
     true: Floats
     """(m, 5) class, xyxy."""
 
@@ -57,11 +61,11 @@ class DetectionResults:
     """
 
     map50: float
-    """Mean over classes of average precision at an overlap of 0.5; NaN if there is no true box at all."""
+    """Mean over classes of average precision at an IoU of 0.5; NaN if there is no true box at all."""
     map50_95: float
-    """The same, averaged over overlaps 0.50, 0.55 ... 0.95."""
+    """The same, averaged over IoU thresholds 0.50, 0.55 ... 0.95."""
     confidence: float
-    """The confidence threshold with the best F1, averaged over classes, at an overlap of 0.5."""
+    """The confidence threshold with the best F1, averaged over classes, at an IoU of 0.5."""
     precision: float
     """Mean precision at ``confidence``."""
     recall: float
@@ -69,17 +73,17 @@ class DetectionResults:
     f1: float
     """Mean F1 at ``confidence``."""
     average_precision: Floats
-    """(C, T) by class and overlap."""
+    """(C, T) by class and IoU threshold."""
     precision_at_recall: Floats
-    """(C, 101) precision at recall 0, 0.01 ... 1 and an overlap of 0.5: the precision-recall curve."""
+    """(C, 101) precision at recall 0, 0.01 ... 1 and an IoU of 0.5: the precision-recall curve."""
     precision_curve: Floats
-    """(C, 1001) precision at confidence thresholds 0, 0.001 ... 1 and an overlap of 0.5."""
+    """(C, 1001) precision at confidence thresholds 0, 0.001 ... 1 and an IoU of 0.5."""
     recall_curve: Floats
     """(C, 1001) recall at the same thresholds."""
     f1_curve: Floats
     """(C, 1001) F1 at the same thresholds."""
     confusion: Ints
-    """(C + 1, C + 1) counts at confidence 0.25 and overlap 0.45: predicted by true class; the last is background."""
+    """(C + 1, C + 1) counts at confidence 0.25 and IoU 0.45: rows are predicted classes, columns true ones; the last of each is background."""
     labels: Ints
     """(C,) true boxes."""
     images: int
@@ -89,14 +93,14 @@ class DetectionResults:
 
     @property
     def class_scores(self) -> Floats:
-        """Return the average precision of each class (C,), over overlaps 0.50 to 0.95."""
+        """Return the average precision of each class (C,), over IoU thresholds 0.50 to 0.95."""
         scores: Floats = self.average_precision.mean(axis=1)
         return scores
 
     @property
     def map75(self) -> float:
-        """Return the mean over classes of average precision at an overlap of 0.75; NaN if there is no true box at all."""
-        strict = self.average_precision[self.labels > 0, STRICT]
+        """Return the mean over classes of average precision at an IoU of 0.75; NaN if there is no true box at all."""
+        strict = self.average_precision[self.labels > 0, IOU_75]
         return float(strict.mean()) if len(strict) else float("nan")
 
     def summary(self) -> dict[str, float]:
@@ -128,24 +132,24 @@ class SegmentationResults:
 
 
 class _Image(NamedTuple):
-    """All that is remembered of an image."""
+    """What is kept of an image for `DetectionMetrics.compute`."""
 
     scores: Floats
     """(k,)"""
     classes: Ints
     """(k,)"""
     hits: Bools
-    """(k, T): whether the prediction finds a true box of its class that none before it found."""
-    passed_over: Bools
-    """(k, T): whether it finds one that is ignored, and so is neither right nor wrong."""
+    """(k, T) whether the prediction is a true positive: the first that matches a true box of its class."""
+    ignored: Bools
+    """(k, T) whether it matches a true box that is ignored, and so is neither right nor wrong."""
     labels: Ints
     """(m,) classes of the true boxes."""
     confused: Ints
-    """(n, 2): predicted and true class of boxes that lie on each other; C where there is none."""
+    """(n, 2) predicted and true class of matched boxes; C in place of the class that is missing."""
 
 
 class DetectionMetrics:
-    """Collects predictions image by image and scores them all together.
+    """Collect predictions image by image, then score them together.
 
     >>> metrics = DetectionMetrics(num_classes=1)
     >>> metrics.update([predictions], [truths])           # one (k, 6) and one (m, 5) array per image
@@ -162,7 +166,7 @@ class DetectionMetrics:
         *,
         max_detections: int = MAX_DETECTIONS,
     ) -> None:
-        """``iou_threshold``: of the suppression of decoded output; None for networks that name an object once."""
+        """``iou_threshold``: of non-maximum suppression in `update_output`; None for networks with one prediction per object."""
         self.num_classes, self.iou_threshold, self.max_detections = num_classes, iou_threshold, max_detections
         self.reset()
 
@@ -185,14 +189,14 @@ class DetectionMetrics:
         """Add images: for each its predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5).
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
-        the data set. ``overlaps``: (k, m) of each image, where something else than its boxes is compared. ``ignored``: (m,)
+        the data set. ``overlaps``: (k, m) of each image, in place of the IoU of its boxes (of masks, say). ``ignored``: (m,)
         True for true boxes that count neither as found nor as missed. Raises ValueError for arrays of other shapes and for classes
         that do not exist.
         """
         ids = [-1] * len(truths) if image_ids is None else [int(i) for i in image_ids]
-        known = [None] * len(truths) if overlaps is None else overlaps
-        idle = [None] * len(truths) if ignored is None else ignored
-        for image_id, predicted, true, overlap, ignore in zip(ids, predictions, truths, known, idle, strict=True):
+        given = [None] * len(truths) if overlaps is None else overlaps
+        flags = [None] * len(truths) if ignored is None else ignored
+        for image_id, predicted, true, overlap, ignore in zip(ids, predictions, truths, given, flags, strict=True):
             rows, boxes = _rows(predicted, 6, "predictions"), _rows(true, 5, "truths")
             self._add(image_id, self._observe(rows, boxes, overlap, ignore))
 
@@ -231,7 +235,7 @@ class DetectionMetrics:
         )
 
     def _observe(self, predicted: Floats, true: Floats, overlap: Floats | None, ignored: Bools | None) -> _Image:
-        """Match one image's predictions to its true boxes, by their own overlap or one that is given."""
+        """Match one image's predictions to its true boxes, by the IoU of boxes unless ``overlap`` is given."""
         order = np.argsort(-predicted[:, 4], kind="stable")
         predicted = predicted[order]
         scores, classes, labels = predicted[:, 4], predicted[:, 5].astype(np.int64), true[:, 0].astype(np.int64)
@@ -247,17 +251,17 @@ class DetectionMetrics:
             iou = overlap[order]
         ignored = np.zeros(len(labels), np.bool_) if ignored is None else ignored
         hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
-        passed_over = np.zeros_like(hits)
+        on_ignored = np.zeros_like(hits)
         counted = np.zeros(len(predicted), np.bool_)
         for c in np.unique(classes):
             of_class, own = np.flatnonzero(classes == c)[: self.max_detections], np.flatnonzero(labels == c)
             counted[of_class] = True
             found = assign(iou[np.ix_(of_class, own)], ignored[own])
-            idle = np.append(ignored[own], False)[found]  # -1, none, takes the last
-            hits[of_class], passed_over[of_class] = (found >= 0) & ~idle, idle
+            is_ignored = np.append(ignored[own], False)[found]  # -1, no box, takes the last
+            hits[of_class], on_ignored[of_class] = (found >= 0) & ~is_ignored, is_ignored
         sure, labels = scores > CONFUSION_CONFIDENCE, labels[~ignored]
         confused = confusions(iou[sure][:, ~ignored], classes[sure], labels, background=self.num_classes)
-        return _Image(scores[counted], classes[counted], hits[counted], passed_over[counted], labels, confused)
+        return _Image(scores[counted], classes[counted], hits[counted], on_ignored[counted], labels, confused)
 
     def _add(self, image_id: int, image: _Image) -> None:
         if image_id < 0:
@@ -276,7 +280,7 @@ class DetectionMetrics:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become what ``state_dict`` described."""
+        """Replace all images by those of a ``state_dict()``."""
         self.reset()
         self.merge(state)
 
@@ -291,7 +295,7 @@ class DetectionMetrics:
     def compute(self) -> DetectionResults:
         """Score everything seen so far."""
         images = [self._named[i] for i in sorted(self._named)] + self._unnamed
-        scores, classes, hits, passed_over, labels, confused = (
+        scores, classes, hits, ignored, labels, confused = (
             np.concatenate([empty, *(getattr(image, field) for image in images)])
             for field, empty in _EMPTY._asdict().items()
         )
@@ -302,9 +306,9 @@ class DetectionMetrics:
         order = np.argsort(-scores, kind="stable")
         for c in np.flatnonzero(counts):
             of_class = order[classes[order] == c]
-            at_recall = precision_at_recall(hits[of_class], int(counts[c]), passed_over[of_class])
+            at_recall = precision_at_recall(hits[of_class], int(counts[c]), ignored[of_class])
             ap[c], pr[c] = at_recall.mean(axis=1), at_recall[0]
-            of_class = of_class[~passed_over[of_class, 0]]
+            of_class = of_class[~ignored[of_class, 0]]
             curves[:, c] = confidence_curves(scores[of_class], hits[of_class, 0], int(counts[c]))
         present = counts > 0
         mean = curves[:, present].mean(axis=1) if present.any() else np.full((3, len(CONFIDENCE_GRID)), np.nan)
@@ -333,14 +337,14 @@ _EMPTY = _Image(
     scores=np.empty(0),
     classes=np.empty(0, np.int64),
     hits=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
-    passed_over=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
+    ignored=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
     labels=np.empty(0, np.int64),
     confused=np.empty((0, 2), np.int64),
 )
 
 
 def _rows(array: ArrayLike, width: int, what: str) -> Floats:
-    """Return ``array`` as float64 (n, width); no rows may have any shape."""
+    """Return ``array`` as float64 (n, width); an empty one may have any shape."""
     rows = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array, dtype=np.float64)
     if rows.size == 0:
         return rows.reshape(0, width)
@@ -350,17 +354,15 @@ def _rows(array: ArrayLike, width: int, what: str) -> Floats:
 
 
 def match(iou: Floats) -> Bools:
-    """Match predictions to the true boxes of their class: (k, T) hits, given their overlap (k, m), as `assign` does."""
+    """Match predictions to the true boxes of their class: (k, T) hits, given their IoU (k, m), as `assign` does."""
     return assign(iou) >= 0
 
 
 def assign(iou: Floats, ignored: Bools | None = None) -> Ints:
-    """Assign predictions to the true boxes of their class: (k, T) index of the box, -1 for none, given their overlap (k, m).
+    """Assign predictions to the true boxes of their class: (k, T) index of the box, -1 for none, given their IoU (k, m).
 
-    Predictions are most confident first.
-
-    At each threshold a prediction takes the free true box that it overlaps most, of equal ones the last (pycocotools); one of
-    those ``ignored`` (m,) only where no other is to be had.
+    Predictions must be sorted, most confident first. At each threshold a prediction takes the free true box that it overlaps most, of
+    equal ones the last (pycocotools); one of those ``ignored`` (m,) only if no other is left.
     """
     k, m = iou.shape
     taken = np.full((k, len(IOU_THRESHOLDS)), -1, np.int64)
@@ -381,29 +383,32 @@ def assign(iou: Floats, ignored: Bools | None = None) -> Ints:
 
 
 def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Ints:
-    """Pair boxes by overlap, most overlapping first: (n, 2) predicted and true class."""
+    """Pair boxes by descending IoU: (n, 2) predicted and true class, ``background`` for boxes without a partner."""
     candidates = np.argwhere(iou > CONFUSION_IOU)
     candidates = candidates[np.argsort(-iou[tuple(candidates.T)], kind="stable")]
-    lonely_predicted, lonely_true = dict.fromkeys(range(len(predicted))), dict.fromkeys(range(len(true)))
+    unmatched_predicted, unmatched_true = dict.fromkeys(range(len(predicted))), dict.fromkeys(range(len(true)))
     pairs = []
     for p, t in candidates.tolist():
-        if p in lonely_predicted and t in lonely_true:
-            del lonely_predicted[p], lonely_true[t]
+        if p in unmatched_predicted and t in unmatched_true:
+            del unmatched_predicted[p], unmatched_true[t]
             pairs.append((predicted[p], true[t]))
-    pairs += [(predicted[p], background) for p in lonely_predicted] + [(background, true[t]) for t in lonely_true]
+    pairs += [(predicted[p], background) for p in unmatched_predicted]
+    pairs += [(background, true[t]) for t in unmatched_true]
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def precision_at_recall(hits: Bools, positives: int, passed_over: Bools | None = None) -> Floats:
-    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first, without those ``passed_over`` (k, T).
+def precision_at_recall(hits: Bools, positives: int, ignored: Bools | None = None) -> Floats:
+    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), most confident first.
+
+    ``ignored`` (k, T) predictions count neither as right nor as wrong.
 
     The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
     """
     found = np.cumsum(hits, axis=0, dtype=np.float64)
     recall = found / positives
     seen = np.arange(1, len(hits) + 1)[:, None]
-    if passed_over is not None:
-        seen = seen - np.cumsum(passed_over, axis=0)
+    if ignored is not None:
+        seen = seen - np.cumsum(ignored, axis=0)
     precision = found / (seen + np.spacing(1))
     precision = np.maximum.accumulate(precision[::-1], axis=0)[::-1]
     out = np.zeros((hits.shape[1], len(RECALL_GRID)))
@@ -424,7 +429,7 @@ def confidence_curves(scores: Floats, hits: Bools, positives: int) -> Floats:
 
 
 class SegmentationMetrics:
-    """Collects boxes and masks image by image and scores both, as `DetectionMetrics` does boxes."""
+    """Collect boxes and masks image by image, then score both as `DetectionMetrics` does boxes."""
 
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
@@ -483,13 +488,13 @@ class ClassificationResults:
     """Scores of a classifier; NaN where there is no image."""
 
     top1: float
-    """Share of images whose likeliest class is theirs."""
+    """Share of images whose most probable class is the true one."""
     top5: float
-    """Share of images whose class is among the five likeliest."""
+    """Share of images whose true class is among the five most probable."""
     accuracy: NDArray[np.float64]
     """(C,) top-1 by true class; NaN for classes without an image."""
     confusion: Ints
-    """(C, C) counts: likeliest by true class."""
+    """(C, C) counts: rows are predicted classes, columns true ones."""
     images: int
     """Images seen."""
 
@@ -504,7 +509,7 @@ class ClassificationResults:
 
 
 class ClassificationMetrics:
-    """Collects probabilities batch by batch and scores them all together.
+    """Collect probabilities batch by batch, then score them together.
 
     Processes that share a validation set exchange ``state_dict()`` and ``merge`` what they get.
     """

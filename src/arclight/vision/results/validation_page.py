@@ -35,6 +35,7 @@ from arclight.vision.results.analysis import (
     BACKGROUND_IOU,
     CALIBRATION_BINS,
     CALIBRATION_FLOOR,
+    CORRECT,
     ERROR_KINDS,
     FOREGROUND_IOU,
     SIZES,
@@ -52,9 +53,6 @@ from arclight.vision.results.analysis import (
     mistakes,
     summarise,
     worst_images,
-)
-from arclight.vision.results.analysis import (
-    RIGHT as RIGHT_KIND,
 )
 from arclight.vision.results.draw import draw_boxes
 from arclight.vision.results.metrics import CONFIDENCE_GRID, DetectionResults, Floats, ImageRecord
@@ -356,11 +354,11 @@ def marked_image(record: ImageRecord, errors: ImageErrors, names: Sequence[str])
     shown = cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
     boxes, texts, colours = [], [], []
     for row, kind in zip(errors.predicted, errors.kinds.tolist()):
-        right = kind == RIGHT_KIND
+        correct = kind == CORRECT
         boxes.append(row[:4] * scale)
-        texts.append("" if right else f"{names[int(row[5])]} {row[4]:.2f} {ERROR_KINDS[kind]}")
-        colours.append(FOUND if right else FALSE_ALARM)
-    for row in record.true[errors.missed]:
+        texts.append("" if correct else f"{names[int(row[5])]} {row[4]:.2f} {ERROR_KINDS[kind]}")
+        colours.append(FOUND if correct else FALSE_ALARM)
+    for row in record.true[errors.undetected]:
         boxes.append(row[1:] * scale)
         texts.append(f"missed {names[int(row[0])]}")
         colours.append(MISSED)

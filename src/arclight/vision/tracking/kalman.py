@@ -1,4 +1,8 @@
-"""Predict where a box will be: a Kalman filter, and the motion that a tracker assumes."""
+"""Predict where a box will be: a Kalman filter, and the motion model that a tracker gives it.
+
+`byte_track` and `oc_sort` each define a `Motion`. Letters are those of the literature: F transition, H measurement, Q process noise,
+R measurement noise, P covariance.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class KalmanState:
-    """Gaussian belief about a state, and one step of time or measurement (Kalman 1960)."""
+    """Gaussian estimate of a state, with the two steps of a Kalman filter (Kalman 1960)."""
 
     x: Vector
     """Mean (n,)."""
@@ -22,11 +26,11 @@ class KalmanState:
     """Covariance (n, n)."""
 
     def predict(self, F: Matrix, Q: Matrix) -> KalmanState:
-        """Advance one step: x' = F x, P' = F P F^T + Q."""
+        """Advance one time step: x' = F x, P' = F P F^T + Q."""
         return KalmanState(F @ self.x, F @ self.P @ F.T + Q)
 
     def update(self, z: Vector, H: Matrix, R: Matrix) -> KalmanState:
-        """Weigh in a measurement z = H x + noise of covariance R."""
+        """Correct the estimate by a measurement z = H x + noise of covariance R."""
         S = H @ self.P @ H.T + R
         K = np.linalg.solve(S, H @ self.P).T
         P = self.P - K @ S @ K.T
@@ -35,7 +39,7 @@ class KalmanState:
 
 @dataclass(frozen=True)
 class Motion:
-    """The motion of boxes: transition, measurement and noise of a filter."""
+    """Motion model of boxes: transition, measurement and noise; Q, R and P are functions of the mean, as noise grows with a box."""
 
     F: Matrix
     H: Matrix
@@ -46,10 +50,10 @@ class Motion:
     Q: Callable[[Vector], Matrix]
     R: Callable[[Vector], Matrix]
     P: Callable[[Vector], Matrix]
-    """Covariance of a state that was measured once."""
+    """Covariance of a state after its first measurement."""
 
     def start(self, box: Vector) -> KalmanState:
-        """Believe in a box of unknown velocity."""
+        """Return the state of a new track from its first box; its velocity is 0, with the large variance that P gives it."""
         z = self.measure(box)
         x = np.zeros(len(self.F))
         x[: len(z)] = z
@@ -62,14 +66,14 @@ class Motion:
         return state.update(self.measure(box), self.H, self.R(state.x))
 
 
-def constant_velocity(states: int, measured: int) -> tuple[Matrix, Matrix]:
-    """F adds the last components of a state, its velocities, to the first ones; H measures the first ``measured``."""
-    F = np.eye(states) + np.eye(states, k=measured)
-    return F, np.eye(measured, states)
+def constant_velocity(state_size: int, measurement_size: int) -> tuple[Matrix, Matrix]:
+    """Return F, which adds the velocities (last components) to the positions (first ones), and H, which measures the positions."""
+    F = np.eye(state_size) + np.eye(state_size, k=measurement_size)
+    return F, np.eye(measurement_size, state_size)
 
 
 def without_velocity(state: KalmanState, component: int) -> KalmanState:
-    """Return the state with one component of its mean at 0."""
+    """Return the state with one component of its mean, a velocity, set to 0."""
     x = state.x.copy()
     x[component] = 0
     return replace(state, x=x)

@@ -1,8 +1,11 @@
-"""Find images that look the same: perceptual hashes, compared in near-linear time, and kept from run to run.
+"""Find near-duplicate images by perceptual hashes, compared in near-linear time and cached between runs.
 
 A hash is the sign pattern of an image's lowest frequencies (Zauner 2010, "pHash"): scaling, recompression and a change of
 brightness leave it nearly as it was. Two images are called similar if few bits of their hashes differ and their thumbnails
-correlate; a hash alone takes sheets of paper for each other.
+correlate; a hash alone finds all sheets of paper alike.
+
+The checks of `arclight.vision.data.lint` and `arclight.vision.data.splitting` (near-duplicates stay in one split) call
+`fingerprint_all`, then `similar_pairs`. A change of what `fingerprint` computes, or of the cached arrays, needs a new `_CACHE_FORMAT`.
 """
 
 from __future__ import annotations
@@ -26,19 +29,21 @@ from arclight.vision.data.labels import save_arrays
 cv2 = require("cv2", extra="vision")
 
 MAX_DISTANCE = 7
-"""Bits of 64 in which the hashes of similar images may differ: the search finds all pairs within 7."""
+"""Bits of 64 in which the hashes of similar images may differ; at most 7, since the search finds no pairs further apart."""
 MIN_CORRELATION = 0.95
-"""Correlation of the thumbnails of similar images, at least."""
+"""Smallest correlation of the thumbnails of similar images."""
 MIN_CONTRAST = 2.0
-"""Standard deviation of grey values below which an image is a blank sheet: it looks like nothing else."""
+"""Standard deviation of grey values below which an image counts as blank, and as similar to nothing."""
 MAX_STRETCH = 1.15
-"""Similar images have sides of the same ratio, within this factor."""
+"""Largest quotient of the aspect ratios of similar images."""
 _SIDE, _THUMB, _LOW = 32, 16, 8
+"""Sides in pixels of the image that is hashed, of its thumbnail, and of the block of low frequencies that gives 64 bits."""
 _BANDS, _BAND_BITS = 4, 16
-_ONES = np.array([value.bit_count() for value in range(256)], np.uint8)
+"""A hash is looked up by each of 4 bands of 16 bits: see `similar_pairs`."""
+_BITS_SET = np.array([value.bit_count() for value in range(256)], np.uint8)
 _CACHE_FORMAT = 1
 _CHUNK = 1 << 20
-"""Pairs of candidates that are compared at once."""
+"""Candidate pairs that are compared in one NumPy call."""
 
 Progress = Callable[[int, int], None]
 
@@ -80,16 +85,16 @@ def fingerprint(path: Path) -> tuple[int, NDArray[np.uint8], float]:
     thumb = cv2.resize(small, (_THUMB, _THUMB), interpolation=cv2.INTER_AREA)
     low = cv2.dct(small.astype(np.float32))[:_LOW, :_LOW].ravel()
     bits = low > np.median(low[1:])
-    bits[0] = False  # the mean brightness says nothing
+    bits[0] = False  # mean brightness, which tells no images apart
     return int.from_bytes(np.packbits(bits).tobytes(), "big"), thumb, width / height
 
 
 def fingerprint_all(
     images: Sequence[Path], cache: Path | None = None, *, only_cached: bool = False, progress: Progress | None = None
 ) -> Fingerprints:
-    """Compute the fingerprints of ``images``, all of their pixels being decoded on the way.
+    """Compute the fingerprints of ``images``; this decodes every image completely.
 
-    cache: a file in which fingerprints are kept until an image's name, size or time of change differs.
+    cache: a file that keeps fingerprints as long as an image's path, size and modification time are the same.
     only_cached: compute none, and return zeros for images that are not in the cache.
     """
     found, keys = Fingerprints.empty(len(images)), [_key(path) for path in images]
@@ -197,7 +202,7 @@ def _within(
         right = order[places]
         left, right = left[left < right], right[left < right]
         differing = (hashes[left] ^ hashes[right]).view(np.uint8).reshape(-1, 8)
-        distance = _ONES[differing].sum(1, dtype=np.int64)
+        distance = _BITS_SET[differing].sum(1, dtype=np.int64)
         near = distance <= MAX_DISTANCE
         if near.any():
             kept.append(np.stack((left[near], right[near], distance[near]), 1))
@@ -273,7 +278,7 @@ def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size or None
     except OSError:
-        return None  # reported as unreadable, not as a twin
+        return None  # reported as unreadable, not as a duplicate
 
 
 def _ends_digest(path: Path) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Draw the worst findings of a lint on one page that opens offline."""
+"""Write the findings of a data set lint as one HTML page that opens offline: ``arclight data lint --sheet FILE``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from arclight.vision.data.lint.checks import CHECKS, Finding, LintReport
 cv2 = require("cv2", extra="vision")
 
 PICTURES = 12
-"""Findings of each check that are shown with their picture."""
+"""Findings of each check that are shown with pictures; the others, up to `LISTED`, are lines of text."""
 LISTED = 200
 """Findings of each check that are listed by name."""
 SIDE_PX = 320
 MIN_ZOOM_PX = 24
 """Boxes smaller than this in the picture are circled."""
-_OTHERS, _MEANT = (150, 150, 150), (220, 30, 30)
+_GREY, _RED = (150, 150, 150), (220, 30, 30)
+"""Colours (RGB) of an image's boxes, and of those that a finding is about."""
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; background: #fff }
@@ -54,7 +55,7 @@ def write_sheet(report: LintReport, file: Path) -> None:
             f"<h2><span class={check.severity}>{check.severity}</span> {len(found):,} x {name}: {_text(check.title)}</h2>"
         )
         figures = [_figure(finding, labels) for finding in found[:PICTURES]]
-        listed = [one for place, one in enumerate(found[:LISTED]) if place >= len(figures) or not figures[place]]
+        listed = [finding for i, finding in enumerate(found[:LISTED]) if i >= len(figures) or not figures[i]]
         parts += figures
         parts.append("<ul>" + "".join(f"<li>{_text(finding)}" for finding in listed) + "</ul>")
         if len(found) > LISTED:
@@ -92,12 +93,12 @@ def _classes(report: LintReport) -> str:
 
 
 def _figure(finding: Finding, labels: dict[str, np.ndarray[tuple[int, int], np.dtype[np.float32]]]) -> str:
-    """Return the picture of a finding as HTML; nothing where there is none to show."""
+    """Return a finding's images as HTML; an empty string if none can be shown."""
     pictures = []
     for path in (finding.image or finding.path, finding.other):
         rows = labels.get(path)
         if rows is None:
-            continue  # a text, or an image that cannot be read
+            continue  # a label file, or an image that cannot be read
         try:
             image = _picture(Path(path), rows[:, 1:5], finding.boxes)
         except (ImageError, OSError):
@@ -107,18 +108,18 @@ def _figure(finding: Finding, labels: dict[str, np.ndarray[tuple[int, int], np.d
 
 
 def _picture(
-    path: Path, others: np.ndarray[tuple[int, int], np.dtype[np.float32]], meant: Sequence[Sequence[float]]
+    path: Path, all_boxes: np.ndarray[tuple[int, int], np.dtype[np.float32]], marked: Sequence[Sequence[float]]
 ) -> Image:
-    """Shrink an image and draw its boxes (cx, cy, w, h), those that are ``meant`` in red."""
+    """Shrink an image and draw its boxes (cx, cy, w, h) in grey, the ``marked`` ones in red."""
     image, (height, width) = decode_reduced(path, SIDE_PX)
     scale = SIDE_PX / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     image = np.ascontiguousarray(cv2.resize(image, size, interpolation=cv2.INTER_AREA))
-    for boxes, colour, thickness in ((others, _OTHERS, 1), (meant, _MEANT, 2)):
+    for boxes, colour, thickness in ((all_boxes, _GREY, 1), (marked, _RED, 2)):
         for cx, cy, box_width, box_height in boxes:
             left, top = round((cx - box_width / 2) * size[0]), round((cy - box_height / 2) * size[1])
             right, bottom = round((cx + box_width / 2) * size[0]), round((cy + box_height / 2) * size[1])
             cv2.rectangle(image, (left, top), (right, bottom), colour, thickness)
-            if boxes is meant and max(right - left, bottom - top) < MIN_ZOOM_PX:
+            if boxes is marked and max(right - left, bottom - top) < MIN_ZOOM_PX:
                 cv2.circle(image, ((left + right) // 2, (top + bottom) // 2), MIN_ZOOM_PX, colour, thickness)
     return image
