@@ -1,4 +1,8 @@
-"""Check that a module has what an entry point needs, before anything is set up; unwrap compiled modules."""
+"""Check that a module has the steps that an entry point needs, before anything is set up; unwrap compiled modules.
+
+`arclight.trainer.loop.session` calls these first in fit, validate, test and predict. Messages begin with Lightning's words, which users'
+tests match.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,15 @@ def as_module(model: Any, entry_point: str) -> Module:
 
 
 def require_model(model: Any, entry_point: str, known: Any) -> None:
+    """Raise TypeError if neither ``model`` nor one ``known`` from an earlier run is there."""
     if model is None and known is None:
         raise TypeError(
-            f"`Trainer.{entry_point}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+            f"`Trainer.{entry_point}()` requires a `LightningModule` when it hasn't been passed in a previous run: pass a module"
         )
 
 
 def check_module(module: Module, stage: str, clip_value: float | None, accumulate: int) -> None:
-    """Raise MisconfigurationError where ``module`` lacks what ``stage`` needs, NotImplementedError for hooks of Lightning 1.x."""
+    """Raise MisconfigurationError if ``module`` lacks a method that ``stage`` needs, NotImplementedError for hooks of Lightning 1.x."""
     if stage == "train":
         for name in ("training_step", "configure_optimizers"):
             if not overridden(module, name, Module):
@@ -51,13 +56,13 @@ def check_module(module: Module, stage: str, clip_value: float | None, accumulat
     if callable(getattr(module, "configure_sharded_model", None)):
         raise NotImplementedError(
             f"`{type(module).__name__}.configure_sharded_model` would not be called: rename it to `configure_model`, and make "
-            "only what is not there yet, since it is called before each run"
+            "only layers that do not exist yet, since it is called before each run"
         )
     for name in _REMOVED.get(stage, (f"{stage}_epoch_end",)):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(
                 f"Support for `{name}` has been removed in v2.0.0 of Lightning. `{type(module).__name__}` implements this method: "
-                f"use `on_{name.replace('training', 'train')}` and keep what it needs of the outputs in attributes"
+                f"use `on_{name.replace('training', 'train')}` and keep the outputs that it needs in attributes"
             )
 
 
@@ -95,7 +100,7 @@ def check_validation(module: Module, has_data: bool, warn: Callable[[str], None]
 
 
 COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-"""What of a module is compiled with it."""
+"""Methods that are compiled with a module."""
 
 
 def wrapped_module(model: object) -> nn.Module | None:

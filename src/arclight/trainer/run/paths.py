@@ -1,4 +1,8 @@
-"""Decide where a run writes: its folder, its loggers, its checkpoints."""
+"""Decide where a run writes: its run folder, its loggers, its checkpoints.
+
+The Trainer owns one `RunPaths`; an entry point calls ``agree()`` when it starts. Folder names on disk are public: runs of older versions
+are found and resumed by them.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,13 @@ if TYPE_CHECKING:
 
 
 class RunPaths:
-    """Own the folders and loggers of a trainer. One process makes nothing before it is asked for, several decide when a run begins.
+    """Own the folders and loggers of a trainer.
 
-    ``logger``: what the Trainer was given; ``run_folders``: files go to ``<root>/<name>/<n>/``, else to where loggers and callbacks put
-    them; ``dry``: a development run, whose loggers write nothing.
+    A single process makes folders and loggers when they are first used; several processes agree on them when a run starts (`agree`),
+    because only a collective can.
+
+    ``logger``: the Trainer's argument; ``run_folders``: files go to ``<root>/<name>/<n>/``, else to where loggers and callbacks put
+    them; ``dry``: a ``fast_dev_run``, whose loggers write nothing.
     """
 
     def __init__(
@@ -36,12 +43,12 @@ class RunPaths:
         self._agreed: dict[str, str | None] = {}
 
     def name_after(self, module: object) -> None:
-        """Name the folders of runs after ``module``, if the user gave them no name."""
+        """Name run folders after the class of ``module``, if the user gave no name."""
         self._module_name = type(module).__name__.lower()
 
     @property
     def folder_name(self) -> str:
-        """Name of the folder that the numbered folders of such runs lie in."""
+        """Return the name of the folder that holds the numbered run folders."""
         if self.opened is not None:
             return self.opened.name
         return self.name or self._module_name or "run"
@@ -51,7 +58,7 @@ class RunPaths:
         return self.opened or RunFolder.newest(self.root, self.folder_name)
 
     def agree(self) -> None:
-        """Decide on all ranks where this run writes, so that a rank may ask for it alone. A collective."""
+        """Agree on all ranks where this run writes, so that single ranks can ask for it later. A collective."""
         self._agreed = {}
         if self.strategy.world_size == 1:
             return
@@ -59,7 +66,7 @@ class RunPaths:
             self._agreed = {"log_dir": self.log_dir, "checkpoints": self.checkpoint_folder}
             return
         if self._folder_made_early and self.strategy.broadcast(not os.path.isdir(self.run_folder)):
-            self.opened = None  # a run before left nothing in it
+            self.opened = None  # an earlier run removed it, as it had written nothing
         if self.opened is None:
             folder, self._folder_made_early = self.run_folder.path, True
             for logger in self._loggers or []:
@@ -67,7 +74,7 @@ class RunPaths:
                     logger.use_folder(folder)
 
     def drop_empty_folder(self) -> None:
-        """Remove the folder that several processes decided on if nobody has written into it."""
+        """Remove the folder that `agree` made if nothing was written into it."""
         if self._folder_made_early and self.strategy.is_global_zero:
             with suppress(OSError):  # it holds something, or other runs are beside it
                 self.run_folder.path.rmdir()
@@ -75,7 +82,7 @@ class RunPaths:
 
     @property
     def run_folder(self) -> RunFolder:
-        """Folder of this run, the same on every rank; in one process made when first asked for."""
+        """Return the folder of this run, the same on every rank; it is made at the first call. A collective then."""
         if self.opened is None:
             made = str(RunFolder(self.root, self.folder_name).path) if self.strategy.is_global_zero else ""
             self.opened = RunFolder.open(self.strategy.broadcast(made))
@@ -88,7 +95,7 @@ class RunPaths:
     @property
     def loggers(self) -> list[Any]:
         if self._loggers is None:
-            self.loggers = self._made_loggers()
+            self.loggers = self._make_loggers()
         return self._loggers or []
 
     @loggers.setter
@@ -105,12 +112,12 @@ class RunPaths:
 
     @property
     def made_loggers(self) -> list[Any]:
-        """The loggers that there are already: asking for them makes none."""
+        """Return the loggers that exist already; makes none."""
         return self._loggers or []
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Log nowhere while it runs."""
+        """Replace the loggers by none, or by one that writes nothing, inside the block."""
         from arclight.trainer.loggers.logger import DummyLogger
 
         before = self._loggers, self._agreed
@@ -121,14 +128,14 @@ class RunPaths:
             self._loggers, self._agreed = before
 
     def own_loggers(self) -> list[Any]:
-        """Return the loggers that were given and know where to write by themselves; no folder is made for asking."""
+        """Return the given loggers that choose their own place to write to; makes no run folder."""
         given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
         if self._loggers is None and not self.run_folders:
             given = self.loggers
         return [logger for logger in given if getattr(logger, "needs_folder", False) is not True]
 
-    def _made_loggers(self) -> list[Any]:
-        """Loggers from the ``logger`` argument; in a development run one that writes nothing."""
+    def _make_loggers(self) -> list[Any]:
+        """Make loggers from the ``logger`` argument; under ``fast_dev_run`` one that writes nothing."""
         from arclight.trainer.loggers.csv_logger import CSVLogger
         from arclight.trainer.loggers.logger import DummyLogger
 
@@ -142,7 +149,7 @@ class RunPaths:
 
     @property
     def log_dir(self) -> str | None:
-        """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
+        """Return the run folder; without run folders the first logger's folder, or ``default_root_dir`` without loggers."""
         if self.run_folders:
             return str(self.run_folder.path)
         if "log_dir" in self._agreed:
@@ -152,7 +159,7 @@ class RunPaths:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Folder of checkpoints that were given no path, the same on every rank."""
+        """Return the folder of checkpoints that were given no path, the same on every rank."""
         if self.run_folders:
             return os.path.realpath(self.run_folder.checkpoints)
         if "checkpoints" in self._agreed:
@@ -166,7 +173,7 @@ class RunPaths:
 
 
 def local_root(folder: str | Path) -> str:
-    """Return ``folder`` for logs, reports and records. Raises MisconfigurationError for an address: those hold checkpoints alone."""
+    """Return ``folder`` as a local path. Raises MisconfigurationError for an address, which can hold checkpoints only."""
     if is_remote(found := to_path(folder)):
         raise MisconfigurationError(
             f"Trainer(default_root_dir={str(folder)!r}): a run's log, metrics and report are written to local folders; keep "
@@ -176,14 +183,14 @@ def local_root(folder: str | Path) -> str:
 
 
 def _listed(choice: Any) -> list[Any]:
-    """Loggers in a ``logger`` argument."""
+    """List the loggers in a ``logger`` argument."""
     if choice is None or isinstance(choice, bool):
         return []
     return list(choice) if isinstance(choice, Iterable) else [choice]
 
 
 def _versioned_logger(folder: str | Path) -> Any:
-    """TensorBoard where it is installed, else CSV, in ``folder/lightning_logs/version_<n>``; n is a SLURM job's number."""
+    """Return a TensorBoard logger if that is installed, else a CSV logger, in ``folder/lightning_logs/version_<n>``; n is a SLURM job's number."""
     from importlib.util import find_spec
 
     from arclight.fabric.environments import SLURMEnvironment

@@ -1,4 +1,4 @@
-"""Log learning rates."""
+"""Log learning rates: a callback that a user adds, with Lightning's name, arguments and keys."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LearningRateMonitor(Callback):
 
     ``logging_interval`` is ``step`` (at the trainer's ``log_every_n_steps``), ``epoch``, or None for whatever
     each optimizer's scheduler steps by (both, where it has none). ``log_momentum`` and ``log_weight_decay`` log these
-    under ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
+    as ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
     of two with the same name the second gets ``-1``, and so on; a parameter group's ``name`` replaces ``pg<n>``.
-    Groups that are added while training, as by finetuning, are logged from then on. ``log_key_prefix`` goes before
-    every name. A value is the one used in the step at which it is logged; callbacks can monitor it.
-    Raises MisconfigurationError where there is no logger, and for groups of one optimizer with the same name.
+    Groups that are added during training, as by finetuning, are logged from then on. ``log_key_prefix`` goes before
+    every name. The logged value is the one that its step uses; callbacks can monitor it.
+    Raises MisconfigurationError without a logger, and for groups of one optimizer with the same name.
     """
 
     def __init__(
@@ -46,11 +46,8 @@ class LearningRateMonitor(Callback):
                 f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step` or `epoch` "
                 "or `None`",
             )
-        self.logging_interval, self.log_momentum, self.log_weight_decay = (
-            logging_interval,
-            log_momentum,
-            log_weight_decay,
-        )
+        self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self.log_key_prefix = log_key_prefix or ""
         unused = {"epoch": "on_train_batch_start", "step": "on_train_epoch_start"}
         self.unused_hooks = frozenset({unused[logging_interval]} if logging_interval else ())
@@ -78,10 +75,8 @@ class LearningRateMonitor(Callback):
         self._logged_at = -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        step, every = (
-            updates(trainer) + 1,
-            trainer.log_every_n_steps or sys.maxsize,
-        )  # the step that this batch is part of
+        step = updates(trainer) + 1  # the step that this batch is part of
+        every = trainer.log_every_n_steps or sys.maxsize
         closes = trainer.window.count + 1 >= trainer.accumulate_grad_batches  # in the batch whose step uses the rates
         if closes and step % every == 0 and step != self._logged_at:
             self._logged_at = step
@@ -94,7 +89,7 @@ class LearningRateMonitor(Callback):
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         stats: dict[str, float] = {}
         for names, optimizer, own_interval in watched_optimizers(trainer, self.log_key_prefix):
-            self._make_room(names)
+            self._add_groups(names)
             if self.logging_interval is not None or own_interval in (interval, None):
                 stats.update(self._read(names, optimizer))
         trainer.run_state.metrics.callback.update({name: torch.tensor(value) for name, value in stats.items()})
@@ -102,8 +97,8 @@ class LearningRateMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **stats}, step)
 
-    def _make_room(self, names: list[str]) -> None:
-        """Lists for new groups; the only group of before goes on as the first of several."""
+    def _add_groups(self, names: list[str]) -> None:
+        """Add lists for new groups; a group that was the only one continues as the first of several."""
         for name in names:
             only = name.removesuffix("/pg1")
             if only != name and only in self.lrs:
@@ -123,28 +118,25 @@ class LearningRateMonitor(Callback):
 
 
 def updates(trainer: Trainer) -> int:
-    """Batches after which optimizers stepped, also where each optimizer's steps are counted."""
-    steps, several = (
-        trainer.progress.global_step,
-        len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1,
-    )
-    return steps // max(1, several)
+    """Count the batches after which optimizers stepped, also if the trainer counts each optimizer's steps (as Lightning does)."""
+    counted = len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1
+    return trainer.progress.global_step // max(1, counted)
 
 
 def momentum(group: dict[str, Any]) -> float | None:
-    """Return the momentum of a parameter group (the first beta, for Adam's kin); None for an optimizer without."""
+    """Return the momentum of a parameter group (Adam's first beta); None for an optimizer without one."""
     value = group["betas"][0] if "betas" in group else group.get("momentum")
     return None if value is None else float(value)
 
 
 def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], Optimizer, str | None]]:
-    """Names of the groups, optimizer and interval of each scheduler, then of each optimizer without one (no interval)."""
+    """List the group names, optimizer and interval of each scheduler, then of each optimizer without one (no interval)."""
     watched: list[tuple[str, Optimizer, str | None]] = [
-        (config.name or f"lr-{_called(config.scheduler.optimizer)}", config.scheduler.optimizer, config.interval)
+        (config.name or f"lr-{_display_name(config.scheduler.optimizer)}", config.scheduler.optimizer, config.interval)
         for config in trainer.lr_scheduler_configs
     ]
     known = {id(optimizer) for _, optimizer, _ in watched}
-    watched += [(f"lr-{_called(o)}", o, None) for o in trainer.optimizers if id(o) not in known]
+    watched += [(f"lr-{_display_name(o)}", o, None) for o in trainer.optimizers if id(o) not in known]
     named, counts = [], Counter[str]()
     for name, optimizer, interval in watched:
         unique = f"{name}-{counts[name]}" if counts[name] else name
@@ -153,8 +145,8 @@ def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], O
     return named
 
 
-def _called(optimizer: Optimizer) -> str:
-    """Name an optimizer by its class; one of a recipe, whose groups each have a rule, by the rules."""
+def _display_name(optimizer: Optimizer) -> str:
+    """Return the class name of an optimizer; for a `MixedOptimizer`, whose groups each have a rule, the rules."""
     kinds = dict.fromkeys(str(group["kind"]) for group in optimizer.param_groups if "kind" in group)
     return "+".join(kinds) if isinstance(optimizer, MixedOptimizer) else type(optimizer).__name__
 

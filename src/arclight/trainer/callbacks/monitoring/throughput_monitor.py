@@ -1,4 +1,4 @@
-"""Log the throughput of every stage."""
+"""Log the throughput of every stage: a callback that a user adds, with Lightning's name, arguments and keys."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Count:
-    """Counts of one stage."""
+class _StageCount:
+    """Clock and counts of one stage."""
 
     started: float = 0.0
-    """When its clock would have begun, had it run without a break."""
+    """Start of the stage's clock (``time.perf_counter``), shifted forward by every pause."""
     batches: int = 0
     samples: int = 0
     lengths: int = 0
-    in_run: int = 0
-    """Batches of this evaluation."""
-    total: int = 0
+    evaluation_batches: int = 0
+    """Batches of the current evaluation."""
+    total_batches: int = 0
     """Batches of all evaluations."""
 
 
 class ThroughputMonitor(Callback):
-    """Logs ``train/device/samples_per_sec`` and the like (see :class:`~arclight.trainer.throughput.Throughput`).
+    """Log ``train/device/samples_per_sec`` and the like (see :class:`~arclight.trainer.throughput.Throughput`).
 
     ``batch_size_fn`` counts a batch's samples, ``length_fn`` its items (tokens, say); ``options`` are Throughput's:
-    window_size, separator, ... Where the module has an attribute ``flops_per_batch`` (``measure_flops`` counts it), floating-point
-    operations per second and, for a GPU that is known, the share of its peak (MFU) are logged too. Rates appear once the
-    window is full. Validation inside a fit is timed apart and does not lower the training's rates.
+    window_size, separator, ... If the module has an attribute ``flops_per_batch`` (``measure_flops`` counts it), floating-point
+    operations per second and, for a known GPU, the share of its peak (MFU) are logged too. Rates appear once the
+    window is full. Time in validation inside a fit does not lower the training's rates.
 
-    Batches are timed when the device has done them: on CUDA every batch is waited for.
+    The callback synchronises with a CUDA device after every batch, which costs speed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn, self.length_fn, self.kwargs = batch_size_fn, length_fn, options
         self.available_flops: int | None = None
         self._throughputs: dict[str, Throughput] = {}
-        self._counts: dict[str, _Count] = {}
+        self._counts: dict[str, _StageCount] = {}
         self._steps = 0
         self._has_flops: bool | None = None
 
@@ -66,14 +66,14 @@ class ThroughputMonitor(Callback):
             return
         if trainer.stage not in self._counts:
             self._throughputs[trainer.stage] = Throughput(self.available_flops, trainer.world_size, **self.kwargs)
-            self._counts[trainer.stage] = _Count()
+            self._counts[trainer.stage] = _StageCount()
         now, count = time.perf_counter(), self._counts[trainer.stage]
-        if trainer.state.fn == "fit":  # whose counters restart each time
+        if trainer.state.fn == "fit":  # its counts start again
             self._throughputs[trainer.stage].reset()
-            count = _Count(total=count.total)
-        elif times := self._throughputs[trainer.stage]._time:  # an evaluation goes on where the one before ended
+            count = _StageCount(total_batches=count.total_batches)
+        elif times := self._throughputs[trainer.stage]._time:  # an evaluation continues the clock of the one before
             now -= times[-1]
-        count.started, count.in_run = now, 0
+        count.started, count.evaluation_batches = now, 0
         self._counts[trainer.stage] = count
 
     @torch.inference_mode()  # the functions may compute with tensors that require gradients
@@ -128,7 +128,7 @@ class ThroughputMonitor(Callback):
             return
         train, validation = self._throughputs["train"]._time, self._throughputs["validate"]._time
         done = self._counts["validate"].started + (validation[-1] if validation else 0.0)
-        # training's clock stood still since its newest batch
+        # the clock of training pauses during validation
         self._counts["train"].started = done - (train[-1] if train else 0.0)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -145,10 +145,10 @@ class ThroughputMonitor(Callback):
             return
         self._update(trainer, module, batch)
         count = self._counts[trainer.stage]
-        count.in_run += 1
-        count.total += 1
-        if count.in_run % (trainer.log_every_n_steps or sys.maxsize) == 0:
-            self._log(trainer, count.total)
+        count.evaluation_batches += 1
+        count.total_batches += 1
+        if count.evaluation_batches % (trainer.log_every_n_steps or sys.maxsize) == 0:
+            self._log(trainer, count.total_batches)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

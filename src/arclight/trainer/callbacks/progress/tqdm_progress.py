@@ -1,4 +1,4 @@
-"""Progress bars drawn by tqdm, one for each kind of batches."""
+"""Draw progress bars by tqdm, one for each stage: ``Trainer(callbacks=[TQDMProgressBar()])``; names are Lightning's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 _Base: Any = require("tqdm", extra="track").tqdm if find_spec("tqdm") is not None else object
 
 _WIDTH = 5
-_REDRAW = 0.1
-"""Seconds between two pictures, and on an accelerator between two looks at logged values, which wait for it."""
+"""Characters of a number in a bar."""
+_REDRAW_S = 0.1
+"""Shortest time between two redraws; on an accelerator also between two reads of logged values, which synchronise with it."""
 
 
 class Tqdm(_Base):
-    """A tqdm whose numbers keep their width, so that the line does not twitch."""
+    """A tqdm bar whose numbers keep their width, so that the line does not jump."""
 
     @staticmethod
     def format_num(n: float | str) -> str:
@@ -43,7 +44,7 @@ class TQDMProgressBar(ProgressBar):
     """Bars for sanity check, training, validation, testing and prediction on stdout; needs the package tqdm.
 
     ``refresh_rate``: batches between two updates, 0 for no display (at least ``TQDM_MINITERS``; 20 on Colab by default);
-    ``process_position``: lines that other bars take above; ``leave``: keep a bar for every epoch.
+    ``process_position``: rows above that other processes' bars take; ``leave``: keep a bar for every epoch.
 
     To change a bar, override its ``init_..._tqdm`` and change what ``super()`` gives. Raises MissingExtraError without tqdm.
     """
@@ -56,7 +57,7 @@ class TQDMProgressBar(ProgressBar):
         check("refresh_rate", refresh_rate, NonNegativeInt)
         check("process_position", process_position, NonNegativeInt)
         if os.getenv("COLAB_GPU") and refresh_rate == 1:
-            refresh_rate = 20  # its pages do not keep up with more
+            refresh_rate = 20  # notebooks on Colab do not keep up with more
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", refresh_rate)))
         self._process_position, self._leave, self._enabled = process_position, leave, True
         self._bars: dict[str, Any] = {}
@@ -167,12 +168,12 @@ class TQDMProgressBar(ProgressBar):
         bar.set_description(description)
 
     def _advance(self, bar: Any, done: int, metrics: bool = False) -> None:
-        """Show ``done`` batches if that is one of those that are shown; pictures come at most ten times a second."""
+        """Show ``done`` batches every ``refresh_rate`` batches, redrawing at most ten times a second."""
         last = done == bar.total
         if self.is_disabled or not (last or done % self.refresh_rate == 0):
             return
         trainer, now = self.trainer, time.monotonic()
-        draw = last or now >= self._drawn + _REDRAW
+        draw = last or now >= self._drawn + _REDRAW_S
         if metrics and (draw or trainer.strategy.root_device.type == "cpu"):
             bar.set_postfix(self.get_metrics(trainer, trainer.lightning_module), refresh=False)
         if bar.disable:
