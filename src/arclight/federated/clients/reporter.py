@@ -1,4 +1,8 @@
-"""Report results of a node's jobs: upload blobs, then send the message until there is a receipt."""
+"""Report results of a node's jobs: upload blobs, then send the message until the server's receipt.
+
+`node` has one `ResultReporter` for all of its threads. An update counts as delivered only with a receipt, and may be lost again with a
+server that crashes before it commits: until then it is kept, and the server is asked about it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""Times that an update which arrives damaged is sent."""
+"""How often an update is sent that arrives damaged."""
 
 
 class ResultReporter:
-    """Report results to the server. Any number of threads may, of different clients."""
+    """Report results to the server; thread-safe for results of different clients."""
 
     def __init__(
         self,
@@ -47,15 +51,15 @@ class ResultReporter:
         self._lock = threading.Lock()
         self._committed = -1
         self._keeping = set[ClientStore]()
-        """Of clients whose updates the server has, and may still ask for again."""
+        """Stores of clients with updates that the server has accepted and not yet committed."""
 
     def keep(self, folder: ClientStore) -> None:
-        """Note that a client's folder holds an update that the server has."""
+        """Remember a client's store that holds an accepted update, until its round is committed."""
         with self._lock:
             self._keeping.add(folder)
 
     def commit(self, committed: int) -> None:
-        """Drop what is kept for rounds up to this one, also of clients that are not drawn for long."""
+        """Drop updates of rounds up to this one, also those of clients that are no longer sampled."""
         with self._lock:
             if committed <= self._committed:
                 return
@@ -65,23 +69,23 @@ class ResultReporter:
             self._commit_in(folder, committed)
 
     def _commit_in(self, folder: ClientStore, committed: int) -> None:
-        """Drop committed rounds, and ask about those that the server may have lost."""
+        """Drop a client's updates of committed rounds, and query those that the server may have lost."""
         for round in folder.commit(committed, self._session.welcome.session):
             self.ask_about(folder, round)
         if folder.finished.rounds():
             self.keep(folder)
 
     def ask_about(self, folder: ClientStore, round: int) -> None:
-        """Ask the server again whether an accepted update is part of its weights."""
+        """Queue a query whether the server, which may have restarted, still has an accepted update."""
         try:
             update = folder.finished.update(round)
-        except FederatedError as error:  # it was dropped just now, or is damaged
+        except FederatedError as error:  # it has just been dropped, or is damaged
             log.warning("node %s cannot ask whether an update counts: %s", self._node, error)
             return
         self._jobs.restore(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
 
     def ask_before(self, order: Fit, folder: ClientStore) -> None:
-        """Ask about the updates that an order's round builds on, before it starts."""
+        """Query the updates that an order's round builds on, before it starts."""
         for round in folder.finished.rounds():
             if round < order.round - order.overlap and folder.finished.is_in_doubt(
                 round, self._session.welcome.session
@@ -89,71 +93,65 @@ class ResultReporter:
                 self.ask_about(folder, round)
 
     def report(self, job: Job) -> None:
-        """Report a job's result.
-
-        Raises what ends the node: it cannot reach its server, or is to stop.
-        """
+        """Report a job's result. Raises only what ends the node: an unreachable server (LinkError), or a stop (ClosedError)."""
         match job.outcome:
             case Update() as update:
                 self.send(job, update, job.folder.finished.blobs(job.round))
             case Evaluated() as evaluated:
-                about = f"measurement of {job.client}"
+                about = f"evaluation of {job.client}"
                 self._receipt(lambda session: addressed(evaluated, self._node, session), about)
             case Failed() as failed:
                 self._receipt(lambda session: addressed(failed, self._node, session), f"failure of {job.client}")
 
     def report_masked(self, job: Job, sent: Callable[[], None]) -> None:
-        """Report an update of a secure sum. ``sent``: called when its values have arrived."""
+        """Report an update of a secure sum. ``sent`` is called when its values have arrived."""
         assert isinstance(job.order, Fit)
         assert isinstance(job.outcome, Update)
-        place, finished = job.folder.folder / "masked", job.folder.finished
-        securing = SecureSumClient(
+        folder, finished = job.folder.folder / "masked", job.folder.finished
+        secure_sum = SecureSumClient(
             self._node, job.order, self._session.send, self._stopping, self._hold_s, self._identity
         )
         try:
-            masked = securing.masked(job.outcome, finished.blobs(job.round), place)
-            if not self.send(job, masked, FolderStore(place)):
+            masked = secure_sum.masked(job.outcome, finished.blobs(job.round), folder)
+            if not self.send(job, masked, FolderStore(folder)):
                 return
         except (ClosedError, LinkError):
             raise
-        except Exception as error:  # whatever went wrong with this one's values, the others' go on
+        except Exception as error:  # an error in one client's values must not stop the others
             job.outcome = failure_of(job, error)
             log.error("node %s: %s has failed in round %d: %s", self._node, job.client, job.round, error, exc_info=True)
             self.report(job)
             return
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         sent()
         try:
-            securing.reveal()
+            secure_sum.reveal()
         except (ClosedError, LinkError):
             raise
         except FederatedError as error:
-            log.error("node %s: %s gives no parts in round %d: %s", self._node, job.client, job.round, error)
+            log.error("node %s: %s sends no shares in round %d: %s", self._node, job.client, job.round, error)
 
     def send(self, job: Job, update: Update, blobs: FolderStore) -> bool:
-        """Put an update's blobs and send it until there is a receipt.
-
-        Return True if it was accepted.
-        """
+        """Upload an update's blobs and send it until there is a receipt; return True if it was accepted."""
         finished, about = job.folder.finished, f"{update.client}, round {update.round}"
 
-        def wanted() -> None:
+        def check_wanted() -> None:
             if self._stopping.is_set():
                 raise ClosedError("the node was told to stop")
             job.check_wanted()
 
-        known = job.order is None and finished.is_accepted(update.round)  # what is asked is only whether it counts
-        said_in = list[str]()
+        uploaded = job.order is None and finished.is_accepted(update.round)  # a query: does the server still have it?
+        sessions = list[str]()
 
-        def said(session: str) -> Update:
-            said_in.append(session)
+        def make(session: str) -> Update:
+            sessions.append(session)
             return addressed(update, self._node, session)
 
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                if not known:
-                    self._session.retry(partial(self._put, update, blobs, wanted))
+                if not uploaded:
+                    self._session.retry(partial(self._put, update, blobs, check_wanted))
             except CancelledError as error:
                 log.info("node %s does not send the update of %s: %s", self._node, about, error)
                 finished.drop(update.round)
@@ -163,9 +161,9 @@ class ResultReporter:
                 self.report(job)
                 receipt = Receipt(accepted=False, reason=error.reason, message=str(error))
                 break
-            receipt, known = self._receipt(said, f"update of {about}"), False
+            receipt, uploaded = self._receipt(make, f"update of {about}"), False
             if receipt.accepted:
-                finished.accept(update.round, said_in[-1])
+                finished.accept(update.round, sessions[-1])
                 self._commit_in(job.folder, receipt.committed)
                 self.commit(receipt.committed)
                 return True
@@ -174,17 +172,20 @@ class ResultReporter:
             log.warning(
                 "the update of %s arrived damaged (attempt %d of %d): %s", about, attempt, _ATTEMPTS, receipt.message
             )
-        if not update.secure:  # its round may be asked for again, and another sum of it masked
+        if not update.secure:  # the round may be repeated, with another secure sum
             finished.drop(update.round)
-        if receipt.reason in ("stale", "duplicate"):  # of another process's, then: this one leaves nothing unsaid
+        if receipt.reason in (
+            "stale",
+            "duplicate",
+        ):  # another process has reported this round; this one has no residuals to keep
             log.warning("the update of %s came too late: %s", about, receipt.message)
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
         return False
 
-    def _put(self, update: Update, blobs: FolderStore, wanted: Callable[[], None]) -> None:
+    def _put(self, update: Update, blobs: FolderStore, check_wanted: Callable[[], None]) -> None:
         try:
-            transfer(update.manifest.blobs, blobs, self._link.blobs, wanted)
+            transfer(update.manifest.blobs, blobs, self._link.blobs, check_wanted)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -200,14 +201,14 @@ class ResultReporter:
 
 
 def failure_of(job: Job, error: BaseException) -> Failed:
-    """Return the message for an error of a job, without node and session."""
-    what = as_client_error(error)
+    """Return the message for an error of a job; node and session are filled in when it is sent."""
+    client_error = as_client_error(error)
     return Failed(
         node="",
         session="",
         client=job.client,
         round=job.round,
-        error=str(what),
-        retryable=what.retryable,
+        error=str(client_error),
+        retryable=client_error.retryable,
         attempt=job.sum if job.kind == "fit" else None,
     )

@@ -1,4 +1,9 @@
-"""Encode a tensor for the wire, and decode it."""
+"""Encode a tensor for the wire, and decode it.
+
+Clients encode updates (`encode_all`) and the server decodes them (`LazyTensors`); downloads go the other way through `delta_chain`. What
+`decode` accepts is a wire format and stored on disk: thresholds, parts and settings of a codec stay as they are, and decoded values have
+the same bits on every machine.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,15 @@ from arclight.federated.protocol import Manifest
 SMALL = 1024
 """Tensors of fewer elements are sent as they are."""
 VECTOR = 1 << 16
-"""So are vectors of at most as many: norms and biases weigh next to nothing and are sensitive."""
+"""So are vectors of at most this many elements: norms and biases have few bytes and are sensitive to rounding."""
 _ROW = 4096
-"""Values of a block of codecs that have none."""
+"""Block size for codecs without a setting for it."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scale"), "topk": ("index", "value", "level")}  # fmt: skip
 
 
 def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Return True if ``codec`` sends a tensor as it is: if it is small, of integers, or already of 16 bits under `BF16`.
-
-    Small is a tensor of fewer than `SMALL` elements, and a vector of at most `VECTOR`.
-    """
+    """Return True if ``codec`` sends a tensor as it is: small ones (`SMALL`, `VECTOR`), integers, and 16-bit floats under `BF16`."""
     if isinstance(codec, Raw) or tensor.dtype not in _FLOATS or tensor.numel() < SMALL:
         return True
     return (tensor.dim() < 2 and tensor.numel() <= VECTOR) or (isinstance(codec, BF16) and tensor.itemsize == 2)
@@ -41,17 +43,17 @@ def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
 def encode(
     key: str, tensor: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None
 ) -> tuple[Encoded, torch.Tensor | None]:
-    """Encode ``tensor + feedback * residual``; return that and the new residual.
+    """Encode ``tensor + feedback * residual``; return the encoding and the new residual. Inputs are not changed.
 
-    Nothing given is changed.
-
-    ``residual`` is what the previous message of this key left, or None. The new one (float32, on the CPU, the tensor's shape)
-    is exactly the difference in float32 between what was to be sent and what `decode` will give; None if nothing is left
-    or nobody keeps it. Works chunk by chunk, on a tensor of any device. Raises FederatedError for values that are not finite
-    numbers, or beyond 2^126, and ValueError for a residual of another shape.
+    ``residual`` is the quantization error of the previous message of this key, or None. The new one (float32, on the CPU, the tensor's
+    shape) is exactly the float32 difference between the encoded sum and what `decode` will return; None for a lossless encoding, or
+    without error feedback. Works chunk by chunk, on a tensor of any device. Raises FederatedError for values that are NaN, infinite
+    or beyond 2^126, and ValueError for a residual of another shape.
     """
     if residual is not None and residual.shape != tensor.shape:
-        raise ValueError(f"{key} is {tuple(tensor.shape)}, its residual {tuple(residual.shape)}")
+        raise ValueError(
+            f"{key} has shape {tuple(tensor.shape)}, its residual {tuple(residual.shape)}: they must be equal"
+        )
     if not isinstance(codec, Lossy) or goes_raw(tensor, codec):
         return Encoded.raw(_raw(key, tensor, residual)), None
     block = _ROW if isinstance(codec, BF16) else codec.block
@@ -71,11 +73,11 @@ def encode_all(
     residuals: Mapping[str, torch.Tensor],
     left: MutableMapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, Encoded]]:
-    """Encode one tensor after the other, as they are asked for: the input of `write_blobs`.
+    """Encode tensors one by one, lazily, as `write_blobs` takes them.
 
-    ``residuals`` are those of the last message that arrived; the new ones come into ``left``. They are two, so that a message
-    that never arrives can be said again: replace the old ones once the server has taken it. Residuals of keys that are not
-    among ``tensors`` (not their turn in this round) are in ``left`` unchanged. Local moments go as `for_moments` says.
+    ``residuals`` are those of the last accepted message; the new ones are put into ``left``. The two are separate so that a message
+    that is lost can be sent again: the caller replaces the old ones once the server has accepted it. Residuals of keys that are not
+    among ``tensors`` (not sent in this round) are in ``left`` unchanged. Optimizer moments are encoded as `for_moments` says.
     """
     left.update(residuals)
     for key, tensor in tensors:
@@ -91,12 +93,10 @@ def encode_all(
 
 
 def for_moments(codec: Codec) -> Codec:
-    """Return the codec of local optimizer states.
+    """Return the codec of local optimizer states: `BF16` without feedback in place of a lossier one.
 
-    `BF16`, without feedback, in place of a lossier one.
-
-    Optimizers divide by roots of them: each value counts by its own size, and a small one that became zero, or a residual
-    that made it negative, would throw its weight out of the model.
+    Optimizers divide by their square roots, so relative errors matter: a small value rounded to zero, or made negative by a residual,
+    would make its weight diverge.
     """
     return codec if isinstance(codec, Raw) else BF16(feedback=0.0)
 
@@ -120,24 +120,24 @@ def _encoded(feedback: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Ten
 
 
 def _raw(key: str, tensor: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor itself, plus the residual of another codec."""
+    """Return the tensor, plus a residual that an earlier, lossy codec left."""
     if residual is not None and tensor.dtype in _FLOATS:
         tensor = (tensor.to("cpu", torch.float64) + residual.to(torch.float64)).to(tensor.dtype)
     if tensor.is_floating_point() and tensor.numel() and tensor.dtype in _FLOATS:
         low, high = tensor.aminmax()
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             raise FederatedError(
-                f"{key} has values that are not finite: it is not sent; lower the learning rate or clip"
+                f"{key} has values that are NaN or infinite: it is not sent; lower the learning rate or clip gradients"
             )
     return tensor.detach().cpu()
 
 
 @torch.no_grad()
 def decode(key: str, encoded: Encoded) -> torch.Tensor:
-    """Decode a tensor. The same bits on every machine and with any threads.
+    """Decode a tensor, to the same bits on every machine and with any number of threads.
 
-    Raw values may be the given part itself. Raises BlobError for parts that are not what codec and settings say, out of range,
-    or of another length; nothing is allocated for the values before that is known.
+    A raw tensor may be the given part itself. Raises BlobError for parts that do not fit codec and settings (type, length, range),
+    before any memory is allocated for the values.
     """
     expected = _PARTS.get(encoded.codec)
     if expected is None:
@@ -145,7 +145,7 @@ def decode(key: str, encoded: Encoded) -> torch.Tensor:
     if set(encoded.parts) != set(expected) or any(part.device.type != "cpu" for part in encoded.parts.values()):
         raise BlobError(f"{key}: {encoded.codec} has the parts {list(expected)}, got {list(encoded.parts)}")
     if any(size < 0 for size in encoded.shape):
-        raise BlobError(f"{key}: the shape {encoded.shape} cannot be")
+        raise BlobError(f"{key}: the shape {encoded.shape} has a negative size")
     try:
         return _decoded(encoded).view(encoded.shape)
     except BlobError as error:
@@ -160,22 +160,22 @@ def _decoded(encoded: Encoded) -> torch.Tensor:
         part, stored = parts[""], dtype if codec == "raw" else torch.bfloat16
         if part.dtype != stored or tuple(part.shape) != encoded.shape:
             raise BlobError(f"expected {encoded.shape} of {stored}, got {tuple(part.shape)} of {part.dtype}")
-        return part.contiguous() if codec == "raw" else _widened(part, dtype)
+        return part.contiguous() if codec == "raw" else _from_bfloat16(part, dtype)
     if dtype not in _FLOATS:
-        raise BlobError(f"values of {dtype} are only sent as they are")
+        raise BlobError(f"values of {dtype} cannot be quantized: only the codec raw carries them")
     numel = math.prod(encoded.shape)
     block = _setting(encoded, "block", 2, 1 << 20)
     if codec == "topk":
         if block > 1 << 16 or block & (block - 1):
-            raise BlobError(f"a block of {block} cannot be")
+            raise BlobError(f"block must be a power of two up to {1 << 16}, got {block}")
         keep, bits = _setting(encoded, "keep", 1, block), _setting(encoded, "bits", 1, 4)
         return sparse.decode_topk(numel, dtype, block, keep, bits, parts)
     if block % 2:
-        raise BlobError(f"a block of {block} cannot be")
+        raise BlobError(f"block must be even, got {block}")
     return (blockwise.decode_int8 if codec == "int8" else blockwise.decode_int4)(numel, dtype, block, parts)
 
 
-def _widened(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _from_bfloat16(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype not in _FLOATS:
         raise BlobError("only floating point numbers are sent as bfloat16")
     flat, out = part.reshape(-1), torch.empty(part.numel(), dtype=dtype)
@@ -196,9 +196,9 @@ def _setting(encoded: Encoded, name: str, least: int, most: int) -> int:
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """A manifest's tensors as values: each is read and decoded when it is asked for, and not kept.
+    """Map a manifest's keys to tensors, each read and decoded at every access and not kept.
 
-    Those that travelled as they are come as `StoredTensor`, which is read in parts.
+    Raw ones are `StoredTensor` objects, which can be read in parts.
     """
 
     def __init__(self, manifest: Manifest, store: BlobStore) -> None:
@@ -217,7 +217,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 class MappedTensors(LazyTensors):
-    """Map raw tensors, and decode others, when they are asked for; nothing is kept."""
+    """Map a manifest's keys to tensors, of which raw ones are memory-mapped; nothing is kept."""
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return decode(key, self._opened[key])

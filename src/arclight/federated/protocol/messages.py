@@ -1,9 +1,11 @@
 """Define the messages between nodes and server as JSON; tensors travel as blobs beside them.
 
-A *node* is a process on some machine that runs one or more *clients*, each a site's data. Nodes send requests, the server
-answers: join, then request work again and again (an answer may be held until there is some), send updates, and heartbeats while
-they work. Every message carries the protocol's version; a node's carry its session, which stands for the run, and every
-order names the run. All durations are seconds and relative: no two clocks need to agree.
+A *node* is a process that trains for one or more *clients*, each the data of a site. A node joins, then requests work repeatedly (long
+polling: the server may hold an answer), sends updates, and heartbeats while it works; the server only answers. Messages of a node
+carry its session, orders of the server name the run. All durations are relative, in seconds: no two clocks need to agree.
+
+This is a wire format, and updates are stored in it: a changed or removed field needs a new `VERSION`, and `read` must still accept
+`_STORED` ones. Every part of the room imports the names from `arclight.federated.protocol`.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 VERSION = 3
-"""Of messages; those of manifests have a version of their own."""
+"""Version of the messages; manifests have their own."""
 _STORED = (1, 2, VERSION)
-"""Of updates that nodes have kept."""
+"""Versions of stored updates that are still read."""
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A message; `to_json` and `read` are inverse."""
+    """Base of all messages; a subclass is registered under its name in lower case. `read` is the inverse of `to_json`."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
     kind: ClassVar[str]
@@ -47,23 +49,23 @@ class Message:
 def read(text: str | bytes, *, stored: bool = False) -> Message:
     """Read a message. Raises ProtocolError for an invalid one, or one of another version.
 
-    stored: it was kept here, maybe by an older version.
+    stored: the message comes from this machine's disk, and may have been written by an older version.
     """
     from pydantic import ValidationError
 
     try:
-        said = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
-        kind, version = said.pop("kind"), said.pop("version")
+        table = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+        kind, version = table.pop("kind"), table.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"this is no message: {error!r}") from error
+        raise ProtocolError(f"not a message of this protocol: {error!r}") from error
     if version != VERSION and not (stored and version in _STORED):
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
     if not isinstance(kind, str) or kind not in Message.kinds:
-        raise ProtocolError(f"there is no message {kind!r}")
+        raise ProtocolError(f"unknown kind of message {kind!r}; kinds are {', '.join(sorted(Message.kinds))}")
     try:
-        return _adapter(kind).validate_json(json.dumps(said), strict=True)
+        return _adapter(kind).validate_json(json.dumps(table), strict=True)
     except ValidationError as error:
-        raise ProtocolError(f"a message {kind!r} that cannot be: {error}") from error
+        raise ProtocolError(f"invalid message {kind!r}: {error}") from error
 
 
 @cache
@@ -74,7 +76,7 @@ def _adapter(kind: str) -> TypeAdapter[Message]:
 
 
 def _finite(text: str) -> float:
-    """Parse a finite number: a NaN or infinite one would spread through times and sums."""
+    """Parse a finite number; NaN or infinity would spread through times and sums."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:30]} is no finite number")
     return value
@@ -82,7 +84,7 @@ def _finite(text: str) -> float:
 
 def _whole(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) >= 1 << 63:
-        raise ValueError(f"{text[:30]} is larger than the whole numbers that are said here")
+        raise ValueError(f"{text[:30]} is no integer of 64 bits")
     return value
 
 
@@ -106,15 +108,15 @@ class ActiveWork:
     round: int
     kind: Literal["fit", "evaluate"] = "fit"
     steps: int = 0
-    """That are done."""
+    """Optimizer steps that are done."""
     loss: float | None = None
     attempt: int = 0
-    """As `Fit.attempt` of the order: what is still under way for an earlier one is not the round's any more."""
+    """`Fit.attempt` of the order; work for an earlier attempt no longer counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join(Message):
-    """A node offers to work for its clients."""
+    """Offer to work for clients: a node's first message."""
 
     node: str
     """Name of the node, the same after a restart."""
@@ -124,15 +126,15 @@ class Join(Message):
     key: str = ""
     """The node's public key, base64, if the server asks for registered nodes."""
     signature: str = ""
-    """By that key, of the server's challenge and all of this message."""
+    """Signature with that key over the server's challenge and all other fields."""
     server: str = ""
     """Fingerprint of the certificate that the node sees; empty without TLS."""
     run: str = ""
-    """The run that the server has said it serves: a signature is for one server and one run."""
+    """The run that the server serves, by its challenge: a signature is for one server and one run."""
     steps_per_second: float | None = None
-    """Measured, for balancing and for simulation."""
+    """Measured speed, for balancing and simulation."""
     process: str = ""
-    """Random name of this process: tells a restarted node from a second one of the same identity."""
+    """Random name of this process: distinguishes a restarted node from a second one of the same identity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +146,12 @@ class WorkRequest(Message):
     hold_s: float = 20.0
     """How long the answer may be held back."""
     active_work: tuple[ActiveWork, ...] = ()
-    """What the node has already: an order that is not among it has not arrived."""
+    """Work that the node has already; an order that is not listed has not arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Message):
-    """Heartbeat of a node, with the progress of its clients."""
+    """Show that a node is alive, with the progress of its clients."""
 
     node: str
     session: str
@@ -158,7 +160,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Message):
-    """A client's update of a round; its blobs have been uploaded."""
+    """Send a client's update of a round; its blobs have been uploaded."""
 
     node: str
     session: str
@@ -181,9 +183,9 @@ class Update(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSumRequest(Message):
-    """One client's part in a round's secure sum, and a request for what it needs next.
+    """Send a client's part in a round's secure sum, and request what it needs next.
 
-    Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
+    Binary values are hexadecimal. A part may be sent again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
     """
 
     node: str
@@ -191,17 +193,17 @@ class SecureSumRequest(Message):
     client: str
     round: int
     attempt: int = 0
-    """Sums of the round that could not be opened before this one."""
+    """How many secure sums of this round failed before this one."""
     keys: dict[str, str] | None = None
     """Public keys: ``mask``, ``cipher``, ``seal``; and ``signature``, base64, by the node's key if it has one."""
     encrypted_shares: dict[str, str] | None = None
-    """By partner, sealed."""
+    """Encrypted shares by partner."""
     unreadable: tuple[str, ...] | None = None
     """Partners whose encrypted shares could not be decrypted; sent once all were tried."""
     seed_shares: dict[str, str] | None = None
-    """Parts of seeds, by the client that they are of."""
+    """Shares of seeds, by the client whose seed it is."""
     key_shares: dict[str, str] | None = None
-    """Parts of mask keys of those that dropped out, likewise."""
+    """Shares of mask keys of clients that dropped out, by client."""
     waits_for: Literal["cohort", "encrypted_shares", "maskers", "survivors"] | None = None
     """What the client waits for: the fields of `SecureSumReply` that it needs next."""
     hold_s: float = 0.0
@@ -210,19 +212,19 @@ class SecureSumRequest(Message):
 
 def keys_text(run: str, number: int, attempt: int, client: str, keys: Mapping[str, str]) -> bytes:
     """Return the text that a node signs for a client's keys of a secure sum."""
-    said = [
+    fields = [
         run,
         str(number),
         str(attempt),
         client,
         *(keys.get(name, "").lower() for name in ("mask", "cipher", "seal")),
     ]
-    return "\n".join(["arclight secure sum", *said]).encode()
+    return "\n".join(["arclight secure sum", *fields]).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Message):
-    """A client's evaluation of weights."""
+    """Send a client's evaluation of weights."""
 
     node: str
     session: str
@@ -234,7 +236,7 @@ class Evaluated(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Message):
-    """A client's failure; the error's text is for people."""
+    """Report a client's failure; ``error`` is a text for people."""
 
     node: str
     session: str
@@ -242,19 +244,19 @@ class Failed(Message):
     round: int
     error: str
     retryable: bool = False
-    """Whether another attempt may do better (a full disk), or would fail again (a shape)."""
+    """True if another attempt may succeed (the disk was full), False if it would fail again (a wrong shape)."""
     attempt: int | None = None
-    """Of a fit: `Fit.attempt` of its order."""
+    """`Fit.attempt` of the order; None for an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Message):
-    """A node leaves in order."""
+    """Leave the run in an orderly way."""
 
     node: str
     session: str
     reason: str = ""
-    """What keeps it from taking part, where something does."""
+    """Why the node cannot take part, if that is why it leaves."""
 
 
 # -- from the server -----------------------------------------------------------------------------------------------
@@ -262,17 +264,19 @@ class Leave(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
+    """Accept a node."""
+
     session: str
     run: str
     heartbeat_interval_s: float
-    """A node that has been silent three times as long counts as lost."""
+    """Seconds between heartbeats; a node that is silent for three times as long counts as lost."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The run's recipe as tables, for nodes that build their task from it."""
     blob_address: str = ""
-    """Address of the object store where blobs are; empty: at the server."""
+    """Address of the object store that holds blobs; empty: the server does."""
     prefetch_rounds: int | None = 0
-    """Rounds that a client may have beyond the one that it is at; None: a node asks only when a worker is free, as what is fetched
-    early would begin from older weights than it must."""
+    """Rounds that a client may fetch ahead of the one it trains; None: a node requests work only when a worker is free, so that each
+    order starts from the newest weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,36 +289,36 @@ class Fit(Message):
     steps: int
     """Optimizer steps of this round."""
     clock: int
-    """Optimizer steps of the run before this round, by which schedules go."""
+    """Optimizer steps of the run before this round: the position of learning-rate schedules."""
     base: str
     """Digest of the weights' manifest to start from."""
     weights: Manifest
-    """Those weights, whole."""
+    """Those weights in full."""
     changes: tuple[Manifest, ...] = ()
-    """A chain of changes, oldest first, each from its ``base`` to the next and the last to ``base``, for nodes that have one of them."""
+    """A delta chain, oldest first, that ends at ``base``: a node that has the weights of one of its bases fetches the changes after it only."""
     form: str = "delta"
     """"delta": weights before minus weights after; "weights": the weights after."""
     codec: dict[str, Any] = field(default_factory=lambda: {"kind": "raw"})
-    """Of the update."""
+    """Settings of the codec for the update."""
     weigh_by: str = "samples"
     seed: int = 0
-    """For what a client draws in this round: randomised layers, noise, masks."""
+    """Seed of everything that the client draws in this round: randomised layers, noise, masks."""
     deadline_s: float | None = None
-    """Seconds from now after which the update is not waited for."""
+    """Seconds from now after which the round closes without the update."""
     checkpoint_every_steps: int = 50
     """Steps between saves of a client's own progress."""
     local_policy: dict[str, Any] = field(default_factory=dict)
-    """What a client keeps of its own: reset_optimizer, personal, randomised and frozen layers."""
+    """What stays local to a client: reset_optimizer, personal, randomised and frozen layers."""
     privacy: dict[str, Any] = field(default_factory=dict)
     fragment: int | None = None
     overlap: int = 0
-    """Rounds of the client just before this one whose updates may still be on their way when this one begins."""
+    """How many of the client's previous updates may still be on their way when this round begins."""
     attempt: int = 0
-    """How often the round could not be folded before: an order with another number is another order."""
+    """How often aggregating the round has failed before; orders of different attempts are different orders."""
     redo: bool = False
-    """Whether an update of this round that the client has finished already is of no use, so that it trains again."""
+    """True if the client must train again, even if it has a finished update of this round."""
     residual_slot: int = 0
-    """An update adds the residuals of the last one in its slot. Updates that may be under way together have slots of their own."""
+    """Slot of error feedback: an update adds the residuals of the last one of its slot. Concurrent updates have different slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,12 +333,12 @@ class Evaluate(Message):
     changes: tuple[Manifest, ...] = ()
     deadline_s: float | None = None
     local_policy: dict[str, Any] = field(default_factory=dict)
-    """What a client keeps of its own, as in `Fit`: with that the weights are measured."""
+    """What stays local to a client, as in `Fit`; the weights are evaluated with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Message):
-    """Nothing to do now; request again after ``retry_after_s``."""
+    """Make the node request again after ``retry_after_s``: there is nothing to do now."""
 
     retry_after_s: float
     waiting_for: str = ""
@@ -343,14 +347,14 @@ class Wait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSumReply(Message):
-    """The answer to `SecureSumRequest.waits_for` for a client of a secure sum; fields are None until they are settled."""
+    """Answer `SecureSumRequest.waits_for`; a field is None until it is settled."""
 
     cohort: tuple[str, ...] | None = None
-    """Clients that take part."""
+    """Clients that take part in the sum."""
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Theirs, with the cohort, each with the ``node`` that gave them."""
+    """Public keys of the cohort by client, each with the ``node`` that sent them."""
     encrypted_shares: dict[str, str] | None = None
-    """To this client, by sender."""
+    """Encrypted shares for this client, by sender."""
     maskers: tuple[str, ...] | None = None
     """Clients that mask with each other: those that could read each other's encrypted shares."""
     survivors: tuple[str, ...] | None = None
@@ -361,11 +365,11 @@ class SecureSumReply(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Close(Message):
-    """The run is over for this node."""
+    """End the run for this node."""
 
     reason: str
     failed: bool = False
-    """Whether the run could not go on, or has no place for this node."""
+    """True if the run failed or refuses this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +380,6 @@ class Receipt(Message):
     reason: Reason | None = None
     message: str = ""
     committed: int = -1
-    """Newest round that is committed: what a node kept for rounds up to it can go."""
+    """Newest committed round: a node may delete what it kept for rounds up to it."""
     cancel: tuple[ActiveWork, ...] = ()
-    """What of the node's work is no longer wanted."""
+    """Work of the node that is no longer wanted."""

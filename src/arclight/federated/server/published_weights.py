@@ -1,4 +1,8 @@
-"""Publish the weights of recent rounds to clients, and delete blobs that no round references."""
+"""Publish the weights of recent rounds to clients, and delete blobs that no round references.
+
+`server_run` makes one `PublishedWeights` and calls ``publish`` after each round, ``restore`` after a restart; `service` looks weights up
+to offer and serve them. A resumed run must find the same manifest digests: what is written to ``chains/<round>.json`` stays readable.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,12 @@ ORPHAN_S = 3600.0
 
 @dataclass(frozen=True)
 class Weights:
-    """Hold a round's weights that clients may start from, as they decode them."""
+    """Weights of a round that clients may start from: what they decode after a lossy download, not the server's own values."""
 
     round: int
     chain: DeltaChain
     own: Manifest
-    """The round's, with tensors that each client initialises itself, which are offered to nobody."""
+    """The round's own weights, including tensors that each client initialises itself, which are not published."""
 
     @property
     def manifest(self) -> Manifest:
@@ -56,17 +60,17 @@ class PublishedWeights:
         """Return published weights. Raises BlobError for weights that are no longer kept."""
         found = self._weights.get(base)
         if found is None:
-            raise BlobError(f"the weights {base[:12]} are no longer kept: ask again")
+            raise BlobError(f"the weights {base[:12]} are no longer kept: request work again for newer ones")
         return found
 
     def publish(self, number: int, *, all_changed: bool = False) -> Weights:
-        """Publish a round's weights: its files become blobs without being read, and the chain of changes grows by one.
+        """Publish a round's weights: link its files as blobs without reading them, and append a link to the delta chain.
 
-        What each client initialises itself is left out: then the others are written as blobs of their own. all_changed: every
-        tensor differs from the round before, which spares comparing them.
+        Tensors that each client initialises itself are left out; the others of the same file are then written as blobs of their own.
+        all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)
-        offered = self._adopted(number, own)
+        offered = self._link_blobs(number, own)
         former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
         whole = isinstance(self._federation.down, Raw) and all_changed
         chain = (
@@ -85,16 +89,16 @@ class PublishedWeights:
     def restore(self, number: int, base: str) -> Weights:
         """Publish a committed round's weights again after a restart. Raises FederatedError if the folder lacks them."""
         own, file = self._rounds.weights(number), self._file(number)
-        if own.digest == base:  # with what each client initialises itself, as older versions offered it
-            self._adopt(number, own.blobs)
+        if own.digest == base:  # with tensors that clients initialise themselves, as older versions published them
+            self._link_files(number, own.blobs)
             chain = DeltaChain(weights=own)
         elif file.exists():
             chain = DeltaChain.from_json(file.read_bytes())
-            self._adopt(number, chain.blobs)
+            self._link_files(number, chain.blobs)
             if any(self._blobs.size(digest) is None for digest in chain.blobs):
-                self._adopted(number, own)
+                self._link_blobs(number, own)
         else:
-            chain = DeltaChain(weights=self._adopted(number, own))
+            chain = DeltaChain(weights=self._link_blobs(number, own))
         if chain.weights.digest != base:
             raise FederatedError(
                 f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
@@ -112,27 +116,27 @@ class PublishedWeights:
         needed: Collection[str],
         done: Iterable[str],
         spooled: Iterable[str],
-        coming: Iterable[str],
+        uploading: Iterable[str],
         remove: Callable[[str], None],
     ) -> None:
         """Drop weights that are not ``needed``, and ``remove`` their blobs, those of ``done`` updates, and old unreferenced ones.
 
-        done, spooled: digests of updates' manifests; the latter are kept. coming: blobs of updates that are being uploaded.
+        done, spooled: digests of updates' manifests; blobs of the latter are kept. uploading: blobs of updates that are being uploaded.
         """
-        gone = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
-        going = {digest for weights in gone for digest in weights.chain.blobs}
-        wanted = {*coming, *(digest for weights in self.all() for digest in weights.chain.blobs)}
-        for digests, into in ((done, going), (spooled, wanted)):
-            for digest in digests:
-                into |= {digest, *self._blobs_of(digest)}
+        dropped = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
+        deletable = {digest for weights in dropped for digest in weights.chain.blobs}
+        referenced = {*uploading, *(digest for weights in self.all() for digest in weights.chain.blobs)}
+        for manifests, blobs in ((done, deletable), (spooled, referenced)):
+            for digest in manifests:
+                blobs |= {digest, *self._blobs_of(digest)}
         old = time.time() - ORPHAN_S
         for digest in list(self._blobs):
-            if digest not in wanted and (digest in going or self._written(digest) < old):
+            if digest not in referenced and (digest in deletable or self._written_at(digest) < old):
                 remove(digest)
         self._prune_rounds()
 
     def _prune_rounds(self) -> None:
-        """Remove old rounds, but no incomplete ones: those are for a person to look at."""
+        """Remove old rounds, except incomplete ones, which a person may want to examine."""
         numbers, kept = self._rounds.numbers(), self._federation.keep_rounds
         offered = {weights.round for weights in self.all()}
         for number in numbers[:-kept] if kept else []:
@@ -140,14 +144,14 @@ class PublishedWeights:
                 self._rounds.remove(number)
                 self._file(number).unlink(missing_ok=True)
 
-    def _adopted(self, number: int, own: Manifest) -> Manifest:
-        """Let a round's files be blobs, and return the weights that are offered: without what each client initialises itself.
+    def _link_blobs(self, number: int, own: Manifest) -> Manifest:
+        """Link a round's files as blobs, and return the manifest to publish: without tensors that each client initialises itself.
 
-        The other tensors of such a file are written as blobs of their own.
+        The other tensors of a file with such tensors are written as blobs of their own.
         """
         left_out = self._initialised_by_clients(own)
         cut = {own.tensors[key].blob for key in left_out}
-        self._adopt(number, own.blobs.keys() - cut)
+        self._link_files(number, own.blobs.keys() - cut)
         if not cut:
             return own
         stored = {MODEL + name: tensor for name, tensor in self._rounds.stored(number, "model").items()}
@@ -163,7 +167,7 @@ class PublishedWeights:
     def _initialised_by_clients(self, own: Manifest) -> set[str]:
         return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
 
-    def _adopt(self, number: int, blobs: Collection[str]) -> None:
+    def _link_files(self, number: int, blobs: Collection[str]) -> None:
         for entry, record in self._rounds.open(number).files.items():
             if record.sha256 in blobs:
                 self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
@@ -182,10 +186,11 @@ class PublishedWeights:
         except FederatedError:
             return ()
 
-    def _written(self, digest: str) -> float:
+    def _written_at(self, digest: str) -> float:
+        """Return when a blob came here, in seconds since the epoch; 0 if it is gone."""
         try:
-            seen = os.stat(self._blobs.file(digest))
-            return max(seen.st_mtime, seen.st_ctime)  # one that was linked here is as old as the link
+            status = os.stat(self._blobs.file(digest))
+            return max(status.st_mtime, status.st_ctime)  # a file that was linked here counts from its linking
         except (BlobError, FileNotFoundError):
             return 0.0
 
@@ -194,5 +199,7 @@ def manifest_of(blobs: FolderStore, digest: str) -> Manifest:
     """Read a manifest that is kept as a blob. Raises BlobError if it is missing or damaged."""
     text = blobs.file(digest).read_bytes()
     if digest_of(text) != digest:
-        raise BlobError(f"the manifest {digest[:12]} has changed on the server's disk: look after that disk")
+        raise BlobError(
+            f"the manifest {digest[:12]} was changed on the server's disk: check the disk, and fork from an intact round"
+        )
     return Manifest.from_json(text)

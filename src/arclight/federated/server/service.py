@@ -359,7 +359,7 @@ def _answered(plan: Any) -> Message:
 
 def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     """Return the reason to refuse an evaluation that cannot be averaged with others."""
-    who = f"the measurement of {message.client} for round {message.round}"
+    who = f"the evaluation of {message.client} for round {message.round}"
     if (told := too_many_metrics(message.metrics)) is not None:
         return "too_large", f"{who} {told}"
     if not 0 <= message.samples <= MOST_COUNTED:
