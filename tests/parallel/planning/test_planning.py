@@ -28,7 +28,7 @@ from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.planning import estimate, search
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.plan_search import Limits
-from arclight.parallel.planning.pp_layout import crossings, cut, held, stages
+from arclight.parallel.planning.pp_layout import links_of_ranks, max_in_flight, messages_per_micro_batch, stages
 from arclight.parallel.planning.sharded_shapes import LayerSharding
 from arclight.parallel.planning.timing import exchange_seconds, idle_share
 from arclight.text import build_model
@@ -224,7 +224,7 @@ def test_what_is_in_flight_is_counted_as_schedules_do(name: str) -> None:
             continue
         plan = Plan(pp=processes, schedule=name, micro_batches=number)
         counted = held_at_most(order_of(name, processes, number))
-        assert [held(plan, process, number) for process in range(processes)] == counted, plan
+        assert [max_in_flight(plan, process, number) for process in range(processes)] == counted, plan
         compared += 1
     assert compared > 4
 
@@ -248,14 +248,15 @@ def test_a_pipeline_is_cut_as_it_is_run() -> None:
     for plan in (Plan(pp=3), Plan(pp=3, schedule="Interleaved1F1B"), Plan(pp=2, schedule="ZBVZeroBubble")):
         numbers = stages(plan, 0)
         parts = assign_layers(chain.model, plan.pp * len(numbers))
-        kinds = cut(chain, plan, 6)
+        kinds = links_of_ranks(chain, plan, 6)
         assert [sum(isinstance(kind, int) for kind in one) for one in kinds] == [
             sum(len(parts[stage].layers) for stage in stages(plan, process)) for process in range(plan.pp)
         ]
         assert kinds[0][0] == "first"
         assert [process for process, one in enumerate(kinds) if "last" in one] == [0 if plan.pp == 2 else 2]
     sent = {
-        plan.schedule: [crossings(plan, s) for s in range(3)] for plan in (Plan(pp=3, schedule=s) for s in SCHEDULES)
+        plan.schedule: [messages_per_micro_batch(plan, s) for s in range(3)]
+        for plan in (Plan(pp=3, schedule=s) for s in SCHEDULES)
     }
     assert sent["1F1B"] == [1, 2, 1]
     assert sent["Interleaved1F1B"] == [3, 4, 3]

@@ -1,4 +1,4 @@
-"""Simulate a pipeline step of a model: find costs, cut into stages, simulate the schedule."""
+"""Predict a pipeline step of a model, as ``pipeline.simulate``: find costs, cut into stages, simulate the schedule."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def simulate(
     processes: int | None = None, *, measured: bool | None = None, device: Hardware | str | None = None,
     link: Link | None = None, reduction: float = 0.0, optimizer: float = 0.0,
 ) -> Prediction:  # fmt: skip
-    """Simulate a step of a pipeline: when each process computes or waits, and how much it holds. No process is started.
+    """Simulate a step of a pipeline: when each process computes or waits, and how much memory it holds. No process is started.
 
         step = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)
         step.seconds; print(step); pipeline.timeline(step)
 
     Args:
-        what: a model, which is cut where the step is predicted to be shortest; a `Pipe`, which is cut already; or a choice of
-            `choose`, which has its step.
-        example: what the model is called with for one micro-batch: as for `split`.
-        schedule: a name or a file (see `orders.order_of`), or a plan, from which micro_batches and processes come too.
-        micro_batches: how many go through in a step.
-        processes: of the pipeline; a `Pipe` knows them by its stages.
-        measured: whether parts are timed on the device they are on (and a `Pipe` always is), or their times worked out from
-            operations (which a model on the meta device always needs). None: timed where that can be.
-        device: for which times are worked out: see `measuring.predict`.
-        link: between neighbours; None: sending costs nothing. See `measuring.measure_link`.
+        what: a model, which is cut where the step is predicted to be shortest; a `Pipe`, which is cut already; or an `EvaluatedPlan`
+            of `choose`, whose prediction is returned.
+        example: arguments of the model for one micro-batch, as for `split`.
+        schedule: a name or a file (see `schedule.table.order_of`), or a plan, which also gives micro_batches and processes.
+        micro_batches: how many a step has.
+        processes: of the pipeline; for a `Pipe` the default is the number of its stages, divided by those that a process has.
+        measured: True to time the parts on their device (a `Pipe` always is), False to compute times from the operations (a model on
+            the meta device always needs that). None: time them if possible.
+        device: hardware for which times are computed: see `cost.measure.predict`.
+        link: between neighbours; None: sending costs nothing. See `cost.measure.measure_link`.
         reduction: seconds for which processes exchange gradients after their last action.
-        optimizer: seconds of its step.
+        optimizer: seconds of the optimizer's step.
 
-    Raises PlanError for what cannot be cut or run so, and for a model that cannot be observed.
+    Raises PlanError for a model that cannot be cut or traced, and for a schedule that cannot run it.
     """
     if isinstance(what, EvaluatedPlan):
         return what.prediction
@@ -76,18 +76,18 @@ def simulate(
 def _parts(
     model: nn.Module, example: Any, setting: PlanCandidate, measured: bool | None, device: Hardware | str | None, link: Link | None
 ) -> list[UnitCost]:  # fmt: skip
-    """Costs of the stages of the cut whose step is shortest."""
+    """Return the costs of the stages, cut where the step is shortest."""
     args, kwargs = arguments_of(example)
     graph = capture_call_graph(model, None, args, kwargs)
     if measured is None:
         measured = device is None and not any(x.is_meta for x in (*model.parameters(), *_tensors(example)))
     given = (args, kwargs)
     costs = measure(model, graph, given) if measured else predict(model, graph, given, device=device)
-    forecast = PlanEvaluator(costs, samples_of(example) * setting.micro_batches, link=link)
-    refusal = forecast.refusal(setting)
+    evaluator = PlanEvaluator(costs, samples_of(example) * setting.micro_batches, link=link)
+    refusal = evaluator.refusal(setting)
     if refusal is not None:
         raise PlanError(f"{setting.schedule} {refusal}")
-    return forecast.cut(setting).parts
+    return evaluator.cut(setting).parts
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[UnitCost], list[float]]:
-    """Costs of stages, and of what each holds the part that I frees (see `simulation.simulate`): less than nothing."""
+    """Return the costs of stages, and the share of held memory that action I frees, negative if it adds (see `simulation.simulate`)."""
     kept: list[int] = []
 
     def seen(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> None:
@@ -107,7 +107,7 @@ def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[Unit
 
 
 def _kept(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> int:
-    """Bytes of gradients that a split backward keeps for its second half."""
+    """Count the bytes of gradients that a split backward keeps for its second half."""
     if not outputs or not inputs:
         return 0
     before = [weight.grad for weight in weights]

@@ -40,7 +40,7 @@ class StageModule(NamePreservingStage):
     """One stage of a model: its parameters under their names in the model, and its part of the forward."""
 
     def __init__(self, root: nn.Module, cuts: StageAssignment, number: int, home: torch.device | None = None) -> None:
-        super().__init__(StageInfo(number, cuts.crossing(number), cuts.crossing(number + 1)))
+        super().__init__(StageInfo(number, cuts.values_into(number), cuts.values_into(number + 1)))
         self._sliced = SlicedModule(root, None, cuts, [number], self, home)
         self.training = root.training
 

@@ -14,7 +14,13 @@ from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain, Recompute
 from arclight.parallel.planning.fsdp_shards import fsdp_shards_of
 from arclight.parallel.planning.memory import ChainLink, Memory, memory
-from arclight.parallel.planning.pp_layout import chunks, cut, entrances, held, stages
+from arclight.parallel.planning.pp_layout import (
+    links_of_ranks,
+    max_in_flight,
+    stages,
+    stages_per_rank,
+    stages_with_input,
+)
 from arclight.parallel.planning.sharded_shapes import LayerSharding
 from arclight.parallel.planning.timing import StageTime, exchange_seconds, group, stage_time, step_seconds, traffic
 
@@ -94,12 +100,12 @@ def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
     passes = _passes(chain, plan, samples)
     costs, owned = chain.costs(LayerSharding.of(plan), samples, _recompute(plan)), fsdp_shards_of(chain, plan)
     made: dict[str | int, ChainLink] = {kind: (costs[kind], owned[kind], kind == "last") for kind in costs}
-    cuts = cut(chain, plan, passes)
+    cuts = links_of_ranks(chain, plan, passes)
     counts = tuple(sum(isinstance(kind, int) for kind in kinds) for kinds in cuts)
     links = [tuple(made[kind] for kind in kinds) for kinds in cuts]
     boundary = costs["first"].output
     # Of processes that have alike links the one that holds most stands for all.
-    alike = {tuple(map(id, links[s])): s for s in sorted(range(plan.pp), key=lambda s: held(plan, s, passes))}
+    alike = {tuple(map(id, links[s])): s for s in sorted(range(plan.pp), key=lambda s: max_in_flight(plan, s, passes))}
     leaders = [alike[tuple(map(id, own))] for own in links]
     memories = {s: memory(links[s], plan, workload, s, passes, boundary) for s in set(leaders)}
     times = {s: stage_time(links[s], plan, workload.device) for s in set(leaders)}
@@ -180,10 +186,13 @@ def simulated(estimate: Estimate, device: Hardware) -> Prediction:
         raise PlanError("a plan with pp = 1 has no pipeline to simulate: decide pp = 2 or more")
     size, stride = group(plan, "pp")
     hop = exchange_seconds(device, size, stride, "send", estimate.boundary)
-    costs = [UnitCost(0, 0, 0)] * plan.pp * chunks(plan)
+    costs = [UnitCost(0, 0, 0)] * plan.pp * stages_per_rank(plan)
     for process, time in enumerate(estimate.times):
         own = stages(plan, process)
-        held = sum(cost.held for cost, _, _ in estimate.links[process]) + entrances(plan, process) * estimate.boundary
+        held = (
+            sum(cost.held for cost, _, _ in estimate.links[process])
+            + stages_with_input(plan, process) * estimate.boundary
+        )
         half = time.backward / 2 / len(own)
         for stage in own:
             costs[stage] = UnitCost(

@@ -13,7 +13,7 @@ from itertools import accumulate
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Cost, Workload
 from arclight.parallel.planning.fsdp_shards import MASTER, FsdpShard
-from arclight.parallel.planning.pp_layout import chunks, entrances, held
+from arclight.parallel.planning.pp_layout import max_in_flight, stages_per_rank, stages_with_input
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def memory(
 ) -> Memory:  # fmt: skip
     """Predict the memory of a process that has ``links``, through ``passes`` micro-batches; ``boundary`` bytes cross each cut."""
     own = sum(share.own for _, share, _ in links) * MASTER
-    arrived = entrances(plan, stage) * boundary
+    arrived = stages_with_input(plan, stage) * boundary
     before = list(accumulate((cost.held for cost, _, _ in links), initial=arrived))
-    others = round(max(0.0, held(plan, stage, passes) / chunks(plan) - 1) * before[-1])
+    others = round(max(0.0, max_in_flight(plan, stage, passes) / stages_per_rank(plan) - 1) * before[-1])
     whole = sum(share.whole for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
     done = [0, *accumulate(share.own * MASTER for _, share, _ in reversed(links))][::-1]
     stays = 0 if reshards(plan) and not plan.only_replicates else sum(share.gathered for _, share, _ in links)

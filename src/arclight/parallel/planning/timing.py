@@ -20,7 +20,7 @@ from arclight.parallel.pipeline.schedule.table import is_file
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.fsdp_shards import MASTER
 from arclight.parallel.planning.memory import ChainLink, reduces_once, reshards
-from arclight.parallel.planning.pp_layout import chunks, crossings, schedule
+from arclight.parallel.planning.pp_layout import messages_per_micro_batch, schedule_name, stages_per_rank
 
 OVERLAP_COST = 0.25
 """Seconds by which a second of hidden communication slows computing: an assumption, between none and NCCL's share of the processors."""
@@ -151,11 +151,11 @@ def idle_share(plan: Plan, micro_batches: int, backward_over_forward: float = 2.
     """
     if plan.pp == 1:
         return 0.0
-    one, name = 1 + backward_over_forward, schedule(plan)
+    one, name = 1 + backward_over_forward, schedule_name(plan)
     waits = dict.fromkeys(("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"), one)
     waits |= dict.fromkeys(("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB-H1", "ZB-H2", "V-ZB"), 1.0)
     if name in waits:
-        idle = (plan.pp - 1) * waits[name] / chunks(plan)
+        idle = (plan.pp - 1) * waits[name] / stages_per_rank(plan)
     else:
         number = micro_batches if is_file(name) else min(micro_batches, 4 * plan.pp)
         idle = _simulated(plan.schedule, plan.pp, number, round(backward_over_forward / 2, 2))
@@ -177,7 +177,7 @@ def step_seconds(
     # Weight, gradient and moments are read, weight and moments written; the norm reads the gradient once more.
     update = elements * MASTER * (4 + 2 * moments) / (device.bandwidth * STREAMED * 1e9)
     size, stride = group(plan, "pp")
-    hops = 2 * chunks(plan) * exchange_seconds(device, size, stride, "send", boundary)
+    hops = 2 * stages_per_rank(plan) * exchange_seconds(device, size, stride, "send", boundary)
     slowest = max(times, key=lambda time: time.both)
     busy = passes * (slowest.both + hops)
     bubble = idle_share(plan, passes, slowest.backward / slowest.forward if slowest.forward else 2.0)
@@ -208,5 +208,5 @@ def _messages(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, b
         for elements in share.summed:
             yield Message("all_reduce", "tp", reductions * elements * share.size, reductions)
     if plan.pp > 1:
-        sent = passes * crossings(plan, stage)
+        sent = passes * messages_per_micro_batch(plan, stage)
         yield Message("send", "pp", sent * boundary, sent)

@@ -1,4 +1,8 @@
-"""Check that the processes of a pipeline were given one plan, and own every parameter."""
+"""Check that the processes of a pipeline were given the same plan, and together own every parameter.
+
+Before the first step the `engine` exchanges one `PipelineFingerprint` for each process and calls `verify_fingerprints` on all of them:
+without it, differing arguments would show as a hang or as wrong numbers. Fingerprints are exchanged as JSON, so hold plain data.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,23 @@ from arclight.parallel.plan import PlanError
 
 
 class DisagreementError(PlanError):
-    """Processes of one pipeline were given different things; all of them raise it, in the same words."""
+    """Processes of one pipeline were given different arguments; all of them raise this, with the same message."""
 
 
 @dataclass(frozen=True)
 class PipelineFingerprint:
-    """Describe one process's view of a pipeline in plain data, to be sent as JSON."""
+    """One process's view of a pipeline."""
 
     plan: dict[str, Any]
-    """What must be the same everywhere, by its name."""
+    """Values that must be equal on all processes, by name."""
     parameters: dict[str, list[Any]]
-    """For each parameter of this process's stages, by its first name: the stages, shape, type, whether it trains, digest of its values."""
+    """Of each parameter of this process's stages, by its first name: [stages, shape, dtype, requires_grad, digest of its values]."""
 
     @classmethod
     def of(
         cls, stages: dict[int, nn.Module], plan: dict[str, Any], shared: dict[str, tuple[int, ...]]
     ) -> PipelineFingerprint:
-        """shared: the stages that use a parameter, where they are several; only such parameters' values are looked at."""
+        """Describe this process's stages. shared: the stages of each parameter that several use; only their values are hashed."""
         found: dict[str, list[Any]] = {}
         for number, stage in stages.items():
             for name, parameter in stage.named_parameters():
@@ -44,18 +48,19 @@ class PipelineFingerprint:
         return cls({"torch": str(torch.__version__), **plan}, found)
 
 
-_SAYS = ("", "has the shape", "has the type", "says whether it trains:", "has other values:")
+_DIFFERENCES = ("", "has the shape", "has the dtype", "has requires_grad", "has other values:")
+"""How an error names each entry of ``PipelineFingerprint.parameters``."""
 
 
 def verify_fingerprints(
-    statements: list[PipelineFingerprint], shared: dict[str, tuple[int, ...]], expected: Iterable[str] | None = None
+    fingerprints: list[PipelineFingerprint], shared: dict[str, tuple[int, ...]], expected: Iterable[str] | None = None
 ) -> None:
-    """Raise DisagreementError, the same on all processes, where their ``statements`` differ; it names two of them and what differs.
+    """Raise DisagreementError, the same on all processes, if their ``fingerprints`` differ; it names two of them and the difference.
 
-    shared: the stages that use a parameter, where they are several. expected: first names of all parameters of the whole model.
+    shared: the stages of each parameter that several use. expected: first names of all parameters of the whole model.
     """
-    first = statements[0]
-    for rank, other in enumerate(statements[1:], 1):
+    first = fingerprints[0]
+    for rank, other in enumerate(fingerprints[1:], 1):
         for key in first.plan.keys() | other.plan.keys():
             one, two = first.plan.get(key), other.plan.get(key)
             if one != two:
@@ -64,23 +69,23 @@ def verify_fingerprints(
                     "other; build it from the same arguments on all processes"
                 )
     owners: dict[str, list[tuple[int, list[Any]]]] = {}
-    for rank, statement in enumerate(statements):
-        for name, said in statement.parameters.items():
-            owners.setdefault(name, []).append((rank, said))
+    for rank, fingerprint in enumerate(fingerprints):
+        for name, facts in fingerprint.parameters.items():
+            owners.setdefault(name, []).append((rank, facts))
     for name, users in owners.items():
-        stages = sorted(stage for _, said in users for stage in said[0])
-        told = [f"stage {stage} (process {rank})" for rank, said in users for stage in said[0]]
+        stages = sorted(stage for _, facts in users for stage in facts[0])
+        holders = [f"stage {stage} (process {rank})" for rank, facts in users for stage in facts[0]]
         if len(stages) > 1 and tuple(stages) != tuple(shared.get(name, ())):
             known = f"stages {', '.join(map(str, shared[name]))} share it" if name in shared else "no stages share it"
             raise DisagreementError(
-                f"{' and '.join(told)} have {name}, but the plan says that {known}: split the model again"
+                f"{' and '.join(holders)} have {name}, but the plan says that {known}: split the model again"
             )
-        rank, said = users[0]
-        for process, theirs in users[1:]:
-            for place in range(1, len(said)):
-                if said[place] != theirs[place]:
+        rank, first_facts = users[0]
+        for process, facts in users[1:]:
+            for kind, one, two in list(zip(_DIFFERENCES, first_facts, facts, strict=True))[1:]:
+                if one != two:
                     raise DisagreementError(
-                        f"{name} is shared, and {_SAYS[place]} {said[place]} on process {rank}, {theirs[place]} on process {process}: "
+                        f"{name} is shared, and {kind} {one} on process {rank}, {two} on process {process}: "
                         "begin with the same model on all processes"
                     )
     missing = sorted(set(expected or ()) - owners.keys())
@@ -93,7 +98,7 @@ def verify_fingerprints(
 
 
 def digest(value: Any) -> str:
-    """Return a few letters that stand for ``value``, by what it prints."""
+    """Return a short digest of ``repr(value)``, to compare it between processes."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 

@@ -24,7 +24,7 @@ from arclight.parallel.pipeline.splitting.proxy_modules import (
     shallow_clone,
     walk,
 )
-from arclight.parallel.pipeline.splitting.stage_assignment import SENT, StageAssignment
+from arclight.parallel.pipeline.splitting.stage_assignment import PARAMETER_CALL, StageAssignment
 from arclight.parallel.pipeline.splitting.stage_interpreter import (
     StageDone,
     StageInterpreter,
@@ -201,11 +201,11 @@ class SlicedModule:
 
     def receives(self, stage: int) -> tuple[Value, ...]:
         """List the values that :meth:`run` of ``stage`` must be given."""
-        return self.cuts.crossing(stage)
+        return self.cuts.values_into(stage)
 
     def sends(self, stage: int) -> tuple[Value, ...]:
         """List the values that :meth:`run` of ``stage`` gives; the last gives the function's result."""
-        return self.cuts.crossing(stage + 1)
+        return self.cuts.values_into(stage + 1)
 
     def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``stage`` for arguments of the whole function: a tuple of what it sends, or on the last stage the result.
@@ -265,7 +265,7 @@ class SlicedModule:
                     module._parameters[name] = move_placeholder(absent, tensor.device, types)
 
     def _sent(self, tree: StageModuleTree, value: Value, run: StageRun) -> Any:
-        if value.call == SENT and value not in run.received:
+        if value.call == PARAMETER_CALL and value not in run.received:
             name = self.cuts.sent[value.leaf]
             tensor: Any = self.holder.get_parameter(name)
         else:

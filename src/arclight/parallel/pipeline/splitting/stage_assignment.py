@@ -1,4 +1,8 @@
-"""Assign calls, parameters and crossing values of a model to stages."""
+"""Assign the calls of a call graph and their parameters to stages, and list the values that cross each cut.
+
+`arclight.parallel.pipeline.pipe.split` and the steps of ordinary modules (`pipelined_steps`) make one `StageAssignment` on every process,
+from the same arguments; stages are built from it by `sliced_module` or `traced_stage`. It must depend on nothing but its arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +15,54 @@ from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependen
 from arclight.parallel.plan import PlanError
 
 MultiUse = Literal["replicate", "transmit"] | Mapping[str, Literal["replicate", "transmit"]]
-"""What is done with a parameter that several stages use: each has it, and gradients are summed (who runs the stages does that); or the
-first of them has it, and sends its value with each micro-batch, so that gradients come back the same way."""
-SENT = -1
-"""The "call" of values that are parameters."""
+"""How stages share a parameter that several of them use. "replicate": each has a copy, and the runner sums their gradients;
+"transmit": the first of them has it and sends its value with each micro-batch, and gradients return the same way."""
+PARAMETER_CALL = -1
+"""`Value.call` of a value that is a parameter, not the result of a call."""
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Hold the cuts of a call graph, what crosses them, and the parameters of each stage."""
+    """A call graph that is cut into stages."""
 
     graph: CallGraph
     begins: tuple[int, ...]
     """First call of each stage."""
     sent: tuple[str, ...] = ()
-    """Parameters (first names) whose values are sent; parameter i is `Value(-1, i)`."""
+    """Transmitted parameters by first name; parameter i is ``Value(PARAMETER_CALL, i)``."""
 
     @classmethod
     def of(cls, graph: CallGraph, begins: Sequence[int], multi_use: MultiUse = "replicate") -> StageAssignment:
-        """Raises PlanError for stages that are empty, or would change or draw apart what the model does once."""
-        _refuse_apart(graph, begins)
+        """Cut ``graph`` before the calls ``begins``.
+
+        Raises PlanError for empty stages and for ``multi_use`` of unknown parameters, DataDependentError if two stages would both draw
+        a random number, or change a buffer or value, of which the whole model has one.
+        """
+        _check_side_effects(graph, begins)
         users = {name: stages for name, stages in graph.users(begins).items() if len(stages) > 1}
         sent = tuple(name for name in users if _settings(multi_use, graph, users)[name] == "transmit")
         return cls(graph, tuple(begins), sent)
 
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
-        """For each parameter the stages that use it."""
+        """Map each parameter to the stages that use it."""
         return self.graph.users(self.begins)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """For each parameter that several stages have (it is not sent) these stages."""
+        """Map each parameter of which several stages have a copy to these stages."""
         return {name: stages for name, stages in self.users.items() if len(stages) > 1 and name not in self.sent}
 
     def range(self, stage: int) -> tuple[int, int]:
         """Return the first call of ``stage``, and the one after its last."""
         return self.graph.ranges(self.begins)[stage]
 
-    def crossing(self, stage: int) -> tuple[Value, ...]:
-        """List what ``stage`` receives: parameters that are sent, then values of calls, in order."""
+    def values_into(self, stage: int) -> tuple[Value, ...]:
+        """List the values that ``stage`` receives, which the stage before sends: transmitted parameters, then results of calls."""
         if stage in (0, len(self.begins)):
             return ()
         users = self.users
-        sent = [Value(SENT, i) for i, n in enumerate(self.sent) if users[n][0] < stage <= users[n][-1]]
+        sent = [Value(PARAMETER_CALL, i) for i, n in enumerate(self.sent) if users[n][0] < stage <= users[n][-1]]
         return (*sent, *self.graph.live(self.begins[stage]))
 
     def parameters(self, stage: int) -> set[str]:
@@ -63,13 +71,15 @@ class StageAssignment:
         return {n for n, stages in users.items() if stage in stages and (n not in self.sent or stage == stages[0])}
 
     def received_parameters(self, stage: int) -> dict[str, Value]:
-        """Return the parameters that ``stage`` uses as they are sent to it."""
+        """Map the parameters that ``stage`` receives to the values that carry them."""
         users = self.users
-        return {n: Value(SENT, i) for i, n in enumerate(self.sent) if stage in users[n] and stage != users[n][0]}
+        return {
+            n: Value(PARAMETER_CALL, i) for i, n in enumerate(self.sent) if stage in users[n] and stage != users[n][0]
+        }
 
 
 def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -> dict[str, str]:
-    """For each parameter that several stages use, what is done. Raises PlanError, naming it, for what cannot be."""
+    """Map each parameter that several stages use to "replicate" or "transmit". Raises PlanError, naming it, for anything else."""
     if isinstance(multi_use, str) and multi_use not in ("replicate", "transmit"):
         raise PlanError(
             f"multi_use is {multi_use!r}: say 'replicate' (each stage has a parameter) or 'transmit' (it is sent)"
@@ -94,8 +104,8 @@ def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -
     return settings
 
 
-def _refuse_apart(graph: CallGraph, begins: Sequence[int]) -> None:
-    """Raise DataDependentError for random numbers that two stages need, and for values that are changed before a cut and read after it."""
+def _check_side_effects(graph: CallGraph, begins: Sequence[int]) -> None:
+    """Raise DataDependentError if two stages need the same random numbers or change one buffer, or a value is changed before a cut and used after it."""
     ends = graph.ranges(begins)
     stage_of = {call: stage for stage, (begin, end) in enumerate(ends) for call in range(begin, end)}
     drawn: dict[int, int] = {}

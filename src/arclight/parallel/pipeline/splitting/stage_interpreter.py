@@ -63,7 +63,7 @@ class StageInterpreter:
         self.begin, self.end = cuts.range(number)
         graph = cuts.graph
         self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
-        self.receives, self.sends = cuts.crossing(number), cuts.crossing(number + 1)
+        self.receives, self.sends = cuts.values_into(number), cuts.values_into(number + 1)
         self.received = _by_call(self.receives)
         self.sent = _by_call(self.sends)
         self.received_of: dict[int, list[Value]] = {}

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from arclight.parallel.pipeline.call_graph import CallGraph, Value
 from arclight.parallel.pipeline.splitting import global_rng
-from arclight.parallel.pipeline.splitting.stage_assignment import SENT, StageAssignment
+from arclight.parallel.pipeline.splitting.stage_assignment import PARAMETER_CALL, StageAssignment
 from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, StageInfo
 from arclight.parallel.pipeline.splitting.traced.export_graph import ExportedGraph, Frame, export
 from arclight.parallel.pipeline.splitting.traced.graph_calls import TracedCalls, find_calls
@@ -172,19 +172,19 @@ class TracedModel:
         """Return the graph of one stage, and what goes into it."""
         exported, calls = self.exported, self.calls
         last = number == len(cuts.begins) - 1
-        receives, sends = cuts.crossing(number), cuts.crossing(number + 1)
+        receives, sends = cuts.values_into(number), cuts.values_into(number + 1)
         results = [leaf for leaf in exported.results if isinstance(leaf, fx.Node)] if last else []
         graph, given, arrived = fx.Graph(), dict[fx.Node, fx.Node](), dict[Value, fx.Node]()
         for value in receives:
             arrived[value] = graph.placeholder(
-                f"received_{value.leaf}" if value.call == SENT else str(calls.nodes[value])
+                f"received_{value.leaf}" if value.call == PARAMETER_CALL else str(calls.nodes[value])
             )
             given |= dict.fromkeys(self._nodes(cuts, value), arrived[value])
         begin, end = cuts.range(number)
         members = {node for part in calls.members[begin:end] for node in part}
         wanted = members | self._glue_for(members, {node for node in results if node not in given})
         used = {before for node in wanted for before in node.all_input_nodes} | set(results)
-        used.update(node for value in sends if value.call == SENT for node in self._nodes(cuts, value))
+        used.update(node for value in sends if value.call == PARAMETER_CALL for node in self._nodes(cuts, value))
         sources: dict[str, list[fx.Node]] = {}
         for kind in ("inputs", "states", "constants"):
             sources[kind] = [node for node in getattr(exported, kind) if node in used and node not in given]
@@ -206,7 +206,7 @@ class TracedModel:
 
     def _nodes(self, cuts: StageAssignment, value: Value) -> list[fx.Node]:
         """Find a value in the whole graph: an operation's result, or all nodes of a sent parameter."""
-        if value.call != SENT:
+        if value.call != PARAMETER_CALL:
             return [self.calls.nodes[value]]
         return [node for node, name in self.exported.states.items() if name == cuts.sent[value.leaf]]
 
