@@ -41,7 +41,7 @@ from arclight.deploy.parity import compare
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.signing import SigningKey
 from arclight.text import ByteTokenizer
-from arclight.text.language_program import of_texts
+from arclight.text.language_program import language_deployment
 
 LEAST_DB = {"int8": 12.0, "float": 70.0}
 """Against the float model. Networks that learned nothing have outputs without structure, so few decibels are left of int8."""
@@ -84,7 +84,7 @@ def vision(name: str) -> Callable[[Path], Deployment]:
 
 
 def language(name: str, **overrides: Any) -> Callable[[Path], Deployment]:
-    return lambda root: of_texts(language_model(name, **overrides), [TEXT], ByteTokenizer())
+    return lambda root: language_deployment(language_model(name, **overrides), [TEXT], ByteTokenizer())
 
 
 def head(task: Callable[[Path], Any]) -> Callable[[Path], Deployment]:

@@ -130,7 +130,7 @@ def test_language_programs_are_judged_by_the_likelihood_of_texts(
 
 def test_models_of_other_caches_are_refused_by_name() -> None:
     def candidate(decoder: Any) -> Candidate:
-        deployment = language_program.of_texts(decoder, [TEXT], None)
+        deployment = language_program.language_deployment(decoder, [TEXT], None)
         shapes = [tuple(value.shape) for value in deployment.example_inputs]
         return Candidate(name="x", network=deployment.model, task="language", cache=cache_of("language", shapes))
 

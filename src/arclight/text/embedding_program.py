@@ -1,4 +1,8 @@
-"""Export and run embedding programs: texts in, a vector of unit length for each out, the mean of its last hidden states."""
+"""Export and run embedding programs: texts in, a unit vector for each out, the normalised mean of its last hidden states.
+
+``arclight export`` of a recipe's task (`LanguageModel.configure_deployment`) and `export_embedding_model` write one; ``arclight serve``
+runs it through `Embedder`. Names and shapes of inputs and outputs and ``metadata["task"]`` are stored in exported files and stay.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,18 @@ if TYPE_CHECKING:
 
 TASK = "embedding"
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "lengths": {0: "batch"}}
-"""Dimensions of a program that have any size, by input."""
+"""Dynamic dimensions of the program's inputs."""
 BATCH = 8
-"""Texts of one call."""
+"""Most texts of one call."""
 Array = np.ndarray[Any, Any]
 
 
 class PooledDecoder(nn.Module):
-    """A decoder as its embedding program computes it.
+    """A decoder with mean pooling: the module that is exported.
 
-    tokens: (B, T) int64, filled up at the right. lengths: (B,) int64, how many of them each text has, at least one. Gives the means (B, D)
-    of the texts' last hidden states, those from which the decoder would compute logits, divided by their Euclidean lengths. A
-    decoder is causal: what fills up a text changes nothing before it, and the mean leaves it out.
+    tokens: (B, T) int64, padded at the right. lengths: (B,) int64, tokens of each text, at least one. Returns (B, D): the mean over a
+    text's tokens of the hidden states from which the decoder would compute logits, divided by its Euclidean norm. A decoder is
+    causal, so padding at the right changes nothing before it, and the mean leaves it out.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -49,10 +53,10 @@ class PooledDecoder(nn.Module):
         return F.normalize(sum_BD / lengths[:, None], dim=-1)
 
 
-def of_texts(
+def embedding_deployment(
     decoder: Decoder, batches: Sequence[Tensor], tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None
 ) -> Deployment:
-    """Return what ``decoder`` ships as an embedding program, compared and calibrated on ``batches``: token ids (B, T) int64 of real text.
+    """Describe how to export ``decoder`` as an embedding program; ``batches``: token ids (B, T) int64 of real text, to compare and calibrate on.
 
     The program takes any number of texts, of any length up to the model's positions; see `PooledDecoder`. ``tokenizer`` is stored in it.
     """
@@ -64,7 +68,7 @@ def of_texts(
     batch, length = tokens_BT.shape
     if batch < 2 or length < 4:
         raise ValueError(
-            f"{batch} texts of {length} tokens are too few to compare a program on: give 2 of 4 tokens at least"
+            f"{batch} texts of {length} tokens are too few to compare a program on: give at least 2 texts of 4 tokens"
         )
     whole = torch.full((batch,), length)
     return Deployment(
@@ -78,7 +82,7 @@ def of_texts(
         dynamic=DYNAMIC,
         input_names=["tokens", "lengths"],
         output_names=["embeddings"],
-        float_modules=tuple(  # another choice of experts is no rounding error
+        float_modules=tuple(  # int8 routers would choose other experts, which is more than a rounding error
             name for name, module in pooled.named_modules() if isinstance(module, BaseRouter)
         ),
         prefix="decoder.",
@@ -95,20 +99,22 @@ def export_embedding_model(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Program:
-    """Write ``model``, a `LanguageModel` or its decoder, as one embedding program; see `of_texts`, and `ship` for options and errors."""
+    """Write ``model``, a `LanguageModel` or its decoder, as one embedding program; see `embedding_deployment`, and `ship` for options and errors."""
     from arclight.deploy.deployment import ship
 
     if isinstance(model, Decoder):
-        return ship(of_texts(model, batches, tokenizer), path, recipe, **options)
+        return ship(embedding_deployment(model, batches, tokenizer), path, recipe, **options)
     about = {"model": model.settings.model}
-    return ship(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+    return ship(
+        embedding_deployment(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options
+    )
 
 
 class Embedder:
-    """Embeds texts by one program; any number of threads may call it."""
+    """Embed texts by a program; thread-safe."""
 
     def __init__(self, program: Program) -> None:
-        """Raises ProgramError for a program that embeds no texts, or has no tokenizer."""
+        """Raises ProgramError for a program of another task, or without a tokenizer."""
         self.program = program
         self.tokenizer = tokenizer_of(program, TASK)
         self.vocab_size: int = program.metadata["vocab_size"]
@@ -117,16 +123,16 @@ class Embedder:
         dimensions = shape[1] if len(shape) == 2 else None
         if not isinstance(dimensions, int) or len(program.inputs) != 2:
             raise ProgramError(
-                f"{program.path} says that it embeds texts, and has other inputs or outputs: export it again"
+                f"{program.path} is marked as an embedding program, but its inputs or outputs are others: export it again"
             )
         self.dimensions = dimensions
-        """Elements of a vector."""
+        """Elements of an embedding."""
 
     def encode(self, text: str | Sequence[int]) -> list[int]:
-        """Return the ids of a text, or check ids; ValueError for an empty text, too long a one, or ids of no token."""
+        """Return the token ids of a text, or check given ids. Raises ValueError for an empty or too long text, and for ids outside the vocabulary."""
         ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
         if not ids:
-            raise ValueError("a text is empty, and nothing has no embedding: leave it out")
+            raise ValueError("a text is empty, and so has no embedding: leave it out")
         if len(ids) > self.max_positions:
             raise ValueError(
                 f"a text has {len(ids)} tokens, and the model has {self.max_positions} positions: shorten it"
@@ -136,7 +142,7 @@ class Embedder:
         return ids
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Array:
-        """Return the vectors (B, D) float32 of at most `BATCH` texts, token ids as `encode` gives them."""
+        """Return the embeddings (B, D) float32 of at most `BATCH` texts, given as token ids by `encode`."""
         lengths = np.array([len(text) for text in texts], np.int64)
         tokens = np.zeros((len(texts), int(lengths.max())), np.int64)
         for row, text in zip(tokens, texts, strict=True):

@@ -287,19 +287,19 @@ class LanguageModel(Module):
 
         Its metric is the mean log-likelihood of the next token in held-out texts, nats.
         """
-        from arclight.text.language_program import of_texts
+        from arclight.text.language_program import language_deployment
 
         data = self._loaded(data)
         tokens = self._texts(data, batches)
         held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
-        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
+        return language_deployment(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
 
     def configure_embedding(self, data: Any, batches: int) -> Deployment:
         """Return what the model ships as one that embeds texts; ``data`` and ``batches`` as for `configure_deployment`."""
-        from arclight.text.embedding_program import of_texts
+        from arclight.text.embedding_program import embedding_deployment
 
         tokens = self._texts(self._loaded(data), batches)
-        return of_texts(self.model, tokens, self.tokenizer, {"model": self.settings.model})
+        return embedding_deployment(self.model, tokens, self.tokenizer, {"model": self.settings.model})
 
     def _loaded(self, data: Any) -> Any:
         from arclight.text.data.data_module import TextDataModule

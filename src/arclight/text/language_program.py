@@ -75,7 +75,7 @@ class _PassedCache(KVCache):
         return joined
 
 
-def of_texts(
+def language_deployment(
     decoder: Decoder,
     batches: Sequence[Tensor],
     tokenizer: Tokenizer | None,
@@ -198,13 +198,13 @@ def export_language_model(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Program:
-    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `of_texts`, and `ship` for options and errors."""
+    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `language_deployment`, and `ship` for options and errors."""
     from arclight.deploy.deployment import ship
 
     if isinstance(model, Decoder):
-        return ship(of_texts(model, batches, tokenizer), path, recipe, **options)
+        return ship(language_deployment(model, batches, tokenizer), path, recipe, **options)
     about = {"model": model.settings.model}
-    return ship(of_texts(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+    return ship(language_deployment(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Evaluate a suite every n steps of a run."""
+"""Evaluate a suite of question files every n steps of a run: the recipe's table ``[task.evaluation]``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class SuiteEvaluation(Callback):
-    """Log ``suite/<task>/accuracy``, its ``stderr`` and, of likelihoods, ``accuracy_normalised`` after each n-th optimizer step.
+    """Log ``suite/<task>/accuracy``, its ``stderr`` and, for likelihoods, ``accuracy_normalised`` after every n-th optimizer step.
 
-    Processes that each hold the whole model share the questions; where weights are sharded all compute the same. Training is not
-    changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan with stages or context
-    parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
+    Processes that each hold the whole model divide the questions among them; with sharded weights all answer every question together.
+    Training is not changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan with pipeline
+    stages or context parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
     """
 
     def __init__(self, settings: Evaluation) -> None:
@@ -35,7 +35,9 @@ class SuiteEvaluation(Callback):
                 "and evaluate the checkpoint with arclight test RUN --suite FILE"
             )
         if pl_module.tokenizer is None:
-            raise MisconfigurationError("a suite needs a tokenizer, and the data have none: call use_tokenizer")
+            raise MisconfigurationError(
+                "a suite needs a tokenizer, and the model has none: call its use_tokenizer, or leave task.evaluation out"
+            )
         self._last_step = trainer.global_step
 
     def on_train_batch_end(
@@ -56,6 +58,8 @@ class SuiteEvaluation(Callback):
             for name in ("accuracy", "stderr", "accuracy_normalised"):
                 if (value := getattr(score, name)) is not None:
                     values[f"suite/{score.name}/{name}"] = value
-                    pl_module.log(f"suite/{score.name}/{name}", value, logger=False)  # for checkpoints to monitor
-        for logger in trainer.loggers:  # at this step alone, where a logged value would stay until the next
+                    pl_module.log(
+                        f"suite/{score.name}/{name}", value, logger=False
+                    )  # so that checkpoints can monitor it
+        for logger in trainer.loggers:  # only in the row of this step; self.log would repeat the value in later rows
             logger.log_metrics(values, step)

@@ -1,4 +1,7 @@
-"""Settings of text data (no torch here: a recipe is read without it)."""
+"""Define the settings of text data, the recipe's table ``[task.data]`` of language models; no torch here, since recipes are read without it.
+
+Field names are public and stay; docstrings are the texts of ``arclight train --help``. `Text.build` makes the `TextDataModule`.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ class Text(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.epoch_samples is not None and not isinstance(self.data, dict):
-            raise ValueError("epoch_samples is of a mixture: data = {first = ..., second = ...}")
+            raise ValueError("epoch_samples needs a mixture of named sources: data = {first = ..., second = ...}")
         if self.mixture and not isinstance(self.data, dict):
             raise ValueError("a mixture needs named sources: data = {first = ..., second = ...}")
         if isinstance(self.data, dict) and (unknown := set(self.mixture) - set(self.data)):

@@ -1,4 +1,8 @@
-"""Run an evaluation suite on a language model: likelihoods and generated answers, with bootstrap errors."""
+"""Run an evaluation suite on a language model: likelihoods and generated answers, with bootstrap errors.
+
+``arclight test RUN --suite FILE`` and the callback `SuiteEvaluation` call `load_suite`, then `run_suite`. Prompts and rules of extraction
+follow each benchmark's authors, since scores are compared with published ones; `arclight.text.evaluation.questions` has them.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +31,31 @@ from arclight.text.multiple_choice import is_best, score_choices
 
 
 class LoadedTask(NamedTuple):
-    """A task of a suite with its questions, read and checked."""
+    """A task of a suite with its questions read and checked."""
 
     task: SuiteTask
     items: list[Item]
     examples: dict[str, list[Item]]
-    """The shots of each group."""
+    """Few-shot examples of each group."""
     heads: dict[str, str]
-    """The text before each group's questions."""
+    """Text before the questions of each group."""
 
 
 class Outcome(NamedTuple):
-    """Answer to one question."""
+    """How one question was answered."""
 
     number: int
+    """Index among the task's questions."""
     correct: bool
     normalised: bool
-    """Right by likelihood per byte; as ``correct`` for generated answers."""
+    """Correct by likelihood per byte of the choice; for generated answers the same as ``correct``."""
     answered: bool
     """Whether an answer could be extracted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """Scores of one task, as shares in [0, 1]."""
+    """Scores of one task, in [0, 1]."""
 
     name: str
     format: str
@@ -66,9 +71,9 @@ class TaskScore:
     """By log-likelihood per byte of the choice; None for generated answers."""
     stderr_normalised: float | None = None
     unanswered: float | None = None
-    """Share of generated answers from which nothing could be extracted, which count as wrong."""
+    """Share of generated answers without an extractable answer, which count as wrong."""
     chance: float | None = None
-    """Accuracy of guessing; None where there is nothing to choose from."""
+    """Accuracy of guessing; None without choices."""
     groups: dict[str, float] = field(default_factory=dict)
     """Accuracy of each group; empty where there is one."""
 
@@ -77,7 +82,7 @@ class TaskScore:
 
 
 def load_suite(path: Path) -> tuple[Suite, list[LoadedTask]]:
-    """Read a suite with all of its files, so that what is wrong in any shows before the first answer.
+    """Read a suite with all of its files, so that errors in any of them are raised before the model answers.
 
     Raises RecipeError, FileNotFoundError, SourceError (with file and row), and MisconfigurationError for too few examples.
     """
@@ -100,37 +105,38 @@ def _read(task: SuiteTask) -> LoadedTask:
             if len(found[group]) < task.shots:
                 of_group = f" of {group}" if group else ""
                 raise MisconfigurationError(
-                    f"{task.examples} has {len(found[group])} examples{of_group}; shots = {task.shots} of {task.title}"
+                    f"{task.examples} has {len(found[group])} examples{of_group}; shots = {task.shots} of {task.title}: "
+                    "add examples, or lower shots"
                 )
     heads = {} if task.prompt is None else {group: questions.read_head(task.prompt, group) for group in groups}
     return LoadedTask(task, items, {group: found[group][: task.shots] for group in groups}, heads)
 
 
 def run_suite(
-    suite: Suite, asked: Sequence[LoadedTask], model: Decoder, tokenizer: Tokenizer, *, share: tuple[int, int] = (0, 1),
+    suite: Suite, tasks: Sequence[LoadedTask], model: Decoder, tokenizer: Tokenizer, *, share: tuple[int, int] = (0, 1),
     gather: Callable[[Any], list[Any]] = lambda own: [own],
 ) -> list[TaskScore]:  # fmt: skip
     """Score ``model`` on every task of a suite that `load_suite` has read.
 
-    share: (i, n) of n processes that each hold the whole model: this one answers every n-th question from i on, and ``gather`` collects
-    objects of all. Where the model is sharded, all processes have the share (0, 1) and compute the same. Modules are in evaluation
-    mode meanwhile, and random numbers are not drawn. Raises FloatingPointError for likelihoods or logits that are NaN; where a
-    process fails, all end with the error of the first that did: itself as it was, the others with RuntimeError.
+    share: (i, n) if n processes each hold the whole model: this one answers every n-th question from i on, and ``gather`` returns
+    the objects of all. With a sharded model all processes have the share (0, 1) and compute the same. The model is in evaluation
+    mode meanwhile, and no random numbers are drawn. Raises FloatingPointError for likelihoods or logits that are NaN. If a process
+    fails, all raise: the first that failed its own error, the others RuntimeError with its text.
     """
     scores = []
     with evaluating(model), torch.no_grad():
-        for one in asked:
-            own = range(len(one.items))[share[0] :: share[1]]
-            answer = _generated if one.task.way == "generate" else _likelihoods
-            outcomes = _of_all(one, partial(answer, one, own, suite, model, tokenizer), share[0], gather)
-            scores.append(_score(one, sorted(outcomes), suite))
+        for loaded in tasks:
+            own = range(len(loaded.items))[share[0] :: share[1]]
+            answer = _answer_by_generation if loaded.task.way == "generate" else _answer_by_likelihood
+            outcomes = _gather(loaded, partial(answer, loaded, own, suite, model, tokenizer), share[0], gather)
+            scores.append(_score(loaded, sorted(outcomes), suite))
     return scores
 
 
-def _of_all(
-    one: LoadedTask, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
+def _gather(
+    loaded: LoadedTask, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
 ) -> list[Outcome]:
-    """Gather what all processes answered, or raise on all of them: one that left would keep the others waiting."""
+    """Gather the outcomes of all processes, or raise on all of them; if only one raised, the others would wait for it."""
     outcomes: list[Outcome] = []
     raised: Exception | None = None
     try:
@@ -138,25 +144,25 @@ def _of_all(
     except Exception as error:
         raised = error
     parts = gather((outcomes, None if raised is None else f"{type(raised).__name__}: {raised}"))
-    for number, (_, said) in enumerate(parts):
-        if said is not None:
+    for number, (_, problem) in enumerate(parts):
+        if problem is not None:
             if raised is not None and number == rank:
                 raise raised
-            raise RuntimeError(f"rank {number} could not answer {one.task.title}: {said}") from raised
+            raise RuntimeError(f"rank {number} could not answer {loaded.task.title}: {problem}") from raised
     return [outcome for part, _ in parts for outcome in part]
 
 
-def _likelihoods(
-    one: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
+def _answer_by_likelihood(
+    loaded: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
 ) -> Iterator[Outcome]:
     def logits(tokens_BT: Tensor) -> Tensor:
         out = model(tokens_BT)
         return out.full_tensor() if isinstance(out, DTensor) else out
 
-    task = one.task
+    task = loaded.task
     written = [
-        questions.question(item, task.format, task.way, one.examples[item.group], one.heads.get(item.group, ""))
-        for item in (one.items[number] for number in own)
+        questions.question(item, task.format, task.way, loaded.examples[item.group], loaded.heads.get(item.group, ""))
+        for item in (loaded.items[number] for number in own)
     ]
     found = score_choices(
         written, logits, tokenizer, batch_size=suite.batch_size, max_length=model.config.max_positions,
@@ -168,24 +174,25 @@ def _likelihoods(
         )
 
 
-def _generated(
-    one: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
+def _answer_by_generation(
+    loaded: LoadedTask, own: Sequence[int], suite: Suite, model: Decoder, tokenizer: Tokenizer
 ) -> Iterator[Outcome]:
-    """Answer greedily; prompts that are too long lose examples, then their beginning."""
-    task = one.task
+    """Generate answers greedily; prompts that are too long lose examples, then their beginning."""
+    task = loaded.task
     extract, stop = _GENERATED[task.format]
     same = answers.same_mathematics if task.format == "math" else str.__eq__
     room = model.config.max_positions - task.new_tokens
     if room < 1:
         raise MisconfigurationError(
-            f"new_tokens = {task.new_tokens} of {task.title} leave no room for a prompt: the model has {model.config.max_positions} positions"
+            f"new_tokens = {task.new_tokens} of {task.title} leave no room for a prompt: the model has {model.config.max_positions} positions; "
+            "lower new_tokens"
         )
     bos = tokenizer.bos is not None
     prompts = []
-    for item in (one.items[number] for number in own):
-        shots = one.examples[item.group]
+    for item in (loaded.items[number] for number in own):
+        shots = loaded.examples[item.group]
         for left_out in range(len(shots) + 1):
-            text = questions.prompt(item, task.format, task.way, shots[left_out:], one.heads.get(item.group, ""))
+            text = questions.prompt(item, task.format, task.way, shots[left_out:], loaded.heads.get(item.group, ""))
             ids = tokenizer.encode(text, bos=bos)
             if len(ids) <= room:
                 break
@@ -197,10 +204,10 @@ def _generated(
             model, tokenizer, [prompts[number] for number in batch], task.new_tokens, temperature=0, stop=stop
         )
         for number, text in zip(batch, texts, strict=True):
-            item = one.items[own[number]]
-            said = extract(text, item)
-            right = said is not None and same(said, item.final)
-            yield Outcome(own[number], right, right, said is not None)
+            item = loaded.items[own[number]]
+            final = extract(text, item)
+            correct = final is not None and same(final, item.final)
+            yield Outcome(own[number], correct, correct, final is not None)
 
 
 def _letter(text: str, item: Item) -> str | None:
@@ -213,7 +220,7 @@ _GENERATED: dict[str, tuple[Callable[[str, Item], str | None], str]] = {
     "bbh": (lambda text, _: answers.after_answer_is(text), "Q:"), "gsm8k": (lambda text, _: answers.after_hashes(text), "Question:"),
     "math": (lambda text, _: answers.boxed(text), "Problem:"),
 }  # fmt: skip
-"""Rule that extracts the final answer, and the beginning of a next question, which ends a text."""
+"""By format of a task: the rule that extracts the final answer, and the text that ends generation (a next question)."""
 
 
 def bootstrap(
@@ -221,26 +228,26 @@ def bootstrap(
 ) -> tuple[float, tuple[float, float]]:
     """Return the standard error of the share ``correct / count`` and its percentile interval, by resampling the questions.
 
-    Of ``count`` answers drawn with replacement a binomial number is right, so that is drawn instead (Efron & Tibshirani 1993).
+    The number of correct answers among ``count`` drawn with replacement is binomial, so it is drawn directly (Efron & Tibshirani 1993).
     """
     shares: npt.NDArray[np.float64] = generator.binomial(count, correct / count, resamples) / count
     low, high = np.quantile(shares, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(shares.std()), (float(low), float(high))
 
 
-def _score(one: LoadedTask, outcomes: Sequence[Outcome], suite: Suite) -> TaskScore:
-    count, likelihood = len(outcomes), one.task.way != "generate"
+def _score(loaded: LoadedTask, outcomes: Sequence[Outcome], suite: Suite) -> TaskScore:
+    count, likelihood = len(outcomes), loaded.task.way != "generate"
     generator = np.random.default_rng(suite.seed)
-    right = sum(outcome.correct for outcome in outcomes)
-    error, interval = bootstrap(right, count, suite.resamples, suite.confidence, generator)
+    correct = sum(outcome.correct for outcome in outcomes)
+    error, interval = bootstrap(correct, count, suite.resamples, suite.confidence, generator)
     normalised = sum(outcome.normalised for outcome in outcomes)
     by_group: dict[str, list[bool]] = defaultdict(list)
     for outcome in outcomes:
-        by_group[one.items[outcome.number].group].append(outcome.correct)
-    choices = [len(item.choices) for item in one.items]
+        by_group[loaded.items[outcome.number].group].append(outcome.correct)
+    choices = [len(item.choices) for item in loaded.items]
     return TaskScore(
-        name=one.task.title, format=one.task.format, mode=one.task.way, shots=one.task.shots, questions=count,
-        accuracy=right / count, stderr=error, interval=interval,
+        name=loaded.task.title, format=loaded.task.format, mode=loaded.task.way, shots=loaded.task.shots, questions=count,
+        accuracy=correct / count, stderr=error, interval=interval,
         accuracy_normalised=normalised / count if likelihood else None,
         stderr_normalised=bootstrap(normalised, count, suite.resamples, suite.confidence, generator)[0] if likelihood else None,
         unanswered=None if likelihood else sum(not outcome.answered for outcome in outcomes) / count,

@@ -1,4 +1,8 @@
-"""Train a language model's trunk with a linear head, and score it on whole rows."""
+"""Fine-tune a language model's trunk with a linear head: classify sequences, tag words, extract answers.
+
+The tasks of recipes (`arclight.text.heads.head_settings`) call `build_head`; the Trainer runs the `HeadModule` that it returns. A new
+kind of head overrides ``loss``, ``predictions`` and ``score``, and is added to `build_head`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ from arclight.trainer.throughput import compute_dtype
 def build_head(
     rows: HeadRows, optimizer: Any, schedule: Any, *, weights: Path | None, tokenizer: Path | None, model: str, overrides: dict[str, Any]
 ) -> tuple[HeadModule, HeadData]:  # fmt: skip
-    """Build the module and the data of a task whose fields these are (see `arclight.text.heads.head_settings.HeadTask`).
+    """Build module and data of a task from its fields (see `arclight.text.heads.head_settings.HeadTask`).
 
     Raises MisconfigurationError for weights, tokenizer and lengths that do not fit each other.
     """
@@ -43,37 +47,18 @@ def build_head(
     return kind(data, _trunk(start, data.tokenizer, model, overrides), optimizer, schedule), data
 
 
-def _checkpoint_in(weights: Path) -> Path:
-    """Return the newest checkpoint of a run folder; a checkpoint or a Hugging Face folder itself."""
-    if not weights.exists():
-        raise MisconfigurationError(f"weights: {weights} does not exist")
-    if not (weights / "checkpoints").is_dir():
-        return weights
-    if (found := find_last(weights / "checkpoints")) is None:
-        raise MisconfigurationError(f"weights: the run {weights} has no checkpoint yet")
-    return Path(found)
-
-
-def _tokenizer(given: Path | None, start: Path | None) -> Tokenizer:
-    if given is not None:
-        return Tokenizer.load(given)
-    if start is None:
-        return ByteTokenizer()
-    return Tokenizer.load(start if (start / "config.json").is_file() else start.parent.parent / "tokenizer")
-
-
 class HeadModule(Module):
-    """Base of the three heads: logits (B, T, labels) of each token, from the hidden states behind the trunk's last norm.
+    """Base of the three heads: logits (B, T, labels) of each token, from the hidden states after the trunk's last norm.
 
-    A batch is what `arclight.text.heads.rows.collate` makes. Experts of the trunk are balanced as `LanguageModel` does; tokens that
-    fill rows up do not count there. Validation gathers an outcome for each row over all processes, so that
-    no row counts twice, and scores them together.
+    Batches are those of `arclight.text.heads.rows.collate`. Experts of the trunk are balanced as in `LanguageModel`, without counting
+    padding. Validation gathers a prediction for each row from all processes and scores them together, so that no row counts twice.
     """
 
     def __init__(self, data: HeadData, trunk: Any, optimizer: Any, schedule: Any) -> None:
         super().__init__()
         self.data, self.optimizer_settings, self.schedule_settings = data, optimizer, schedule
-        self.outcomes: dict[int, Any] = {}
+        self.predicted: dict[int, Any] = {}
+        """Predictions of this process in the running evaluation, with the truth that `score` needs, by number of the row."""
         self.expert_paths: dict[str, Any] = {}
         """See `LanguageModel.expert_paths`."""
         self.model: Any = trunk
@@ -97,7 +82,7 @@ class HeadModule(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Choose how experts are multiplied."""
+        """Choose how experts are multiplied, by measuring."""
         strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
         share_tokens(self.model, strategy)
         self.expert_paths = prepare_paths(
@@ -112,8 +97,8 @@ class HeadModule(Module):
         self.expert_paths = dict(checkpoint.get("expert_paths", {}))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        places = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
-        count_tokens(self.model, places < batch["lengths"][:, None])
+        positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)
+        count_tokens(self.model, positions < batch["lengths"][:, None])
         loss = weigh_balance_loss(self.loss(self(batch["tokens"]), batch), self.model)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         return loss
@@ -122,24 +107,24 @@ class HeadModule(Module):
         count_tokens(self.model, None)
 
     def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """Count what `loss` is the mean of: an update follows the mean over all of its batches'."""
+        """Count the labels that `loss` averages over, so that the batches of an update are weighted by them."""
         return (batch["labels"] != IGNORED).sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move the bias that keeps the loads of experts equal."""
+        """Update the bias that balances the loads of experts."""
         for name, value in update_expert_bias(self.model, balance_group(self.trainer.strategy)).items():
             self.log(f"experts/{name}", value)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._judge("val", batch)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._judge("test", batch)
+        self._evaluate("test", batch)
 
-    def _judge(self, stage: str, batch: dict[str, Tensor]) -> None:
+    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
         logits = self(batch["tokens"])
         self.log(f"{stage}/loss", self.loss(logits, batch), batch_size=len(logits), sync_dist=True)
-        self.outcomes |= self.judge(logits.float(), batch)
+        self.predicted |= self.predictions(logits.float(), batch)
 
     def on_validation_epoch_end(self) -> None:
         self._score("val")
@@ -148,14 +133,14 @@ class HeadModule(Module):
         self._score("test")
 
     def _score(self, stage: str) -> None:
-        whole: dict[int, Any] = {}
-        for part in self.trainer.strategy.all_gather_object(self.outcomes):
-            whole |= part
-        self.outcomes = {}
-        for name, value in self.score([whole[key] for key in sorted(whole)]).items():
+        rows: dict[int, Any] = {}
+        for part in self.trainer.strategy.all_gather_object(self.predicted):
+            rows |= part
+        self.predicted = {}
+        for name, value in self.score([rows[number] for number in sorted(rows)]).items():
             self.log(f"{stage}/{name}", value, prog_bar=True)
 
-    # -- what heads differ in ------------------------------------------------------------------------------------------
+    # -- overridden by each head ----------------------------------------------------------------------------------------
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Average the cross-entropy over labelled tokens."""
@@ -163,17 +148,131 @@ class HeadModule(Module):
         total = cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
         return total / (labels != IGNORED).sum().clamp(min=1)
 
-    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
-        """Return the outcome of each sequence by its number."""
+    def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        """Return what `score` needs of each sequence: its prediction and truth, by its number."""
         raise NotImplementedError(type(self).__name__)
 
-    def score(self, outcomes: list[Any]) -> dict[str, float]:
-        """Compute the metrics of all outcomes."""
+    def score(self, predictions: list[Any]) -> dict[str, float]:
+        """Compute metrics from the predictions of all sequences."""
         raise NotImplementedError(type(self).__name__)
+
+
+class SequenceClassifier(HeadModule):
+    """Classify texts by the logits of their last token. Logs ``accuracy`` and ``f1``, the mean over labels."""
+
+    def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        last = batch["lengths"] - 1
+        rows = torch.arange(len(last), device=last.device)
+        predicted, true = logits[rows, last].argmax(-1).tolist(), batch["labels"][rows, last].tolist()
+        return dict(zip(batch["items"].tolist(), zip(predicted, true, strict=True), strict=True))
+
+    def score(self, predictions: list[tuple[int, int]]) -> dict[str, float]:
+        f1_of_labels = []
+        for label in range(len(self.data.labels)):
+            hits = sum(predicted == true == label for predicted, true in predictions)
+            total = sum((predicted == label) + (true == label) for predicted, true in predictions)
+            if total:
+                f1_of_labels.append(2 * hits / total)
+        return {
+            "accuracy": sum(predicted == true for predicted, true in predictions) / len(predictions),
+            "f1": sum(f1_of_labels) / len(f1_of_labels),
+        }
+
+
+class TokenClassifier(HeadModule):
+    """Tag words. Logs ``accuracy`` over words and ``f1`` over whole entities where labels are B-X, I-X and O."""
+
+    def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
+        found = {}
+        for number, item in enumerate(batch["items"].tolist()):
+            here = batch["labels"][number] != IGNORED
+            found[item] = (logits[number][here].argmax(-1).tolist(), batch["labels"][number][here].tolist())
+        return found
+
+    def score(self, predictions: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+        names = self.data.labels
+        words = [pair for predicted, true in predictions for pair in zip(predicted, true, strict=True)]
+        values = {"accuracy": sum(predicted == true for predicted, true in words) / max(1, len(words))}
+        if all(name == "O" or name[:2] in ("B-", "I-") for name in names):
+            pairs = [
+                (entities([names[n] for n in predicted]), entities([names[n] for n in true]))
+                for predicted, true in predictions
+            ]
+            total = sum(len(predicted) + len(true) for predicted, true in pairs)
+            values["f1"] = 2 * sum(len(predicted & true) for predicted, true in pairs) / max(1, total)
+        return values
+
+
+def entities(tags: list[str]) -> set[tuple[str, int, int]]:
+    """Return the entities (kind, from, to) of BIO tags as CoNLL's script does: I-X begins an entity unless one of kind X precedes it."""
+    found, kind, begin = set(), "", 0
+    for position, tag in enumerate([*tags, "O"]):
+        if kind and tag != f"I-{kind}":
+            found.add((kind, begin, position))
+            kind = ""
+        if tag != "O" and not kind:
+            kind, begin = tag[2:], position
+    return found
+
+
+class AnswerExtractor(HeadModule):
+    """Extract answers by logits of their first and last token. Logs SQuAD's ``exact_match`` and ``f1``, in [0, 1]."""
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Average the cross-entropies of start and end over the tokens of each window."""
+        labels = batch["labels"]
+        starts, ends = ((labels == 0) | (labels == 2)).int().argmax(1), ((labels == 1) | (labels == 2)).int().argmax(1)
+        scores = self._mask_padding(logits, batch)
+        return (cross_entropy(scores[..., 0], starts) + cross_entropy(scores[..., 1], ends)) / 2
+
+    def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["labels"]))  # windows
+
+    @staticmethod
+    def _mask_padding(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        positions = torch.arange(logits.shape[1], device=logits.device)
+        return logits.float().masked_fill((positions >= batch["lengths"][:, None])[..., None], -torch.inf)
+
+    def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Span]:
+        logits, found = logits.cpu(), {}
+        for number, item in enumerate(batch["items"].tolist()):
+            window = self.data.val_windows[item]
+            found[item] = best_span(window, logits[number, :, 0], logits[number, :, 1], self.data.task.max_answer)
+        return found
+
+    def score(self, predictions: list[Span]) -> dict[str, float]:
+        rows, by_row = self.data.val_rows, dict[int, list[Span]]()
+        for span in predictions:
+            by_row.setdefault(span.row, []).append(span)
+        may_be_none = any(not row.answers for row in rows)
+        texts = {row: answer_of(spans, rows[row].context, may_be_none) for row, spans in by_row.items()}
+        return {
+            name: sum(measure(text, rows[row].answers) for row, text in texts.items()) / len(texts)
+            for name, measure in (("exact_match", exact_match), ("f1", f1))
+        }
+
+
+def _checkpoint_in(weights: Path) -> Path:
+    """Return the newest checkpoint of a run folder; a checkpoint or a Hugging Face folder itself."""
+    if not weights.exists():
+        raise MisconfigurationError(f"weights: {weights} does not exist")
+    if not (weights / "checkpoints").is_dir():
+        return weights
+    if (found := find_last(weights / "checkpoints")) is None:
+        raise MisconfigurationError(f"weights: the run {weights} has no checkpoint yet")
+    return Path(found)
+
+
+def _tokenizer(given: Path | None, start: Path | None) -> Tokenizer:
+    if given is not None:
+        return Tokenizer.load(given)
+    if start is None:
+        return ByteTokenizer()
+    return Tokenizer.load(start if (start / "config.json").is_file() else start.parent.parent / "tokenizer")
 
 
 def _trunk(start: Path | None, tokenizer: Tokenizer, name: str, overrides: dict[str, Any]) -> Any:
-    """Build the model without its output, from the weights of a run or folder or freshly initialised."""
+    """Build the model without its output layer: from a run's or folder's weights, or freshly initialised."""
     if start is not None and (start / "config.json").is_file():
         from arclight.text.hf.read import from_hf
 
@@ -196,94 +295,3 @@ def _trunk(start: Path | None, tokenizer: Tokenizer, name: str, overrides: dict[
         )
     model.output = None
     return model.train()
-
-
-class SequenceClassifier(HeadModule):
-    """Classify texts by the logits of their last token. Logs ``accuracy`` and ``f1``, the mean over labels."""
-
-    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
-        last = batch["lengths"] - 1
-        rows = torch.arange(len(last), device=last.device)
-        said, true = logits[rows, last].argmax(-1).tolist(), batch["labels"][rows, last].tolist()
-        return dict(zip(batch["items"].tolist(), zip(said, true, strict=True), strict=True))
-
-    def score(self, outcomes: list[tuple[int, int]]) -> dict[str, float]:
-        values = []
-        for label in range(len(self.data.labels)):
-            right = sum(said == true == label for said, true in outcomes)
-            named = sum((said == label) + (true == label) for said, true in outcomes)
-            if named:
-                values.append(2 * right / named)
-        return {
-            "accuracy": sum(said == true for said, true in outcomes) / len(outcomes), "f1": sum(values) / len(values),
-        }  # fmt: skip
-
-
-class TokenClassifier(HeadModule):
-    """Tag words. Logs ``accuracy`` over words and ``f1`` over whole entities where labels are B-X, I-X and O."""
-
-    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
-        found = {}
-        for number, item in enumerate(batch["items"].tolist()):
-            here = batch["labels"][number] != IGNORED
-            found[item] = (logits[number][here].argmax(-1).tolist(), batch["labels"][number][here].tolist())
-        return found
-
-    def score(self, outcomes: list[tuple[list[int], list[int]]]) -> dict[str, float]:
-        names = self.data.labels
-        words = [pair for said, true in outcomes for pair in zip(said, true, strict=True)]
-        values = {"accuracy": sum(said == true for said, true in words) / max(1, len(words))}
-        if all(name == "O" or name[:2] in ("B-", "I-") for name in names):
-            both = [(entities([names[n] for n in said]), entities([names[n] for n in true])) for said, true in outcomes]
-            named = sum(len(said) + len(true) for said, true in both)
-            values["f1"] = 2 * sum(len(said & true) for said, true in both) / max(1, named)
-        return values
-
-
-def entities(tags: list[str]) -> set[tuple[str, int, int]]:
-    """Return the entities (kind, from, to) of BIO tags as CoNLL's script does: I-X begins one where none of X goes on."""
-    found, kind, begin = set(), "", 0
-    for place, tag in enumerate([*tags, "O"]):
-        if kind and tag != f"I-{kind}":
-            found.add((kind, begin, place))
-            kind = ""
-        if tag != "O" and not kind:
-            kind, begin = tag[2:], place
-    return found
-
-
-class AnswerExtractor(HeadModule):
-    """Extract answers by logits of their first and last token. Logs SQuAD's ``exact_match`` and ``f1``, shares in [0, 1]."""
-
-    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """Average the cross-entropies of start and end over the tokens of each window."""
-        labels = batch["labels"]
-        starts, ends = ((labels == 0) | (labels == 2)).int().argmax(1), ((labels == 1) | (labels == 2)).int().argmax(1)
-        scores = self._within(logits, batch)
-        return (cross_entropy(scores[..., 0], starts) + cross_entropy(scores[..., 1], ends)) / 2
-
-    def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(len(batch["labels"]))  # windows
-
-    @staticmethod
-    def _within(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        places = torch.arange(logits.shape[1], device=logits.device)
-        return logits.float().masked_fill((places >= batch["lengths"][:, None])[..., None], -torch.inf)
-
-    def judge(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Span]:
-        logits, found = logits.cpu(), {}
-        for number, item in enumerate(batch["items"].tolist()):
-            window = self.data.val_windows[item]
-            found[item] = best_span(window, logits[number, :, 0], logits[number, :, 1], self.data.task.max_answer)
-        return found
-
-    def score(self, outcomes: list[Span]) -> dict[str, float]:
-        rows, by_row = self.data.val_rows, dict[int, list[Span]]()
-        for span in outcomes:
-            by_row.setdefault(span.row, []).append(span)
-        may_be_none = any(not row.answers for row in rows)
-        said = {row: answer_of(spans, rows[row].context, may_be_none) for row, spans in by_row.items()}
-        return {
-            name: sum(measure(text, rows[row].answers) for row, text in said.items()) / len(said)
-            for name, measure in (("exact_match", exact_match), ("f1", f1))
-        }
