@@ -1,4 +1,8 @@
-"""``arclight data``: tokenize text into shards, generate payment-code scenes, lint, import and divide image data sets."""
+"""``arclight data``: lint, import, export and split image data sets, generate payment-code scenes; `corpora` has the verbs for text.
+
+`data` parses the options and calls the function of the verb, which returns the exit status; the work is done in ``arclight.vision.data``
+and `qris`. Names of verbs and options are public and stay.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,9 @@ def data(arguments: list[str]) -> int:
     verb = verbs.add_parser("lint", help="find faults of a data set before training; status 1 if there are errors")
     _add_lint(verb)
 
-    verb = verbs.add_parser("check", help="only what cannot be read: the quick part of lint; status 1 if there is any")
+    verb = verbs.add_parser(
+        "check", help="find files and rows that cannot be read, the quick part of lint; status 1 if there are any"
+    )
     verb.add_argument("path", type=Path, metavar="data.yaml")
     verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     verb.set_defaults(run=check)
@@ -60,7 +66,9 @@ def data(arguments: list[str]) -> int:
         verbs.add_parser("import", help="read COCO json, Pascal VOC xml or a folder of images into a YOLO data set")
     )
     _add_export(verbs.add_parser("export", help="write the labels of a YOLO data set as COCO json"))
-    _add_split(verbs.add_parser("split", help="divide a data set into splits, look-alikes and groups kept together"))
+    _add_split(
+        verbs.add_parser("split", help="divide a data set into splits; near-duplicates and groups stay in one split")
+    )
 
     verb = verbs.add_parser("sets", help="describe public image sets and text corpora, and print how they are fetched")
     verb.add_argument("name", nargs="?", metavar="NAME", help="one of them; default: list all")
@@ -80,10 +88,8 @@ def _add_import(verb: Any) -> None:
         "--images", type=Path, metavar="DIR", help="folder of the images; default: searched around SOURCE"
     )
     verb.add_argument("--polygons", action="store_true", help="rows are outlines, also of masks, instead of boxes")
-    verb.add_argument("--crowds", action="store_true", help="COCO: take crowds for objects; default: pass them over")
-    verb.add_argument(
-        "--difficult", action="store_true", help="VOC: take difficult objects, too; default: pass them over"
-    )
+    verb.add_argument("--crowds", action="store_true", help="COCO: import crowd regions as objects; default: skip them")
+    verb.add_argument("--difficult", action="store_true", help="VOC: import difficult objects too; default: skip them")
     verb.add_argument("--names", metavar="A,B,...", help="classes in order, for VOC and images; default: those found")
     verb.add_argument("--symlink", action="store_true", help="refer to the images instead of copying them")
     verb.set_defaults(run=import_)
@@ -96,7 +102,9 @@ def _add_export(verb: Any) -> None:
 
 
 def _add_split(verb: Any) -> None:
-    verb.add_argument("path", type=Path, metavar="DATA.yaml", help="its images of all splits are divided anew")
+    verb.add_argument(
+        "path", type=Path, metavar="DATA.yaml", help="data set whose images of all splits are divided again"
+    )
     verb.add_argument(
         "--to", type=Path, required=True, metavar="DIR", help="folder for lists of images and a data.yaml"
     )
@@ -139,7 +147,7 @@ def _add_lint(verb: Any) -> None:
 
 
 def _add_poster(verb: Any) -> None:
-    verb.add_argument("payload", metavar="TEXT", help="the payment code's text, as printed codes say it")
+    verb.add_argument("payload", metavar="TEXT", help="the payment code's text")
     verb.add_argument("--out", type=Path, required=True, metavar="FILE", help="sheet to write: .svg, .pdf or .png")
     verb.add_argument("--amount", metavar="N", help="make the code dynamic, for one payment of this amount")
     verb.add_argument("--bill", metavar="TEXT", help="number of the bill that --amount pays")
@@ -150,7 +158,7 @@ def _add_poster(verb: Any) -> None:
 
 
 def poster(options: Namespace) -> int:
-    """Write a sheet; with an amount, print the text of its dynamic code."""
+    """Write a printable sheet; with an amount, also print the text of its dynamic code."""
     from arclight.vision.qris import Tip, to_dynamic
     from arclight.vision.qris.poster import write_poster
 
@@ -204,7 +212,7 @@ def lint(options: Namespace) -> int:
     from arclight.vision.models.architectures import find_architecture
 
     if options.image_size < 32:
-        raise UsageError(f"--image-size {options.image_size}: a training size is 32 pixels or more")
+        raise UsageError(f"--image-size {options.image_size}: give 32 pixels or more")
     try:
         anchors = [anchor for level in find_architecture(options.model).anchors_px for anchor in level]
     except ValueError as error:
@@ -242,7 +250,7 @@ def lint(options: Namespace) -> int:
 
 
 def check(options: Namespace) -> int:
-    """Report every split of the data set, from labels read afresh; nothing is written beside them."""
+    """Report every split of the data set, reading all labels without their cache."""
     from arclight.vision.data.data_yaml import read_data_yaml
     from arclight.vision.data.labels import DatasetError, check_labels
 
@@ -257,7 +265,7 @@ def check(options: Namespace) -> int:
         try:
             images, rows = spec.images(split), spec.geometry()
             report = check_labels(images, len(spec.names), name=split, cache=False, geometry=rows).report
-        except DatasetError as error:  # the other splits are looked at as well
+        except DatasetError as error:  # go on with the other splits
             print(f"{split}: {error}")
             found[split], wrong = {"error": str(error)}, True
             continue
@@ -276,7 +284,7 @@ def import_(options: Namespace) -> int:
 
     source, names = options.source, [name.strip() for name in options.names.split(",")] if options.names else []
     if not all(names):
-        raise UsageError(f"--names {options.names}: a class has no name")
+        raise UsageError(f"--names {options.names}: a class has no name; write names between commas, such as cat,dog")
     if not source.exists():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
     if is_coco(source):
@@ -311,7 +319,7 @@ def split(options: Namespace) -> int:
     from arclight.vision.data.splitting import class_folders, split_images, write_class_folders, write_split_lists
 
     if len(options.fractions) not in (2, 3):
-        raise UsageError("--fractions: give two or three, of train, val and test")
+        raise UsageError(f"--fractions has {len(options.fractions)} numbers: give two or three, of train, val and test")
     classes = class_folders(options.path)
     if classes:
         images = list(classes)

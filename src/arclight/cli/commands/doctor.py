@@ -1,4 +1,7 @@
-"""``arclight doctor``: what this machine offers, and why something on it would be slow or refused."""
+"""``arclight doctor``: report devices, threads, disk and packages of this machine, and what would be slow or fail.
+
+Each section is a function that returns a table of facts; `advice` turns facts into remarks. Keys of ``--json`` are public.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ INSTRUCTIONS = {
     "AMX BF16": "amx_bf16",
     "AMX INT8": "amx_int8",
 }
-"""Instruction sets that decide speed here, and the names Linux gives them."""
+"""Instruction sets that matter for speed, with their names in Linux's /proc/cpuinfo."""
 
 
 def doctor(arguments: list[str]) -> None:
@@ -38,7 +41,7 @@ def doctor(arguments: list[str]) -> None:
         "software": software(),
         "cpu": cpu(),
         "accelerators": accelerators(),
-        "room": room(Path()),
+        "room": memory_and_disk(Path()),
         "extras": extras(),
     }
     remarks = advice(facts)
@@ -101,7 +104,7 @@ def cpu() -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets as Linux names them; empty elsewhere."""
+    """Return the CPU's flags as Linux names them; empty on other systems."""
     return set(cpu_line("flags").split())
 
 
@@ -116,7 +119,7 @@ def cpu_line(name: str) -> str:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: those it is bound to, or fewer where its container has a quota."""
+    """Return how many cores this process may use: those it is bound to, or fewer if its container has a quota."""
     from arclight.fabric.launchers import available_cores
 
     bound = available_cores()
@@ -126,7 +129,7 @@ def usable_cores() -> float:
 
 
 def accelerators() -> dict[str, Any]:
-    """Name to description of each GPU that torch can use."""
+    """Return the GPUs that torch can use: name to description."""
     import torch
 
     found = {}
@@ -138,8 +141,8 @@ def accelerators() -> dict[str, Any]:
     return found
 
 
-def room(folder: Path) -> dict[str, Any]:
-    """Return the memory, and disk below ``folder``, in GiB."""
+def memory_and_disk(folder: Path) -> dict[str, Any]:
+    """Return memory, and free disk space of ``folder``, in GiB."""
     facts = {"disk free GiB": round(shutil.disk_usage(folder).free / 2**30, 1)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory GiB"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
@@ -149,7 +152,7 @@ def room(folder: Path) -> dict[str, Any]:
 
 
 def extras() -> dict[str, Any]:
-    """Extra to the packages that it brings, each with its version, or a mark where it is missing."""
+    """Return the packages of each extra, with their versions or MISSING."""
     found: dict[str, list[str]] = {}
     for requirement in requirements():
         package = re.match(r"[\w.-]+", requirement)
@@ -175,7 +178,7 @@ def version(package: str) -> str | None:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """Sentences about what is slow or impossible here, and what to do about it."""
+    """Return sentences about what is slow or impossible on this machine, and what to do about it."""
     cpu, room = facts["cpu"], facts["room"]
     has = set(cpu["instruction sets"])
     remarks = []

@@ -1,4 +1,8 @@
-"""Run a federated recipe in this process, and open its run for `arclight federate serve`."""
+"""Run a federated recipe: ``arclight federate RECIPE`` in one process; ``arclight federate serve`` uses the same `open_run`.
+
+`federate` dispatches to the other verbs; `run_here` runs server and clients. Everything that a run leaves in its folder is written
+here or by the `ServerRun`, and ``--resume`` must find what older versions left.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +44,8 @@ VERBS = {
     "flower": "arclight.cli.federate.flower",
     "report": "arclight.cli.federate.run_report",
 }
-ENDING = 30.0
-"""Seconds that nodes have to leave between the end of a run and the server's own."""
+SHUTDOWN_S = 30.0
+"""Seconds that nodes and loggers have to finish after the end of a run."""
 ABOUT = """
 Train one model on the data of many sites, which exchange updates of the weights. This command runs server and clients in one
 process. Across processes and machines: `arclight federate serve` on the server, `arclight federate join` at each site, `arclight
@@ -51,7 +55,7 @@ write a run's report again; each has a --help of its own.
 
 
 def federate(arguments: list[str]) -> None:
-    """Run the verb that the first word names: one of VERBS, or a recipe to run here."""
+    """Run one of `VERBS`, or a recipe in this process."""
     if arguments and arguments[0] in VERBS:
         module = importlib.import_module(VERBS[arguments[0]])
         return getattr(module, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
@@ -103,7 +107,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     )
 
     check_devices(recipe)
-    check_division(recipe)  # data that cannot be divided are refused before anything is written
+    check_division(recipe)  # before anything is written
     check_vocabularies(recipe, {name: recipe_at_site(recipe, int(name)) for name in client_names(recipe)})
     if options.centralised and recipe.federation.masks.personal_from == "client":
         raise UsageError(
@@ -117,7 +121,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
         try:
             while not run.runtime.wait(1.0):
                 worker.check()
-                if not worker.is_alive() and not run.runtime.wait(ENDING):
+                if not worker.is_alive() and not run.runtime.wait(SHUTDOWN_S):
                     raise FederatedError(
                         f"the run continues, but its clients have ended: {node.closed or 'they were stopped'}"
                     )
@@ -125,7 +129,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
             node.stop()
             worker.join(60.0)
         worker.check()
-        run.wait(0.0)  # raises where the run could not go on
+        run.wait(0.0)  # raises the run's error
 
 
 class Worker(threading.Thread):
@@ -139,7 +143,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         try:
             self._function()
-        except BaseException as error:  # raised by `check` for whoever waits
+        except BaseException as error:  # raised again by `check`
             self._error = error
 
     def check(self) -> None:
@@ -150,7 +154,7 @@ class Worker(threading.Thread):
 
 @contextmanager
 def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
-    """Serve a run until the block ends; write its results afterwards, however it ended."""
+    """Serve a run inside the block; afterwards write its results, or a report of its failure."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import ServerEvaluation, client_names, with_vocabulary
     from arclight.cli.run_setup import build_loggers
@@ -162,9 +166,9 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
     rounds = RoundLogging(build_loggers(recipe), folder.path)
     with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
 
-        def observe(what: RecordOrCommand) -> None:
-            progress.observe(what)
-            rounds.observe(what)
+        def observe(event: RecordOrCommand) -> None:
+            progress.observe(event)
+            rounds.observe(event)
 
         evaluation = ServerEvaluation(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
@@ -186,7 +190,7 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
                     yield run, progress
         except KeyboardInterrupt as error:
             report_failure(folder, options, f"It was interrupted. --resume {folder.path} resumes it.")
-            done = len([here for here in server.history if here.contributors])
+            done = len([round for round in server.history if round.contributors])
             raise KeyboardInterrupt(
                 f"{done} of {recipe.federation.rounds} rounds are done, and saved in {folder.path} with the updates received since. "
                 f"The same command with --resume {folder.path} resumes it"
@@ -198,45 +202,46 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
 
 
 class RoundLogging:
-    """Send a row to loggers for each round that is committed, and one for what its weights are measured at.
+    """Log a row for each committed round, and one for each evaluation of its weights.
 
-    A thread for each logger makes all calls of it, from the first to the last: a service that answers slowly, or never, holds up no round
-    and no other logger, and one that fails ends no run.
+    Each logger is called from a thread of its own: a service that is slow or does not answer delays neither rounds nor other loggers,
+    and its errors do not end the run.
     """
 
-    def __init__(self, loggers: list[Logger], folder: Path, patience_s: float = ENDING) -> None:
+    def __init__(self, loggers: list[Logger], folder: Path, patience_s: float = SHUTDOWN_S) -> None:
         self._patience_s = patience_s
         self._calls: list[tuple[Logger, _Calls]] = [(logger, queue.SimpleQueue()) for logger in loggers]
         self._history: History | None = None
         self._lock = threading.Lock()
         self._early: list[RecordOrCommand] = []
-        """What was observed before `opened`: the run's threads may be quicker."""
+        """Records observed before `opened`; the run's threads start earlier."""
         for logger in loggers:
             if logger.needs_folder:
                 logger.use_folder(folder)
 
-    def observe(self, what: RecordOrCommand) -> None:
-        """Note a record of the journal: a round was committed, or the mean of its measurements is known."""
+    def observe(self, record: RecordOrCommand) -> None:
+        """Log a record of the journal if it says that a round was committed or evaluated."""
         if not self._calls:
             return
         with self._lock:
             if self._history is None:
-                self._early.append(what)
+                self._early.append(record)
                 return
-        self._log(what, self._history)
+        self._log(record, self._history)
 
-    def _log(self, what: RecordOrCommand, history: History) -> None:
+    def _log(self, record: RecordOrCommand, history: History) -> None:
         from arclight.federated.coordination import records
         from arclight.federated.rounds.history import metrics_row
 
-        match what:
+        match record:
             case records.RoundCommitted():
-                here = history.at(what.round)
-                # measured already, where it was observed early: that has a row of its own
-                row = {name: value for name, value in metrics_row(replace(here, metrics={})).items() if name != "step"}
-                self._row(what.round, row, here.clock)
+                committed = history.at(record.round)
+                # without its evaluation, which may be known already and has a row of its own
+                row = metrics_row(replace(committed, metrics={}))
+                row = {name: value for name, value in row.items() if name != "step"}
+                self._row(record.round, row, committed.clock)
             case records.RoundEvaluated(client=None):
-                self._row(what.round, {"round": what.round, **what.metrics}, history.at(what.round).clock)
+                self._row(record.round, {"round": record.round, **record.metrics}, history.at(record.round).clock)
 
     def _row(self, number: int, row: dict[str, Any], step: int) -> None:
         self._call(f"round {number} could not be logged", lambda logger: logger.log_metrics(dict(row), step))
@@ -247,8 +252,8 @@ class RoundLogging:
 
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
-        """Log what is observed until the block ends, beginning behind the rounds that ``history`` has already."""
-        steps = max((here.clock for here in history.rounds), default=0)
+        """Log what is observed inside the block; rounds that ``history`` has already are not logged again."""
+        steps = max((round.clock for round in history.rounds), default=0)
         self._call("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe))
         self._call(f"logging could not go on from step {steps}", lambda logger: logger.resume(steps))
         self._log_early(history)
@@ -266,26 +271,26 @@ class RoundLogging:
             self._call("logging could not be ended", lambda logger: logger.finalize(status))
             for _, calls in self._calls:
                 calls.put(None)
-            until = time.monotonic() + self._patience_s
+            deadline = time.monotonic() + self._patience_s
             for (logger, _), thread in zip(self._calls, threads, strict=True):
-                thread.join(max(0.0, until - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     log.warning(
-                        "%s is not done after %g s, and is left: some rounds may be missing there; metrics.csv has all of them",
+                        "%s did not finish within %g s: some rounds may be missing there; metrics.csv has all of them",
                         type(logger).__name__,
                         self._patience_s,
                     )
 
     def _log_early(self, history: History) -> None:
-        """Log what was observed so far; what comes from now on is logged as it comes."""
+        """Log what was observed before `opened`, and from then on directly."""
         while True:
             with self._lock:
                 early, self._early = self._early, []
                 if not early:
                     self._history = history
                     return
-            for what in early:
-                self._log(what, history)
+            for record in early:
+                self._log(record, history)
 
 
 _Calls = queue.SimpleQueue[tuple[str, Callable[["Logger"], None]] | None]
@@ -297,7 +302,7 @@ def _log_until_end(logger: Logger, calls: _Calls) -> None:
         what, make = call
         try:
             make(logger)
-        except Exception as error:  # of whatever package logs: the run itself is safe
+        except Exception as error:  # of any tracking service: the run goes on
             log.warning("%s with %s: %s", what, type(logger).__name__, error)
 
 
@@ -316,7 +321,7 @@ def remove_unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
 
 @contextmanager
 def explain_resume(folder: RunFolder) -> Iterator[None]:
-    """Add to an error how to resume the run."""
+    """Append to an error how to resume the run."""
     try:
         yield
     except FederatedError as error:
@@ -326,7 +331,7 @@ def explain_resume(folder: RunFolder) -> Iterator[None]:
 
 
 def first_weights(recipe: FederatedRecipe, evaluation: ServerEvaluation | None) -> Any:
-    """Build the initial weights: the module as a centralised run would begin with it."""
+    """Build the module with the initial weights that a centralised run would start from."""
     if evaluation is not None:
         return evaluation.begin()
     from arclight.cli.run_setup import build_task
@@ -335,7 +340,7 @@ def first_weights(recipe: FederatedRecipe, evaluation: ServerEvaluation | None) 
     if not any(True for _ in module.parameters()):
         module.configure_model()
     weights, start = getattr(recipe.task, "weights", None), getattr(module, "start_from", None)
-    if weights is not None and start is not None:  # the module takes them up when a fit begins, and here is none
+    if weights is not None and start is not None:  # usually done at the start of fit, which the server does not run
         start(weights)
     return module
 
@@ -343,7 +348,7 @@ def first_weights(recipe: FederatedRecipe, evaluation: ServerEvaluation | None) 
 def write_results(
     recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, evaluation: ServerEvaluation | None
 ) -> None:
-    """Write the last weights as a checkpoint for every other verb, and the report."""
+    """Write the final weights as a checkpoint that other verbs open, and the report."""
     from arclight.cli.federate.run_report import federated_report
 
     print(f"\nThe run is in {folder.path}")
@@ -360,14 +365,11 @@ def write_results(
 
 
 def describe_node_folder(node: Path) -> str:
-    """Describe a node's folder, once the run is over.
-
-    A file with several names counts once.
-    """
+    """Describe what a node's folder keeps after the run; hard links count once."""
     from arclight.trainer.run.report import size_text
 
     found = (path.stat() for path in node.rglob("*") if path.is_file())
-    size = sum({facts.st_ino: facts.st_size for facts in found}.values())
+    size = sum({stat.st_ino: stat.st_size for stat in found}.values())
     return (
         f"{node} keeps {size_text(size)} for a longer run (--resume with more federation.rounds): optimizer states, data positions and "
         "personal layers of clients; delete it if there will be none"
@@ -375,7 +377,7 @@ def describe_node_folder(node: Path) -> str:
 
 
 def report_failure(folder: RunFolder, options: Namespace, why: str) -> None:
-    """Report how the run ended; a failure to write the report does not hide why."""
+    """Write the report of a failed run; an error in that is only logged, so that it does not hide ``why``."""
     from arclight.cli.federate.run_report import federated_report
     from arclight.federated.coordination.run_database import RunDatabaseError
     from arclight.federated.rounds.history import read_rounds
@@ -428,7 +430,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Return True if a run was begun and has not ended: killed, interrupted, or under way."""
+    """Return True if a run was started and has not ended: it was killed or interrupted, or is running."""
     from arclight.federated.coordination.records import RunEnded, RunOpened
     from arclight.federated.coordination.run_database import RunDatabaseError, read_journal
     from arclight.federated.coordination.run_state import StateSaved
@@ -440,13 +442,13 @@ def is_unfinished(folder: RunFolder) -> bool:
                 ended = record.state.ended is not None
             elif isinstance(record, RunEnded | RunOpened):
                 ended = isinstance(record, RunEnded)
-    except RunDatabaseError:  # nothing goes on with it
+    except RunDatabaseError:  # a damaged run cannot be resumed
         return False
     return not ended
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
-    """Name the run for nodes by recipe and start time, so that none takes it for an older one."""
+    """Name the run by recipe and start time, so that nodes do not confuse it with an older one."""
     import json
 
     started = json.loads(folder.environment.read_text(encoding="utf-8"))["started"]

@@ -1,4 +1,8 @@
-"""Look after the rounds of a run: ``arclight checkpoint rounds|validate|edit|fork|prune``."""
+"""Manage the rounds of a federated run: ``arclight checkpoint rounds|validate|edit|fork|prune``.
+
+`arclight.cli.commands.checkpoint` adds these verbs to its parser, and calls `inspect` for a run's folder; the functions of
+`arclight.federated.rounds.tools` do the work. Verbs and options are public.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +161,7 @@ def fork(options: Namespace) -> int:
     path = fork_round(options.path, options.target, options.round, name=options.name, dry_run=options.dry_run)
     print(f"{'would write' if options.dry_run else 'wrote'} {path}")
     if "://" in options.target:
-        print("a run needs a folder: fork from the address into one to resume it")
+        print("to resume this run, fork it from the address into a local folder")
     elif not options.dry_run:
         print(f"resume it: arclight federate RECIPE --resume {options.target}")
     return 0
@@ -178,15 +182,16 @@ def prune(options: Namespace) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for a person; of a history the rounds that it has."""
+    """Format a value for people; a history as the numbers of its rounds."""
     if not isinstance(value, list):
         return str(value)
     return "rounds " + (", ".join(str(entry["round"]) for entry in value) or "none")
 
 
-def _steps(said: list[str]) -> dict[str, int]:
+def _steps(assignments: list[str]) -> dict[str, int]:
+    """Parse ``client=steps`` arguments."""
     found = {}
-    for word in said:
+    for word in assignments:
         client, equals, steps = word.rpartition("=")
         if not equals or not client or not steps.isdigit():
             raise UsageError(f"--client-steps {word}: write client=steps, as in 3=1000")

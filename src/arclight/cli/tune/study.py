@@ -1,7 +1,8 @@
 """Keep the trials of a search in Optuna's database, sample their values, and count them.
 
-The state of every sampler is a function of the trials before: nothing is pickled, and a search that is resumed goes on as one that was
-never stopped would have.
+`search` opens the study, `trial` runs one of its trials, `search_report` shows them. The state of every sampler is a function of the
+earlier trials: nothing is pickled, and a resumed search draws the values that one without interruption would have drawn. Names of trial
+and study attributes are stored in users' databases and stay.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 HEARTBEAT_S = 30
 GRACE_S = 180
-"""A trial of another machine without a heartbeat for so long is failed."""
-OPENINGS = 10
-"""How often a database is opened in which others make tables at the same time."""
+"""A trial of another machine is marked as failed after so long without a heartbeat."""
+OPEN_ATTEMPTS = 10
+"""How often opening a database is tried while other processes create its tables."""
 SIGMA = 0.2
-"""CMA-ES begins with this standard deviation, as a share of each range."""
+"""Initial standard deviation of CMA-ES, as a share of each range."""
 PROCESS, PLACE, FATAL, START = "process", "place", "fatal", "start"
-"""Attributes of a trial (who runs it, where it stands in the order of draws, where it stood when its process was killed), and of a study
-(the values drawn first)."""
+"""Stored attributes: of a trial the process that runs it, its place in the order of draws, and the place that it had if its process was
+killed; of a study the values of the first trial."""
 DEATHS = 3
-"""Values that so many processes were killed with are not drawn again."""
+"""After so many processes were killed with the same values, these are not drawn again."""
 COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
 FAILED, RUNNING = optuna.trial.TrialState.FAIL, optuna.trial.TrialState.RUNNING
 
@@ -52,17 +53,17 @@ log = logging.getLogger(__name__)
 
 
 def cause(error: BaseException) -> str:
-    """Return the first line of what a database said, which Optuna's errors have as their cause."""
+    """Return the first line of a database's error, which Optuna's errors have as their cause."""
     return str(error.__cause__ or error).strip().partition("\n")[0]
 
 
 class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
-    """Optuna's database, whose trials outlive a heartbeat that comes late or not at all while their process is alive."""
+    """Optuna's database, in which a trial does not fail for a late heartbeat while its process on this machine is alive."""
 
     _missed = False
 
     def record_heartbeat(self, trial_id: int) -> None:
-        """Write that the trial is alive; a database that does not take it is asked again at the next heartbeat."""
+        """Write a heartbeat; after an error of the database only warn, and try again at the next one."""
         try:
             super().record_heartbeat(trial_id)
             self._missed = False
@@ -72,13 +73,13 @@ class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
             self._missed = True
 
     def _get_stale_trial_ids(self, study_id: int) -> list[int]:
-        """Leave out trials of this machine that are alive: after a suspension their heartbeats are late."""
+        """Leave out living trials of this machine, whose heartbeats are late after a suspension."""
         stale: list[int] = super()._get_stale_trial_ids(study_id)
         return [one for one in stale if not _is_alive_here(self.get_trial(one).user_attrs.get(PROCESS))]
 
 
 def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
-    """Open the study ``name`` in the database at ``url``, or make it. Raises UsageError where there is no such database."""
+    """Open the study ``name`` in the database at ``url``, or create it. Raises UsageError if the database cannot be opened."""
     direction = "maximize" if mode == "max" else "minimize"
     if re.fullmatch(r"sqlite(\+\w+)?:/*|sqlite.*(:memory:|mode=memory).*", url):
         raise UsageError(
@@ -100,35 +101,35 @@ def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
 
 
 def _open_storage(url: str) -> TrialStorage:
-    """Open a database, or make its tables: processes that do so at once meet those of each other, and look again."""
+    """Open a database and create its tables; try again if another process creates them at the same moment."""
     wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
     attempt = 0
     while True:
         attempt += 1
         try:
-            with _experiments_allowed():
+            with _ignore_experimental_warnings():
                 return TrialStorage(url, engine_kwargs=wait, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
         except SQL_ERROR as error:
-            if attempt == OPENINGS or not re.search("already exists|unique", str(error), re.IGNORECASE):
+            if attempt == OPEN_ATTEMPTS or not re.search("already exists|unique", str(error), re.IGNORECASE):
                 raise
             time.sleep(random.uniform(0.1, 0.5))
 
 
 @contextmanager
-def _experiments_allowed() -> Iterator[None]:
-    """Leave out Optuna's warnings that heartbeats and its way of parallel draws may change in a later version."""
+def _ignore_experimental_warnings() -> Iterator[None]:
+    """Ignore Optuna's warnings that heartbeats and parallel sampling may change in a later version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
 
 
 def local_database(folder: Path) -> str:
-    """Return the address of the database that a search has where none was named."""
+    """Return the address of a search's default database, a file in its folder."""
     return f"sqlite:///{folder.absolute() / 'search.db'}"
 
 
 def without_password(url: str) -> str:
-    """Return a database's address as it may be shown and kept."""
+    """Return a database's address with its password masked."""
     head, at, rest = url.rpartition("@")
     scheme, slashes, account = head.partition("://")
     return f"{scheme}{slashes}{account.partition(':')[0]}:***{at}{rest}" if at and ":" in account else url
@@ -142,35 +143,35 @@ def _pruner(kind: str) -> Any:
 
 
 class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
-    """Sample each trial by a sampler of its own, whose random numbers depend on the seed and the trial's place alone.
+    """Sample each trial by a new sampler, whose random numbers depend only on the seed and the trial's place.
 
-    Its place is the first that no trial before it holds, and killed ones hold none: processes that draw at the same time draw other
-    values, and a search that is resumed the values of one that was never stopped. The first place has the recipe's own values.
+    A trial's place is the first that no earlier trial holds; killed trials hold none. So processes that draw at the same time draw
+    different values, and a resumed search repeats the values of killed trials. Place 0 has the recipe's own values.
     """
 
     def __init__(self, study: Any, kind: str, seed: int, parameters: Sequence[Parameter], parallel: bool) -> None:
         self._study, self._kind, self._seed, self._parallel = study, kind, seed, parallel
         self._ranges = [parameter for parameter in parameters if isinstance(parameter, Range)]
         self._own: Any = None
-        if kind == "cmaes":  # before a trial, and only where it is used: scipy's statistics take seconds to import
+        if kind == "cmaes":  # checked before any trial; imported only if used, since scipy.stats takes seconds
             require("cmaes", extra="tune")
 
     def before_trial(self, study: Any, trial: Any) -> None:
         storage, number = self._study._storage, trial._trial_id
-        storage.set_trial_user_attr(number, PROCESS, this_process())  # first: a kill from here on is known as one
+        storage.set_trial_user_attr(number, PROCESS, this_process())  # first, so that a kill from here on is recognised
         place = free_place([one for one in self._study.get_trials(deepcopy=False) if one.number < trial.number])
         storage.set_trial_user_attr(number, PLACE, place)
         seed = int(np.random.SeedSequence([self._seed, place]).generate_state(1)[0])
         start = self._study.user_attrs.get(START)
         if place == 0 and start is not None:
-            with _experiments_allowed():
+            with _ignore_experimental_warnings():
                 self._own = optuna.samplers.PartialFixedSampler(start, optuna.samplers.RandomSampler(seed=seed))
         elif self._kind == "random":
             self._own = optuna.samplers.RandomSampler(seed=seed)
         elif self._kind == "cmaes":
             self._own = CmaSampler(seed, self._ranges)
         else:
-            with _experiments_allowed():
+            with _ignore_experimental_warnings():
                 self._own = optuna.samplers.TPESampler(seed=seed, constant_liar=self._parallel)
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
@@ -184,10 +185,10 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
 
 
 def free_place(before: Sequence[Any]) -> int:
-    """Return the first place in the order of draws that none of these trials holds; killed ones hold none."""
+    """Return the first place that none of the trials ``before`` holds; killed ones hold none."""
     taken: set[int] = set()
     for one in before:
-        if not was_killed(one):  # one that has not noted its place yet is about to take the first free one
+        if not was_killed(one):  # without a recorded place it is about to take the first free one
             taken.add(one.user_attrs.get(PLACE, _first_free(taken)))
     return _first_free(taken)
 
@@ -199,8 +200,8 @@ def _first_free(taken: set[int]) -> int:
 class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
     """Sample ranges by CMA-ES (Hansen 2016, arXiv 1604.00772) and choices at random.
 
-    Optuna's own keeps a pickle in the database. This one tells the evolution all generations again, from the trials' values, which
-    takes milliseconds for a thousand trials.
+    Optuna's own sampler keeps a pickle in the database. This one replays all generations from the trials' values, which takes
+    milliseconds for a thousand trials.
     """
 
     def __init__(self, seed: int, ranges: Sequence[Range]) -> None:
@@ -220,11 +221,11 @@ class CmaSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
             seed=self._seed,
         )
         ended = [one for one in study.get_trials(deepcopy=False) if one.state in (COMPLETE, PRUNED)]
-        told = [one for one in sorted(ended, key=lambda one: one.datetime_complete) if one.value is not None]
+        valued = [one for one in sorted(ended, key=lambda one: one.datetime_complete) if one.value is not None]
         sign = -1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1.0
         size = evolution.population_size
-        for begin in range(0, len(told) - size + 1, size):
-            evolution.tell([(self._unit(one.params), sign * one.value) for one in told[begin : begin + size]])
+        for begin in range(0, len(valued) - size + 1, size):
+            evolution.tell([(self._unit(one.params), sign * one.value) for one in valued[begin : begin + size]])
         drawn: NDArray[np.float64] = evolution.ask()
         return {parameter.field: _from_unit(parameter, float(share)) for parameter, share in zip(self._ranges, drawn)}
 
@@ -256,17 +257,17 @@ def _from_unit(parameter: Range, share: float) -> float | int:
 
 
 def this_process() -> list[str | int]:
-    """Identify this process among those of all machines: host, number, and the time it was started."""
+    """Identify this process uniquely across machines: host, process id, start time."""
     return process_of(os.getpid())
 
 
 def process_of(pid: int) -> list[str | int]:
-    """Identify a living process of this machine among those of all machines."""
+    """Identify a living process of this machine uniquely across machines."""
     return [socket.gethostname(), pid, _started(pid)]
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since the machine was; empty where that cannot be known."""
+    """Return a process's start time in clock ticks since boot; empty on systems without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
@@ -274,7 +275,7 @@ def _started(pid: int) -> str:
 
 
 def is_alive(process: Sequence[str | int]) -> bool:
-    """Return False for a process of this machine that has ended; others are judged by their heartbeats."""
+    """Return False for a process of this machine that has ended; True for other machines, where heartbeats decide."""
     host, pid, started = process
     if host != socket.gethostname():
         return True
@@ -293,11 +294,11 @@ def _is_alive_here(process: Sequence[str | int] | None) -> bool:
 
 
 def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
-    """Mark trials as failed whose process has ended without a word, or whose heartbeats have; returns how many.
+    """Mark trials as failed whose process has died, or whose heartbeats have stopped; return how many.
 
-    own: processes whose trials are left to the caller.
+    own: processes whose trials the caller handles itself.
     """
-    with _experiments_allowed():
+    with _ignore_experimental_warnings():
         silent = study._storage._get_stale_trial_ids(study._study_id)
     running = study.get_trials(deepcopy=False, states=(RUNNING,))
     stale = [
@@ -313,7 +314,7 @@ def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
         ]
         if len(before) + 1 < DEATHS:
             fail(study, one, **{FATAL: one.user_attrs.get(PLACE)})
-        else:  # such as for want of memory: drawn again, these values would end each process that goes on with the search
+        else:  # out of memory, say: these values would kill every process that draws them again
             fail(
                 study, one, error=f"its process was killed, as were those of {len(before)} trials with the same values"
             )
@@ -321,7 +322,7 @@ def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
 
 
 def _has_ended(trial: Any) -> bool:
-    """Return True for a trial that nobody runs any more: without a process, one that was killed before it could note its own."""
+    """Return True for a trial whose process has ended; one without a recorded process was killed right at its start."""
     process = trial.user_attrs.get(PROCESS)
     if process is not None:
         return not is_alive(process)
@@ -329,7 +330,7 @@ def _has_ended(trial: Any) -> bool:
 
 
 def fail(study: Any, trial: Any, **noted: Any) -> None:
-    """Mark a trial as failed, by an error of its own where one is noted; another process may have ended it just now."""
+    """Mark a trial as failed and store ``noted`` attributes, unless another process has just ended it."""
     try:
         for name, value in noted.items():
             study._storage.set_trial_user_attr(trial._trial_id, name, value)
@@ -339,12 +340,12 @@ def fail(study: Any, trial: Any, **noted: Any) -> None:
 
 
 def was_killed(trial: Any) -> bool:
-    """Return True for a trial that ended without an outcome or an error of its own."""
+    """Return True for a failed trial without an error of its own: its process was killed."""
     return bool(trial.state == FAILED and "error" not in trial.user_attrs)
 
 
 def finished(study: Any) -> list[Any]:
-    """Return the trials that count: complete, pruned, or failed by an error of their own; killed ones do not."""
+    """Return the trials that count: complete, pruned, or failed by their own error; killed ones do not."""
     return [
         one
         for one in study.get_trials(deepcopy=False)
