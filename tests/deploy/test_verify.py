@@ -26,7 +26,7 @@ from arclight.deploy import ExportError, QuantizeError, verify_quantizer
 from arclight.deploy.errors import VerificationError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.placement import PlacementQuantizer
-from arclight.deploy.verifying.judge import judge
+from arclight.deploy.verifying.float64_reference import run_in_float64
 
 aten = torch.ops.aten
 EPSILON, MOMENTUM, DROPOUT = 1e-3, 0.03, 0.2
@@ -463,7 +463,7 @@ def test_the_judge_computes_integers_by_hand() -> None:
     zeros = np.array([[0], [1]])
     matrix = np.clip(np.rint(weight.double().numpy() / rows) + zeros, -8, 7) - zeros
     expected = (integers * 0.5) @ (matrix * rows).T
-    (given,) = judge(graph, (x, weight))
+    (given,) = run_in_float64(graph, (x, weight))
     assert given.dtype == torch.float64
     np.testing.assert_allclose(given.numpy(), expected, rtol=1e-15)
     np.testing.assert_allclose(graph(x, weight).numpy(), expected, rtol=1e-6)
@@ -480,4 +480,4 @@ def test_the_judge_refuses_levels_that_the_type_does_not_hold() -> None:
     node = next(node for node in graph.graph.nodes if node.op == "call_function")
     node.update_arg(5, torch.int8)
     with pytest.raises(QuantizeError, match=r"rounds to 0 .. 255, which torch.int8 does not hold"):
-        judge(graph, (x,))
+        run_in_float64(graph, (x,))

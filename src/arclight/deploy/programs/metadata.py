@@ -1,9 +1,11 @@
-"""Append a program's metadata to its file, and read it: JSON under ``arclight``, with a checksum.
+"""Append metadata to an ONNX program and read it: JSON under the key ``arclight``, with a checksum.
 
-An ONNX file is a protobuf message, and protobuf reads two messages that follow each other as one. So the description
-is appended as a message of its own, where it can be found from the end of the file without a protobuf reader. The
-checksum covers every byte before it and the description itself, which lists the files beside it (an ONNX model may
-keep weights there) with their checksums.
+The exporter calls `check` and `seal`, `Program.load` calls `unseal` before any runtime reads the file. This is a file format: a change
+needs a new `FORMAT`, and programs of the format before must load for one more release.
+
+An ONNX file is a protobuf message, and protobuf reads concatenated messages as one. So the description is appended as a message of its
+own, which can be found from the end of the file without a protobuf reader. The checksum covers every byte before the description
+and the description itself, which lists external files of weights with their checksums.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from arclight.deploy.errors import ExportError, ProgramError
 
 KEY = "arclight"
 FORMAT = 2
-UNSEALED_DESCRIPTION = 1
-"""The format before: its checksum covers the model alone. Read for one more release, with a warning."""
+MODEL_CHECKSUM_ONLY = 1
+"""The previous format, whose checksum does not cover the description. Read for one more release, with a warning."""
 CHUNK = 1 << 20
-LARGEST = 1 << 24
-"""Bytes of the longest description."""
+"""Bytes read at a time."""
+MAX_DESCRIPTION_BYTES = 1 << 24
 _METADATA_PROPS, _ENTRY_KEY, _ENTRY_VALUE = 14, 1, 2  # field numbers in onnx.proto: ModelProto, StringStringEntryProto
-_LOCATION = b"\n\x08location\x12"  # how an entry of TensorProto.external_data begins that names a file
-_LONGEST_NAME = 4096  # of a file, as Linux has it
+_LOCATION = b"\n\x08location\x12"  # start of an entry of TensorProto.external_data that names a file
+_MAX_PATH_BYTES = 4096  # as on Linux
 _SEALED = re.compile(r'(?s)(.*), "sha256": "([0-9a-f]{64})"}')
 
 
 def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
-    """Raise ExportError for keys that the exporter writes itself, and for values that JSON cannot hold."""
+    """Raise ExportError if users' ``metadata`` has keys that the exporter writes itself, or values that JSON cannot hold."""
     taken = sorted(({"format", "files", "sha256"} | reserved).intersection(metadata))
     if taken:
         raise ExportError(f"metadata must not hold {', '.join(taken)}: the exporter writes these itself")
@@ -40,20 +42,22 @@ def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
         size = len(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ExportError(f"metadata must be plain JSON: {error}") from error
-    if size > LARGEST // 2:
-        raise ExportError(f"metadata must be shorter than {LARGEST // 2} bytes as JSON, this has {size}")
+    if size > MAX_DESCRIPTION_BYTES // 2:
+        raise ExportError(f"metadata must be shorter than {MAX_DESCRIPTION_BYTES // 2} bytes as JSON, this has {size}")
 
 
 def seal(path: Path, metadata: dict[str, Any]) -> None:
-    """Append ``metadata`` to the ONNX file at ``path``, with checksums of all that it describes.
+    """Append ``metadata`` to the ONNX file at ``path``, with checksums of the model, its external files and the metadata.
 
-    Raises ExportError where the model keeps weights in a file that is missing or outside its folder.
+    Raises ExportError if the model keeps weights in a file that is missing or outside its folder.
     """
     digest, names = _scan(path, path.stat().st_size)
     files = {}
     for name in sorted(names):
         if not _inside(path, name):
-            raise ExportError(f"{path} keeps weights in {name!r}, which is no file beside it: write the model again")
+            raise ExportError(
+                f"{path} keeps weights in {name!r}, which is no file beside it: write the model again"
+            )
         files[name] = _file_digest(path.parent / name)
     described = {"format": FORMAT, **metadata, "files": files}
     text = json.dumps(described, allow_nan=False, ensure_ascii=False).removesuffix("}")
@@ -65,8 +69,7 @@ def seal(path: Path, metadata: dict[str, Any]) -> None:
 def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
     """Read the description of the program at ``path``, and its JSON; ({}, None) without one.
 
-    No runtime has seen the file by then. Raises ProgramError where the description is malformed or newer, or where it,
-    the model or a file beside it are not what was sealed.
+    Raises ProgramError if the description is malformed or of a newer format, or if a checksum does not match.
     """
     with path.open("rb") as file:
         found = _last_record(file)
@@ -78,13 +81,13 @@ def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
         number, _ = metadata["format"], metadata["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProgramError(f"{path}: the metadata under {KEY!r} in this ONNX file is malformed: {error!r}") from error
-    if number not in (FORMAT, UNSEALED_DESCRIPTION):
+    if number not in (FORMAT, MODEL_CHECKSUM_ONLY):
         raise ProgramError(
             f"{path} has program format {number!r}, this arclight reads format {FORMAT}: update arclight"
         )
     digest, names = _scan(path, length)
-    if number == UNSEALED_DESCRIPTION:
-        _check_old(path, metadata, digest.hexdigest(), names)
+    if number == MODEL_CHECKSUM_ONLY:
+        _check_previous_format(path, metadata, digest.hexdigest(), names)
         return metadata, text
     sealed = _SEALED.fullmatch(text)
     digest.update(sealed[1].encode() if sealed else b"")
@@ -102,8 +105,8 @@ def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
     return metadata, text
 
 
-def _check_old(path: Path, metadata: dict[str, Any], digest: str, names: set[str]) -> None:
-    """Raise ProgramError for a changed program of the format before; warn what its checksum leaves out."""
+def _check_previous_format(path: Path, metadata: dict[str, Any], digest: str, names: set[str]) -> None:
+    """Raise ProgramError for a changed program of the previous format; warn that its checksum does not cover the description."""
     if digest != metadata["sha256"]:
         raise changed(path)
     if names:
@@ -127,6 +130,7 @@ def check_weights(path: Path, listed: Collection[str]) -> None:
 
 
 def changed(path: Path) -> ProgramError:
+    """Return the error for a program whose checksum does not match."""
     return ProgramError(
         f"{path} was changed after it was exported: its checksum does not fit. Copy or export it again; to run a "
         f"changed model on purpose, remove the {KEY!r} entry from its metadata"
@@ -134,47 +138,47 @@ def changed(path: Path) -> ProgramError:
 
 
 def _last_record(file: BinaryIO) -> tuple[int, str] | None:
-    """Find the description that ends the file: the bytes before it, and its text; None without one."""
+    """Find the description at the end of the file: number of bytes before it, and its text; None without one."""
     size = file.seek(0, 2)
     window, begins = min(1 << 16, size), _field(_ENTRY_KEY, KEY.encode()) + _tag(_ENTRY_VALUE)
     while True:
         file.seek(size - window)
         tail = file.read(window)
-        # JSON escapes control characters, so the last place where an entry begins is not inside its text
+        # JSON escapes control characters, so the last match is not inside the text
         if (place := tail.rfind(begins)) >= 0:
             text = tail[_varint_at(tail, place + len(begins))[1] :].decode(errors="replace")
             if tail.endswith(record := _record(text)):
                 return size - len(record), text
-        if window == min(size, LARGEST):
+        if window == min(size, MAX_DESCRIPTION_BYTES):
             return None
-        window = min(4 * window, size, LARGEST)
+        window = min(4 * window, size, MAX_DESCRIPTION_BYTES)
 
 
 def _scan(path: Path, length: int) -> tuple[Any, set[str]]:
-    """Read the first ``length`` bytes once: their SHA-256, and the files beside ``path`` that the model keeps weights in."""
+    """Read the first ``length`` bytes once; return their SHA-256, and the external files of the model's weights."""
     digest, names, window = hashlib.sha256(), set(), b""
     with path.open("rb") as file:
         while piece := file.read(min(CHUNK, length)):
             length -= len(piece)
             digest.update(piece)
-            window = window[-_LONGEST_NAME - len(_LOCATION) - 2 :] + piece
+            window = window[-_MAX_PATH_BYTES - len(_LOCATION) - 2 :] + piece
             names |= _locations(window)
     return digest, names
 
 
 def _locations(window: bytes) -> set[str]:
-    """Names of files in the entries of external data that ``window`` holds whole."""
+    """Return the file names in all complete external-data entries of ``window``."""
     names, place = set(), window.find(_LOCATION)
     while place >= 0:
         size, start = _varint_at(window, place + len(_LOCATION))
-        if 0 < size <= _LONGEST_NAME and start + size <= len(window):
+        if 0 < size <= _MAX_PATH_BYTES and start + size <= len(window):
             names.add(window[start : start + size].decode(errors="replace"))
         place = window.find(_LOCATION, start)
     return names
 
 
 def _inside(path: Path, name: str) -> bool:
-    """Return True if ``name`` is a file in the folder of the program at ``path``, or below."""
+    """Return True if ``name`` is an existing file in or below the folder of ``path``."""
     place = Path(name)
     return not place.is_absolute() and ".." not in place.parts and (path.parent / place).is_file()
 
@@ -200,7 +204,7 @@ def _tag(number: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, least significant first; the high bit says that more follow."""
+    """Encode a varint: seven bits a byte, least significant first; the high bit is set if more bytes follow."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -209,7 +213,7 @@ def _varint(value: int) -> bytes:
 
 
 def _varint_at(data: bytes, place: int) -> tuple[int, int]:
-    """Decode the number at ``place``, and where it ends."""
+    """Decode the varint at ``place``; return it and the place after it."""
     value = shift = 0
     while place < len(data):
         byte, place = data[place], place + 1

@@ -1,4 +1,8 @@
-"""Define a program's pre- and postprocessing: users' inputs to tensors, tensors to results."""
+"""Define a program's pre- and postprocessing: users' inputs to tensors, tensors to results.
+
+Tasks implement `Processing`; the exporter stores the name of its class in the program, and `Program.load` calls `resolve` on it. Names
+come from untrusted files: only classes of this package are loaded.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,19 @@ _NAME = re.compile(r"arclight(\.[A-Za-z]\w*)+:[A-Za-z]\w*")
 
 @runtime_checkable
 class Processing(Protocol):
-    """The two ends of ``Program.predict``."""
+    """Pre- and postprocessing of ``Program.predict``."""
 
     def preprocess(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the program's input for ``inputs`` (an array or a tuple of them, batch first), and what postprocess needs."""
+        """Return the program's input for ``inputs`` (an array or a tuple of them, batch first), and a context for `postprocess`."""
 
     def postprocess(self, outputs: Any, context: Any) -> Sequence[Any]:
-        """Return one result for each input, from what the program returned and the context of preprocess."""
+        """Return one result for each input, from the program's outputs and the context of `preprocess`."""
 
 
 def check_name(name: object) -> str:
     """Return ``name`` if it has the form arclight.module:Class, else raise ProgramError.
 
-    The name comes out of a file that anyone may have written: nothing outside this package is imported for it.
+    The name comes from a file that anyone may have written: nothing outside this package is imported for it.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ProgramError(
@@ -38,19 +42,19 @@ def check_name(name: object) -> str:
 
 
 def resolve(name: str, arguments: dict[str, Any]) -> Processing:
-    """Make an object of the class called ``name``; ProgramError if that is not a Processing."""
+    """Instantiate the class ``name``. Raises ProgramError if it is unknown, not a `Processing`, or takes other arguments."""
     module, _, attribute = current(check_name(name)).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
-            raise  # a missing extra says so itself
+            raise  # the error for a missing extra names it
         raise ProgramError(
             f"this arclight has no {module}, which the file names as its processing: update it"
         ) from error
     if not isinstance(found, type) or not found.__module__.startswith("arclight.") or not issubclass(found, Processing):
         raise ProgramError(
-            f"the file names {name!r} as its processing, which is no class with preprocess and postprocess"
+            f"the file names {name!r} as its processing, which is not a class with preprocess and postprocess"
         )
     try:
         return found(**arguments)

@@ -1,6 +1,6 @@
-"""Define what a runtime offers a program: typed inputs and outputs, one call, and its kernels.
+"""Define the interface of runtimes to a program: typed inputs and outputs, one thread-safe call, and its kernels.
 
-``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`, whose ``run`` any number of threads may call; `Program` holds one.
+``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`; `Program` holds one. `TensorSpec` is stored as JSON in program folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor
 NAMES: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO", "torch": "torch", "inductor": "AOTInductor",
 }  # fmt: skip
-"""What people call the runtimes."""
+"""Names of the runtimes in messages and reports."""
 
 
 @lru_cache(maxsize=64)
@@ -38,25 +38,25 @@ class TensorSpec:
     dtype: str
     """A NumPy name, such as float32."""
     shape: tuple[int | str, ...]
-    """Sizes; a text stands for any size."""
+    """Sizes; a text names a dynamic dimension."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
 
     @classmethod
     def from_json(cls, value: Any) -> TensorSpec:
-        """Read what `to_json` gives; ValueError for anything else."""
+        """Read the output of `to_json`. Raises ValueError for anything else."""
         name, dtype, shape = (value[key] for key in ("name", "dtype", "shape"))
         sizes = all(isinstance(size, str) or (type(size) is int and 0 <= size < 1 << 31) for size in shape)
         if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list) or not sizes:
-            raise ValueError(f"{value!r} describes no tensor")
+            raise ValueError(f"{value!r} describes no tensor: it needs name, dtype and shape")
         return cls(name, dtype, tuple(shape))
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
     def fits(self, other: TensorSpec, *, named: bool) -> bool:
-        """Return True if ``other`` may be the same tensor, as another reader describes it: its free sizes may have other names."""
+        """Return True if ``other`` may describe the same tensor; dynamic dimensions may differ in name."""
         sizes = len(self.shape) == len(other.shape) and all(
             isinstance(mine, str) or isinstance(theirs, str) or mine == theirs
             for mine, theirs in zip(self.shape, other.shape)
@@ -64,7 +64,7 @@ class TensorSpec:
         return self.dtype == other.dtype and sizes and (not named or self.name == other.name)
 
     def check(self, value: Any) -> None:
-        """ProgramError where ``value``, an array or a tensor, is not what this input takes."""
+        """Raise ProgramError if ``value``, an array or a tensor, has another dtype or shape."""
         dtype, shape = dtype_name(value.dtype), tuple(value.shape)
         fits = len(shape) == len(self.shape) and all(
             isinstance(wanted, str) or wanted == given for wanted, given in zip(self.shape, shape)
@@ -74,17 +74,17 @@ class TensorSpec:
 
 
 class Session(Protocol):
-    """One loaded program in one runtime; any number of threads may call ``run`` at once."""
+    """A program loaded in one runtime; ``run`` is thread-safe."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     device: Literal["cpu", "cuda"]
 
     def run(self, values: Sequence[Array]) -> list[Array]:
-        """Compute the outputs for ``values``, in the order of ``inputs``; any exception of the runtime may leave it."""
+        """Compute the outputs for ``values``, in the order of ``inputs``. Raises whatever the runtime raises."""
 
     def kernels(self) -> Counter[str]:
-        """Count the kernels that really run, by the runtime's name for them."""
+        """Count the kernels that the runtime executes, by its names for them."""
 
     def stored(self, key: str) -> str | None:
-        """Return a text that the file itself holds under ``key``, as the runtime read it."""
+        """Return the metadata that the file itself holds under ``key``, as the runtime reads it."""

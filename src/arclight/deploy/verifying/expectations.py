@@ -1,4 +1,8 @@
-"""Check what a quantized graph is made of: counts of operators, their order, and scales and zero points at named places."""
+"""Check a quantized graph against a user's expectations: counts and order of operators, scales and zero points at named places.
+
+`verify_quantizer` calls these for its arguments ``expect``, ``order``, ``mode`` and ``qparams``. Each check returns sentences about what
+differs, and raises VerificationError for expectations that no graph could meet.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,15 @@ from arclight.deploy.quantizing.placement import module_name
 from arclight.deploy.verifying.conversion import Mode
 
 Operator = Any
-"""An operator such as torch.ops.aten.conv2d.default, or its name; without an overload it means all of them."""
+"""An operator such as torch.ops.aten.conv2d.default, or its name; without an overload it stands for all overloads."""
 Count = int | tuple[int, int]
-"""How often an operator is expected: exactly, or from and to."""
+"""Expected count of an operator: exact, or (lowest, highest)."""
 Qparams = Any
-"""What is expected at a place: values by name, a specification of torchao, the place it shares with, or two to multiply."""
+"""Expectation for a place: values by name, a QuantizationSpec of torchao, the place that it shares with, or two places to multiply."""
 
 _FIELDS = ("scale", "zero_point", "dtype", "quant_min", "quant_max")
 _RELATIVE = 1e-6
-"""Largest relative difference of scales that are taken for equal: they are products in float32."""
+"""Largest relative difference of scales that count as equal: they are products in float32."""
 _CHOOSE = "quantized_decomposed.choose_qparams"
 
 
@@ -38,7 +42,7 @@ def counts(graph: GraphModule) -> Counter[str]:
 
 
 def check_counts(expect: Mapping[Operator, Count], captured: Counter[str], converted: Counter[str]) -> list[str]:
-    """Return what is not as often in the converted graph as expected; VerificationError for what no graph could show."""
+    """Return the operators whose counts in the converted graph are not as expected. Raises VerificationError for unknown operators."""
     problems = []
     for wanted, count in expect.items():
         name = _known(wanted, captured, converted, "expect")
@@ -47,13 +51,13 @@ def check_counts(expect: Mapping[Operator, Count], captured: Counter[str], conve
             raise VerificationError(f"expect: {name} is expected {count} times: give a number, or (low, high)")
         found = sum(converted[one] for one in converted if _is(one, name))
         if not low <= found <= high:
-            asked = str(low) if low == high else f"{low} to {high}"
-            problems.append(f"expect: {name} is {found} times in the converted graph, expected {asked}")
+            expected = str(low) if low == high else f"{low} to {high}"
+            problems.append(f"expect: {name} is {found} times in the converted graph, expected {expected}")
     return problems
 
 
 def check_order(order: Sequence[Operator], captured: Counter[str], converted: GraphModule) -> list[str]:
-    """Return the first operator of ``order`` that does not follow those before it; others may stand between them."""
+    """Return the first operator of ``order`` that does not come after the ones before it; others may come between."""
     if len(order) == 1:
         raise VerificationError(f"order: a single operator has no order, got {order[0]}: name at least two")
     counted = counts(converted)
@@ -74,9 +78,7 @@ def _known(wanted: Operator, captured: Counter[str], converted: Counter[str], wh
         return name
     near = get_close_matches(name, sorted(present), n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise VerificationError(
-        f"{what}: {name} is in neither the captured nor the converted graph, so nothing could be seen of it{hint}"
-    )
+    raise VerificationError(f"{what}: {name} is in neither the captured nor the converted graph{hint}")
 
 
 def _is(target: str, name: str) -> bool:
@@ -84,7 +86,7 @@ def _is(target: str, name: str) -> bool:
 
 
 def check_mode(mode: Mode, converted: GraphModule) -> list[str]:
-    """Return how the ranges of activations contradict ``mode``."""
+    """Return contradictions between ``mode`` and how activations are quantized."""
     chosen = [node for node in converted.graph.nodes if str(node.target).startswith(_CHOOSE)]
     rounded = [node for node in converted.graph.nodes if node.target in pt2e.QUANTIZE and not is_stored(node.args[0])]
     fixed = [node for node in rounded if not any(_chosen(value) for value in node.args[1:3])]
@@ -103,7 +105,7 @@ def check_mode(mode: Mode, converted: GraphModule) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Scale, zero point and levels of one rounded tensor; none of the first two where each call chooses them."""
+    """Scale, zero point and levels of one quantized tensor; the first two are None if every call chooses them."""
 
     scale: Tensor | None
     zero_point: Tensor | None
@@ -113,7 +115,7 @@ class Place:
 
 
 def check_qparams(graph: GraphModule, qparams: Mapping[str, Qparams]) -> list[str]:
-    """Return the places whose scale, zero point or levels are not as expected; VerificationError for places that are not there."""
+    """Return the places whose scale, zero point or levels are not as expected. Raises VerificationError for unknown places."""
     problems = []
     for name, wanted in qparams.items():
         found = place(graph, name)
@@ -127,9 +129,9 @@ def check_qparams(graph: GraphModule, qparams: Mapping[str, Qparams]) -> list[st
 
 
 def place(graph: GraphModule, name: str) -> Place:
-    """Return what rounds the tensor at ``name``: a module or node, a dot, and input, input0, input1, weight, bias or output."""
+    """Find how the tensor ``name`` is quantized: a module or node, a dot, and input, input0, input1, weight, bias or output."""
     owner, _, role = name.rpartition(".")
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_plumbing(node)]
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_quantization(node)]
     named = [node for node in nodes if node.name == owner] or [node for node in nodes if module_name(node) == owner]
     if not named:
         known = {node.name for node in nodes} | {module_name(node) for node in nodes if module_name(node)}
@@ -236,20 +238,20 @@ def _shown(value: Tensor | None) -> str:
 
 
 def is_stored(value: Any) -> bool:
-    """Return True for a node whose value depends on stored tensors alone."""
+    """Return True for a node whose value is computed from stored tensors only."""
     if not isinstance(value, Node) or value.op == "placeholder":
         return False
     return value.op == "get_attr" or (bool(value.all_input_nodes) and all(map(is_stored, value.all_input_nodes)))
 
 
 def _chosen(value: Any) -> bool:
-    """Return True for a scale or zero point that each call chooses."""
+    """Return True for a scale or zero point that is chosen in each call (dynamic quantization)."""
     if not isinstance(value, Node):
         return False
     return str(value.target).startswith(_CHOOSE) or any(_chosen(source) for source in value.all_input_nodes[:1])
 
 
-def _is_plumbing(node: Node) -> bool:
+def _is_quantization(node: Node) -> bool:
     return (
         node.target in pt2e.QUANTIZE | pt2e.DEQUANTIZE
         or node.target is operator.getitem
@@ -258,7 +260,7 @@ def _is_plumbing(node: Node) -> bool:
 
 
 def integer_layers(graph: GraphModule) -> list[str]:
-    """Return the nodes that multiply a rounded activation with a rounded weight, which kernels can do in integers."""
+    """List the nodes that multiply a quantized activation by a quantized weight, which integer kernels can compute."""
 
     def rounded(value: Any) -> bool:
         return isinstance(value, Node) and value.target in pt2e.DEQUANTIZE

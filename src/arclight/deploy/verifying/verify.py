@@ -1,7 +1,7 @@
 """Verify a quantizer: quantize a model with it, and judge the program in every way at hand.
 
 `verify_quantizer` makes the quantized graph (`conversion`), checks its operators and scales (`expectations`), compares its outputs with the
-float model, a float64 judge (`judge`), the reference representation and runtimes, and returns a `Verification` that lists what is beyond
+float model, a float64 reference (`float64_reference`), the reference representation and runtimes, and returns a `Verification` that lists what is beyond
 a bound. A check of another kind is a function here that adds to ``failures``.
 """
 
@@ -53,7 +53,7 @@ from arclight.deploy.verifying.expectations import (
     counts,
     integer_layers,
 )
-from arclight.deploy.verifying.judge import compare_nodes, judge
+from arclight.deploy.verifying.float64_reference import compare_nodes, run_in_float64
 
 Backend = Literal["onnxruntime", "openvino"]
 DEFAULT_BOUNDS: Mapping[str, float] = {
@@ -334,7 +334,7 @@ def _compare_outputs(
         return found
 
     report.outputs = judged("outputs", "sqnr_db", model)
-    report.judge = judged("judge", "judge_db", [judge(made.program, trial) for trial in trials])
+    report.judge = judged("judge", "judge_db", [run_in_float64(made.program, trial) for trial in trials])
     if made.trained is not None:
         report.trained = judged("trained", "trained_db", _outputs(made.trained, trials))
     report.nodes = compare_nodes(made.twin, made.program, trials[0])

@@ -1,4 +1,8 @@
-"""Compute a quantized graph again in float64, by rules of its own, and record what single operators compute."""
+"""Run a quantized graph in float64 by independent rules, as a reference for its outputs and single operators.
+
+`verify_quantizer` compares the quantized program with `run_in_float64` (its report's ``judge``), and node by node with `compare_nodes`. The
+rules must stay independent of torch's and torchao's kernels: they follow the definitions of the ``quantized_decomposed`` operators.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from arclight.deploy.parity import Parity, compare
 from arclight.deploy.quantizing.placement import module_name
 
 NAMESPACES = ("quantized_decomposed.", "torchao.")
-"""Beginnings of the names of operators that quantize."""
+"""Prefixes of the names of operators that quantize."""
 
 
 def _round(x: Tensor, scale: Any, zero_point: Any, low: int, high: int) -> Tensor:
@@ -26,7 +30,7 @@ def _round(x: Tensor, scale: Any, zero_point: Any, low: int, high: int) -> Tenso
 
 
 def _along(value: Any, axis: int, dims: int) -> Tensor:
-    """Shape a number for each channel so that it stands along ``axis``."""
+    """Reshape per-channel values to broadcast along ``axis``."""
     shape = [1] * dims
     shape[axis] = -1
     return torch.as_tensor(value).double().reshape(shape)
@@ -37,13 +41,13 @@ def _number(value: Any) -> Any:
 
 
 def quantize_per_tensor(x: Tensor, scale: Any, zero_point: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Round to ``low`` .. ``high``, which ``dtype`` must hold."""
+    """Quantize with one scale to the levels ``low`` .. ``high``, which ``dtype`` must hold."""
     _check_levels(low, high, dtype)
     return _round(x, _number(scale), _number(zero_point), low, high)
 
 
 def dequantize_per_tensor(q: Tensor, scale: Any, zero_point: Any, low: int, high: int, dtype: torch.dtype, **_: Any) -> Tensor:  # fmt: skip
-    """Return what integers stand for."""
+    """Return the real values of integers with one scale."""
     _check_levels(low, high, dtype)
     result: Tensor = (q.double() - _number(zero_point)) * _number(scale)
     return result
@@ -52,7 +56,7 @@ def dequantize_per_tensor(q: Tensor, scale: Any, zero_point: Any, low: int, high
 def quantize_per_channel(
     x: Tensor, scales: Tensor, zero_points: Tensor, axis: int, low: int, high: int, dtype: torch.dtype
 ) -> Tensor:
-    """Round with a scale for each index of dimension ``axis``."""
+    """Quantize with a scale for each index of dimension ``axis``."""
     _check_levels(low, high, dtype)
     return _round(x, _along(scales, axis, x.dim()), _along(zero_points, axis, x.dim()), low, high)
 
@@ -60,21 +64,21 @@ def quantize_per_channel(
 def dequantize_per_channel(
     q: Tensor, scales: Tensor, zero_points: Tensor | None, axis: int, low: int, high: int, dtype: torch.dtype, **_: Any
 ) -> Tensor:
-    """Return what integers stand for, with a scale for each index of dimension ``axis``."""
+    """Return the real values of integers with a scale for each index of dimension ``axis``."""
     _check_levels(low, high, dtype)
     zero = 0.0 if zero_points is None else _along(zero_points, axis, q.dim())
     return (q.double() - zero) * _along(scales, axis, q.dim())
 
 
 def choose_qparams(x: Tensor, low: int, high: int, eps: float, _: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return scale and zero point of the range of ``x`` with 0 in it."""
+    """Return scale and zero point of the range of ``x``, extended to include 0."""
     least, most = x.min().clamp(max=0), x.max().clamp(min=0)
     scale = ((most - least) / (high - low)).clamp(min=eps)
     return scale.reshape(1), (low - (least / scale).round()).clamp(low, high).reshape(1)
 
 
 def choose_qparams_symmetric(x: Tensor, low: int, high: int, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the scale of a range with 0 in its middle, and that middle."""
+    """Return scale and zero point of a range that is symmetric about 0."""
     scale = (x.abs().max() / ((high - low) / 2)).clamp(min=eps)
     return scale.reshape(1), torch.full((1,), 128.0 if dtype == torch.uint8 else 0.0, dtype=torch.float64)
 
@@ -87,22 +91,25 @@ RULES: Mapping[str, Callable[..., Any]] = {
     "choose_qparams": choose_qparams,
     "choose_qparams_symmetric": choose_qparams_symmetric,
 }
-"""Operators of quantized_decomposed, without their overloads."""
+"""Rule for each operator of quantized_decomposed, by its name without overload."""
 
 
 def _check_levels(low: int, high: int, dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
-        raise QuantizeError(f"a quantize operator rounds to {dtype}, which is not judged: there are rules for integers")
-    held = torch.iinfo(dtype)
-    if not held.min <= low < high <= held.max:
-        raise QuantizeError(f"a quantize operator rounds to {low} .. {high}, which {dtype} does not hold")
+        raise QuantizeError(
+            f"a quantize operator rounds to {dtype}: the float64 reference has rules for integer types only"
+        )
+    limits = torch.iinfo(dtype)
+    if not limits.min <= low < high <= limits.max:
+        raise QuantizeError(
+            f"a quantize operator rounds to {low} .. {high}, which {dtype} does not hold: correct quant_min and quant_max"
+        )
 
 
-class Float64(Interpreter):
-    """Run a graph of quantize, dequantize and float operators in float64, integers exactly.
+class _Float64Interpreter(Interpreter):
+    """Run quantize and dequantize operators by `RULES` with exact integers, and all other operators in float64.
 
-    What quantizes follows the rules above; every other operator is torch's, on float64. Raises QuantizeError for a
-    quantizing operator without a rule.
+    Raises QuantizeError for a quantizing operator without a rule.
     """
 
     def run(self, *inputs: Any, **options: Any) -> Any:
@@ -117,7 +124,7 @@ class Float64(Interpreter):
         if name.startswith(NAMESPACES):
             rule = RULES.get(name.partition(".")[2].partition(".")[0])
             if rule is None or not name.startswith(NAMESPACES[0]):
-                raise QuantizeError(f"{name} cannot be judged: there is a float64 rule for {sorted(RULES)}")
+                raise QuantizeError(f"{name} has no float64 rule to compare with; there are rules for {sorted(RULES)}")
             return rule(*args, **kwargs)
         if target is operator.getitem:
             return super().call_function(target, args, kwargs)
@@ -126,7 +133,7 @@ class Float64(Interpreter):
 
 
 def _widened(value: Any) -> Any:
-    """Return a float tensor as float64, and float64 for the name of a narrower type."""
+    """Return a floating-point tensor or dtype as float64, anything else as it is."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -147,18 +154,18 @@ class _Recorder(Interpreter):
         return value
 
 
-def compare_nodes(twin: GraphModule, program: GraphModule, inputs: Inputs) -> dict[str, Parity]:
-    """Compare each operator of ``program`` with the one of its name in ``twin``, errors before it included.
+def compare_nodes(reference: GraphModule, program: GraphModule, inputs: Inputs) -> dict[str, Parity]:
+    """Compare each operator of ``program`` with the one of its name in ``reference``; errors of earlier operators accumulate.
 
-    The keys are names of nodes with the module that each was written in: "conv2d_1 (backbone.stem)".
+    The keys are names of nodes with the module of their code: "conv2d_1 (backbone.stem)".
     """
-    targets = {node.name: node for node in twin.graph.nodes if node.op == "call_function"}
+    targets = {node.name: node for node in reference.graph.nodes if node.op == "call_function"}
     shared = {
         node.name: f"{node.name} ({module_name(node) or 'the model itself'})"
         for node in program.graph.nodes
         if node.name in targets and node.target is targets[node.name].target
     }
-    recorders = [_Recorder(graph, shared) for graph in (twin, program)]
+    recorders = [_Recorder(graph, shared) for graph in (reference, program)]
     with torch.no_grad():
         for recorder in recorders:
             recorder.run(*inputs)
@@ -170,6 +177,6 @@ def compare_nodes(twin: GraphModule, program: GraphModule, inputs: Inputs) -> di
     }
 
 
-def judge(program: GraphModule, inputs: Inputs) -> list[Tensor]:
-    """Compute the outputs of ``program`` in float64."""
-    return as_outputs(Float64(program).run(*inputs))
+def run_in_float64(program: GraphModule, inputs: Inputs) -> list[Tensor]:
+    """Compute the outputs of a quantized graph in float64."""
+    return as_outputs(_Float64Interpreter(program).run(*inputs))
