@@ -82,7 +82,7 @@ def _one_never_comes(fabric: al.Fabric, folder: Path) -> str:
     saver.save_shards(folder / "1", {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, fabric.strategy)
     if fabric.global_rank == 0:
         saver.limit_wait(0.5)
-        with pytest.raises(CheckpointError, match="rank 1 did not say that its part is done"):
+        with pytest.raises(CheckpointError, match="rank 1 did not report that its part is done"):
             saver.close()
         told.touch()
     return "told"

@@ -42,13 +42,13 @@ def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: float = 
 def test_every_attempt_gets_a_name_of_its_own(lost: list[int]) -> None:
     store = dist.HashStore()
     before = meet(store, [rank for rank in range(3) if rank not in lost], 3, timeout=0.3)
-    assert not lost or all("did not come" in str(found) for found in before.values() if "come" in str(found))
+    assert not lost or all("did not join" in str(found) for found in before.values() if "join" in str(found))
     if lost == [1, 2]:
-        assert "rank 1, 2 did not come" in str(before[0])
+        assert "rank 1, 2 did not join" in str(before[0])
     first, second = (meet(store, [2, 0, 1], 3) for _ in range(2))
     assert len(set(first.values())) == len(set(second.values())) == 1
     assert first[0] != second[0]
-    assert "come" not in str(first[0])
+    assert "join" not in str(first[0])
 
 
 @pytest.mark.parametrize(("came", "missing"), [([0], "rank 1, 2"), ([0, 2], "rank 1"), ([1], "rank 0")])
@@ -68,7 +68,7 @@ def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert f"{missing} did not come to the meeting of all" in said[came[0]], said
+        assert f"{missing} did not join the rendezvous" in said[came[0]], said
 
     patiently(check, 1, 15)
 

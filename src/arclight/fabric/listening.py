@@ -1,4 +1,8 @@
-"""Reserve the address that a server listens on, and check the certificate that it shows there, before it starts."""
+"""Reserve the address that a server will listen on, and check its certificate, before it starts.
+
+``arclight serve`` and federated servers call this first, so that a wrong address or certificate ends the command before anything is
+loaded or written.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ class AddressError(OSError):
 
     @classmethod
     def of(cls, host: str, port: int, error: OSError) -> AddressError:
-        """Say what to do about ``error``, which ``bind`` or ``listen`` raised for this address."""
+        """Return the error for an ``error`` that ``bind`` or ``listen`` raised, with advice."""
         in_use = error.errno == errno.EADDRINUSE
         advice = "another program listens there; name another port" if in_use else error.strerror
         return cls._with_errno(f"{host}:{port} cannot be listened on: {advice}", error.errno)
@@ -30,19 +34,19 @@ class AddressError(OSError):
 
 
 def reserve_address(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket to an address, port 0 for a free one; it refuses connections until its ``listen`` is called.
+    """Bind a TCP socket to an address, with port 0 to any free port; it refuses connections until ``listen`` is called.
 
-    Connections that it accepts send small answers at once (TCP_NODELAY). Raises AddressError for an address that is in use, of no machine or
-    of another one.
+    Accepted connections send small answers at once (TCP_NODELAY). Raises AddressError if the address is in use, unknown, or not of this
+    machine.
     """
     if not 0 <= port <= 65535:
-        raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
+        raise AddressError(f"port {port} is none: give one from 0 (any free port) to 65535")
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         reserved = socket.socket(family, kind, protocol)
-    except UnicodeError as error:  # of the encoding of names for the network, as for a..b
+    except UnicodeError as error:  # raised by the encoding of host names, as for a..b
         raise AddressError._with_errno(
             f"{host} is no address: no machine can have this name", socket.EAI_NONAME
         ) from error
@@ -60,19 +64,19 @@ def reserve_address(host: str, port: int) -> socket.socket:
 
 
 class CertificateError(ValueError):
-    """A certificate or its private key is not one that a server can show."""
+    """A certificate or its private key cannot be used by a server."""
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path, *, extra: str) -> None:
-    """Raise CertificateError unless a server can show this certificate today and prove it; ``extra`` brings cryptography."""
+    """Raise CertificateError unless the certificate is valid today and ``private_key`` belongs to it; ``extra`` installs cryptography."""
     for path, what in ((certificate, "certificate"), (private_key, "private key")):
         if not Path(path).is_file():
             raise CertificateError(f"there is no {what} {path}; `arclight federate keys server` makes both")
     begins, ends = _valid(certificate, extra)
     if not begins <= datetime.now(UTC) <= ends:
         raise CertificateError(
-            f"{certificate} is good from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no client believes it today: make a new one "
-            "with `arclight federate keys server`, and let clients know it"
+            f"{certificate} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no client believes it today: make a new one "
+            "with `arclight federate keys server`, and give it to the clients"
         )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key, password=_no_password)
@@ -100,6 +104,6 @@ def _valid(certificate: str | Path, extra: str) -> tuple[datetime, datetime]:
 
 def _no_password() -> str:
     raise CertificateError(
-        "the server's private key has a password, which nobody could type when the server is started again: take it off "
-        "(`openssl pkey`), and let nobody else read the file"
+        "the server's private key has a password, which nobody could type when the server restarts: remove it "
+        "(`openssl pkey`), and make the file readable by its owner only"
     )

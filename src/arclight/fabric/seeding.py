@@ -1,4 +1,8 @@
-"""Random number generators: seed them, save and restore them, derive one stream from another."""
+"""Seed the global random number generators, save and restore their state, and isolate blocks of code from them.
+
+Fabric, the Trainer, the loader and federated clients call this. Seeded runs must stay reproducible across versions: a change of which
+generators are seeded, or with what, shows in ``tests/house/digests.json``.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,8 @@ MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
 
 
-class ProcessLock:
-    """A reentrant lock of this process; a forked process has another, as the thread that held it may not be there.
-
-    ``with lock.current:`` costs no Python call.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        if hasattr(os, "register_at_fork"):  # not on Windows, which forks nothing
-            os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.current = threading.RLock()
-
-
-generators_lock = ProcessLock()
-"""The lock of a thread that seeds the process's generators and draws from them for long, where others may, too: clients, and the server that
-measures."""
-
-
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python, NumPy and torch (all devices); returns the seed.
+    """Seed Python, NumPy and torch (all devices), and return the seed.
 
     ``None`` takes the seed from the environment variable ``PL_GLOBAL_SEED``, else 0. The seed is left in
     ``PL_GLOBAL_SEED`` so that processes started from here take the same one; ``workers`` is left in
@@ -71,11 +55,11 @@ def _seed_of_environment(verbose: bool) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {text!r}") from None
+        raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {text!r}; set it to an integer") from None
 
 
 def reset_seed() -> None:
-    """Seed everything again as :func:`seed_everything` last did; nothing where it was never called."""
+    """Seed everything again as the last :func:`seed_everything`; do nothing if it was never called."""
     if "PL_GLOBAL_SEED" in os.environ:
         seed_everything(workers=os.environ.get("PL_SEED_WORKERS", "0") == "1", verbose=False)
 
@@ -115,7 +99,7 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of every global generator of this process, as plain data and tensors."""
+    """Return the state of every global generator of this process, as plain data and tensors."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -136,7 +120,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put every generator back to a state from :func:`rng_state`."""
+    """Restore every generator to a state from :func:`rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -150,7 +134,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Run a block whose random draws leave the surrounding streams untouched, CUDA's too unless told otherwise."""
+    """Restore all generators after the block; those of CUDA only with ``include_cuda``."""
     state = rng_state()
     if not include_cuda:
         state.pop("cuda", None)
@@ -162,8 +146,8 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 @contextmanager
 def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
-    """Run a block with kernels that give the same bits every time; where torch has none such it raises RuntimeError, or warns."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read when it starts
+    """Run a block with deterministic kernels only; torch raises RuntimeError for an operator without one, or warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it when it starts
     before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -173,3 +157,23 @@ def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
         torch.backends.cudnn.benchmark = benchmark
+
+
+class ProcessLock:
+    """A reentrant lock that a forked process replaces, since the thread that holds it may not exist there.
+
+    Use it as ``with lock.current:``, which costs no Python call.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.current = threading.RLock()
+
+
+generators_lock = ProcessLock()
+"""Held by a thread while it seeds the global generators and draws from them, if others may do so too: federated clients that train in
+one process, and the server that evaluates there."""

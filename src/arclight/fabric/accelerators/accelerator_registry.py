@@ -1,4 +1,4 @@
-"""Register accelerators by name, and resolve ``accelerator=`` to one."""
+"""Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric to one (`resolve_accelerator`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from arclight.fabric.registry import Registry
 
 
 class AcceleratorRegistry(Registry):
-    """Names that ``accelerator=`` knows, with their classes. Installed packages add theirs as entry points in the group
-    ``arclight.accelerators``.
+    """Accelerator classes by the name that ``accelerator=`` takes.
+
+    Installed packages add theirs as entry points in the group ``arclight.accelerators``.
     """
 
     def __init__(self) -> None:
         super().__init__("accelerator", "accelerators")
 
     def available_accelerators(self) -> set[str]:
-        """Return every name."""
+        """Return all registered names."""
         return set(self.names())
 
 
@@ -30,14 +31,14 @@ for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator):
 
 
 def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
-    """Return the accelerator a user asked for; ``auto`` takes the first of CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
+    """Return the accelerator for ``choice``; ``auto`` takes the first available of CUDA, MPS and CPU, ``gpu`` of CUDA and MPS.
 
-    Raises ValueError for an unknown name and MissingDeviceError for a kind of device that this machine lacks.
+    Raises ValueError for an unknown name, MissingDeviceError if this machine has no such device.
     """
     if isinstance(choice, type) and issubclass(choice, Accelerator):
         choice = choice()
     if isinstance(choice, Accelerator):
-        return _there(choice)
+        return _require_available(choice)
     if choice == "auto":
         kinds = (CUDAAccelerator, MPSAccelerator, CPUAccelerator)
         return next(kind() for kind in kinds if kind.is_available())
@@ -53,10 +54,10 @@ def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accele
         raise ValueError(
             f"You selected an invalid accelerator name: `accelerator={choice!r}`. Names are {names}; or pass an Accelerator"
         )
-    return _there(ACCELERATOR_REGISTRY.get(choice))
+    return _require_available(ACCELERATOR_REGISTRY.get(choice))
 
 
-def _there(accelerator: Accelerator) -> Accelerator:
+def _require_available(accelerator: Accelerator) -> Accelerator:
     if not accelerator.is_available():
         there = [name for name, entry in ACCELERATOR_REGISTRY.items() if _available(entry["accelerator"])]
         raise MissingDeviceError(

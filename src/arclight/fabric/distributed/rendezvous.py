@@ -1,7 +1,8 @@
-"""Open the key-value store of the rendezvous, apart from keys of earlier elastic restarts.
+"""Open the key-value store of the rendezvous, and separate its keys from those of earlier elastic restarts.
 
-An elastic launcher restarts all processes when one is lost, with the same store: keys of the lost ones (addresses, stop
-requests, failures) would be read as current. A node's restart count does not tell attempts apart, since nodes count by themselves.
+The parallel strategies call this before they create a process group. An elastic launcher restarts all processes when one is lost and
+keeps the store, in which keys of the previous attempt (addresses, stop requests, failures) would be read as current. Restart counts
+cannot distinguish attempts, since each node has its own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch.distributed as dist
 
 from arclight.fabric.distributed.hang_report import RankMissingError
 
-_INTERVAL = 0.02
+_POLL_S = 0.02
 
 
 def open_rendezvous_store(address: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """Open the store of all processes, which is in rank 0, when all of them are there.
+    """Open the store that rank 0 hosts, and wait until all processes have opened it.
 
-    Raises RankMissingError with the ranks that did not come within ``timeout``.
+    Raises RankMissingError with the ranks that did not join within ``timeout``.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
@@ -30,11 +31,11 @@ def open_rendezvous_store(address: str, port: int, rank: int, world_size: int, t
             address, port, world_size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
         )  # fmt: skip
     except dist.DistNetworkError as error:
-        if rank == 0:  # the port is taken, or no port of this host: torch says so
+        if rank == 0:  # the address cannot be bound: torch's message says why
             raise
         raise RankMissingError(
-            f"rank 0 did not come to the meeting of all processes within {timeout.total_seconds():g} s: nothing answers at "
-            f"{address}:{port}, where it would be"
+            f"rank 0 did not join the rendezvous within {timeout.total_seconds():g} s: nothing answers at {address}:{port}; check "
+            "that it was started, and that this machine can reach the address"
         ) from error
     store.set(f"arclight/here/{rank}", "1")
     keys = [f"arclight/here/{other}" for other in range(world_size)]
@@ -42,24 +43,23 @@ def open_rendezvous_store(address: str, port: int, rank: int, world_size: int, t
         if time.monotonic() > deadline:
             missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
             raise RankMissingError(
-                f"rank {missing} did not come to the meeting of all {world_size} processes at {address}:{port} within "
-                f"{timeout.total_seconds():g} s: it has not started, or has ended"
+                f"rank {missing} did not join the rendezvous of {world_size} processes at {address}:{port} within "
+                f"{timeout.total_seconds():g} s: it has not started, or has ended; look into its log"
             )
-        time.sleep(_INTERVAL)
+        time.sleep(_POLL_S)
     return store
 
 
 def reuses_agent_store() -> bool:
-    """Return True if the store of this process's launcher may be one of an attempt before."""
+    """Return True if the launcher's store may hold keys of an earlier attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: float) -> str:
-    """Return a name that all ranks of this attempt get and nobody had before; every rank calls this.
+    """Agree on a new name for this attempt, the same on all ranks; every rank calls this.
 
-    Each rank greets with a number of its own, and rank 0 answers every new greeting with the name until all have confirmed
-    it: names and numbers are drawn again, so that nothing old can be taken for an answer. Raises TimeoutError with the ranks
-    that did not come.
+    Each rank writes a random number as its greeting; rank 0 answers every new greeting with a random name, until all ranks have confirmed
+    it. As both are drawn again in each attempt, no old key can be taken for an answer. Raises TimeoutError with the missing ranks.
     """
     deadline = time.monotonic() + timeout
     if rank:
@@ -67,7 +67,7 @@ def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: float) -> 
         store.set(f"arclight/greeting/{rank}", number)
         answer = f"arclight/answer/{rank}/{number}"
         while not store.check([answer]):
-            _pause(deadline, "rank 0 did not come to the meeting of all processes")
+            _pause(deadline, "rank 0 did not join the rendezvous of all processes")
         name: str = store.get(answer).decode()
         store.set(f"arclight/confirmed/{name}/{rank}", "1")
         return name
@@ -81,11 +81,11 @@ def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: float) -> 
             if answered.get(other) != number:
                 answered[other] = number
                 store.set(f"arclight/answer/{other}/{number}", name)
-        _pause(deadline, f"rank {', '.join(map(str, missing))} did not come to the meeting of all processes")
+        _pause(deadline, f"rank {', '.join(map(str, missing))} did not join the rendezvous of all processes")
     return name
 
 
 def _pause(deadline: float, problem: str) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError(problem)
-    time.sleep(_INTERVAL)
+    time.sleep(_POLL_S)

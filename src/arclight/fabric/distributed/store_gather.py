@@ -1,4 +1,8 @@
-"""Gather values on rank 0 without a collective: over the group's store, from any thread."""
+"""Gather values on rank 0 over the group's key-value store, without a collective.
+
+Background threads that save checkpoints use it (``Strategy.exchange`` makes one for `AsyncSaver`): collectives of a second thread could
+interleave with those of training.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from typing import Any
 
 from arclight.fabric.distributed.watchdog import FAILED_KEY
 
-_INTERVAL = 0.02
+_POLL_S = 0.02
 
 
 class StoreGather:
-    """Called once for each round on every rank, in the same order, with a value that JSON can hold; gives rank 0 all of them.
+    """Gather one JSON value of each rank on rank 0; every rank calls the object equally often.
 
-    The others get an empty list at once. Raises TimeoutError on rank 0 for ranks that tell nothing within ``timeout`` seconds,
-    or soon after a rank has failed or :meth:`limit_wait` was called.
+    Returns the values in order of ranks on rank 0, and an empty list at once on the others. Raises TimeoutError on rank 0 for ranks that
+    do not report within ``timeout`` seconds, or earlier if a rank has failed or :meth:`limit_wait` was called.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: float, name: str) -> None:
@@ -24,7 +28,7 @@ class StoreGather:
         self._limit_s: float | None = None
 
     def limit_wait(self, seconds: float) -> None:
-        """Wait no longer than ``seconds`` from now."""
+        """Shorten the wait, also one in progress, to ``seconds`` from now."""
         self._limit_s = time.monotonic() + seconds
 
     def __call__(self, value: Any) -> list[Any]:
@@ -33,16 +37,16 @@ class StoreGather:
         if self._rank != 0:
             self._store.set(keys[self._rank], json.dumps(value))
             return []
-        own, keys = value, keys[1:]
+        keys = keys[1:]
         deadline = time.monotonic() + self._timeout
         while not self._store.check(keys):
             if self._store.check([FAILED_KEY]):
                 self.limit_wait(min(5.0, self._timeout) if self._limit_s is None else self._limit_s - time.monotonic())
             if time.monotonic() > min(deadline, self._limit_s or deadline):
                 missing = [rank for rank, key in enumerate(keys, 1) if not self._store.check([key])]
-                raise TimeoutError(f"rank {', '.join(map(str, missing))} did not say that its part is done")
-            time.sleep(_INTERVAL)
-        found = [json.loads(self._store.get(key)) for key in keys]
+                raise TimeoutError(f"rank {', '.join(map(str, missing))} did not report that its part is done")
+            time.sleep(_POLL_S)
+        others = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
-        return [own, *found]
+        return [value, *others]
