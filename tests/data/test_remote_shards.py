@@ -30,7 +30,7 @@ from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.packing import Packed, Windows
 from arclight.data.remote.block_folder import BlockFolder
-from arclight.data.remote.block_reader import BlockReader, Expected
+from arclight.data.remote.block_reader import BlockReader, Prefetch
 from arclight.data.remote.ranges import ReadCancelledError, RemoteReadError, is_transient
 from arclight.data.remote.remote_shards import RemoteTokenShards, ShardBlocks
 from arclight.data.token_samples import TokenSamples
@@ -171,7 +171,7 @@ def test_a_lost_connection_changes_nothing(local: TokenShards, tmp_path: Path, f
     with serving(local.folder, lambda method, path, number: fault if number in (1, 3) else None) as server:
         through = reader(tmp_path)
         remote = RemoteTokenShards(server.address, through)
-        expected = remote.expect([(0, remote.tokens)], boundaries=True)
+        expected = remote.prefetch([(0, remote.tokens)], boundaries=True)
         assert (remote.read(0, remote.tokens) == local.read(0, local.tokens)).all()
         remote.release(expected)
         through.close()
@@ -251,7 +251,7 @@ def test_what_is_deleted_within_an_epoch_is_named(tmp_path: Path, name: str, ahe
             remote.read(60_000, 60_010)  # of a later block
         (tmp_path / "corpus" / name).unlink()
         if ahead:
-            remote.expect([(0, 10)], boundaries=False)
+            remote.prefetch([(0, 10)], boundaries=False)
             wait_until(lambda: through._state()._failed, "the thread has failed")
         with pytest.raises(TokenShardError, match=rf"{server.address}/{name} is missing, .* upload it"):
             remote.read(0, 10)
@@ -267,7 +267,7 @@ def test_a_change_that_reading_ahead_meets_reaches_the_reader(tmp_path: Path) ->
         through = reader(tmp_path / "blocks")
         remote = RemoteTokenShards(server.address, through)
         path.write_bytes(content)
-        remote.expect([(0, 10)], boundaries=False)
+        remote.prefetch([(0, 10)], boundaries=False)
         wait_until(lambda: server.requests["GET", "/00000.tokens"] >= 3, "three attempts")
         with pytest.raises(TokenShardError, match=r"00000\.tokens changed"):
             remote.read(0, 10)
@@ -283,7 +283,7 @@ def test_any_error_of_a_thread_reaches_the_reader(local: TokenShards, tmp_path: 
     through = reader(tmp_path)
     remote = RemoteTokenShards(f"file://{local.folder}", through)
     monkeypatch.setattr("arclight.data.remote.remote_shards.ShardBlocks.fetch", broken)
-    remote.expect([(0, 10)], boundaries=False)
+    remote.prefetch([(0, 10)], boundaries=False)
     with pytest.raises(SystemExit, match="out of order"):
         remote.read(0, 10)
     monkeypatch.undo()
@@ -322,7 +322,7 @@ def test_counts_that_no_shard_has_take_no_memory(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     through = reader(tmp_path / "b")
     remote = RemoteTokenShards(f"file://{tmp_path / 'corpus'}", through)
-    remote.release(remote.expect([(0, 10)], boundaries=True))
+    remote.release(remote.prefetch([(0, 10)], boundaries=True))
     with pytest.raises(TokenShardError, match=r"00000\.tokens changed at its address: it has"):
         remote.boundaries(0, 10)
     through.close()
@@ -432,7 +432,7 @@ def test_what_a_full_disk_did_not_take_reaches_the_reader(tmp_path: Path, monkey
     source.gate.release(100)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
-        expected = through.expect([(source, (0, 0))])
+        expected = through.prefetch([(source, (0, 0))])
         wait_until(lambda: through._running._failed, "the thread has failed")
         with pytest.raises(OSError, match="No space left"):
             through.read(source, (0, 0))
@@ -498,7 +498,7 @@ def test_it_is_there_before_it_is_needed(local: TokenShards, tmp_path: Path) -> 
     with serving(local.folder) as server:
         through = reader(tmp_path)
         remote = RemoteTokenShards(server.address, through)
-        expected = remote.expect([(0, 100), (100_000, 100_100)], boundaries=True)
+        expected = remote.prefetch([(0, 100), (100_000, 100_100)], boundaries=True)
         assert expected.blocks
         wait_until(lambda: all((tmp_path / wanted.key).exists() for wanted in expected.blocks), "all that is expected")
         wait_until(lambda: not through._running._jobs, "the end of all jobs")
@@ -543,8 +543,8 @@ class Gated:
 def test_connections_stay_busy_where_more_is_expected_than_there_is_room_for(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 4000)  # room for four blocks ahead
 
-    def expect(n: int) -> Expected:
-        return through.expect([(source, (0, 2 * n)), (source, (0, 2 * n + 1))])
+    def expect(n: int) -> Prefetch:
+        return through.prefetch([(source, (0, 2 * n)), (source, (0, 2 * n + 1))])
 
     expected = [expect(0)]
     wait_until(lambda: source.in_flight == 2, "a fetch for each block")
@@ -570,7 +570,7 @@ def test_connections_stay_busy_where_more_is_expected_than_there_is_room_for(tmp
 def test_what_is_needed_again_much_later_holds_no_room(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 2000)  # room for two
     source.gate.release(100)
-    expected = [through.expect([(source, (0, block))]) for block in (0, 1, 2, 3, 0, 1)]
+    expected = [through.prefetch([(source, (0, block))]) for block in (0, 1, 2, 3, 0, 1)]
     for one in expected:
         wait_until(lambda: not through._running._jobs, "what there is room for")
         (wanted,) = one.blocks
@@ -578,9 +578,9 @@ def test_what_is_needed_again_much_later_holds_no_room(tmp_path: Path) -> None:
         through.release(one)
         through.release(one)  # once is enough
     assert not through._running._expected
-    first = through.expect([(source, (0, 4))])
+    first = through.prefetch([(source, (0, 4))])
     through.close()
-    second = through.expect([(source, (0, 4))])
+    second = through.prefetch([(source, (0, 4))])
     through.release(first)  # of before
     assert list(through._running._expected) == [second.blocks[0].key]
     through.close()
@@ -589,7 +589,7 @@ def test_what_is_needed_again_much_later_holds_no_room(tmp_path: Path) -> None:
 def test_a_block_larger_than_the_room_is_fetched_alone(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 3000)
     source.gate.release(100)
-    one, other = (through.expect([(source, (0, block))]) for block in range(2))
+    one, other = (through.prefetch([(source, (0, block))]) for block in range(2))
     wait_until(lambda: not through._running._jobs, "the first")
     assert source.fetched == [(0, True)]
     through.release(one)
@@ -607,10 +607,10 @@ def test_consumers_share_the_room_alike(tmp_path: Path) -> None:
     """A consumer at rest, such as training while validation runs, gives up what it needs last, and takes it again."""
     source, through = Gated(), reader(tmp_path, 4 * 4000)  # room for four blocks ahead
     source.gate.release(1000)
-    train = [through.expect([(source, (0, block))], "train") for block in range(10)]
+    train = [through.prefetch([(source, (0, block))], "train") for block in range(10)]
     finished(through)
     assert sorted(source.fetched) == [(block, True) for block in range(4)]
-    val = [through.expect([(source, (0, block))], "val") for block in range(20, 30)]
+    val = [through.prefetch([(source, (0, block))], "val") for block in range(20, 30)]
     finished(through)
     assert sorted(source.fetched)[4:] == [(20, True), (21, True)]
     assert set(through._running._expected) == {f"gated/{block}" for block in (0, 1, 20, 21)}
@@ -635,9 +635,9 @@ def test_consumers_share_the_room_alike(tmp_path: Path) -> None:
 def test_consumers_share_the_connections_alike(tmp_path: Path) -> None:
     """What a consumer at rest still waits for does not stand before what is read now."""
     source, through = Gated(), reader(tmp_path, 4 * 8000, connections=1)
-    train = [through.expect([(source, (0, block))], "train") for block in range(8)]
+    train = [through.prefetch([(source, (0, block))], "train") for block in range(8)]
     wait_until(lambda: source.in_flight == 1, "the first fetch")
-    val = [through.expect([(source, (0, block))], "val") for block in (20, 21)]
+    val = [through.prefetch([(source, (0, block))], "val") for block in (20, 21)]
     source.gate.release(5)
     wait_until(lambda: len(source.fetched) == 5, "five fetches")
     assert source.fetched == [(block, True) for block in (0, 1, 20, 2, 21)]
@@ -649,7 +649,7 @@ def test_consumers_share_the_connections_alike(tmp_path: Path) -> None:
 
 def test_a_block_of_two_consumers_is_fetched_once_and_for_both(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 4000, connections=1)
-    expected = {name: [through.expect([(source, (0, n))], name) for n in (0, 1)] for name in ("one", "other")}
+    expected = {name: [through.prefetch([(source, (0, n))], name) for n in (0, 1)] for name in ("one", "other")}
     wait_until(lambda: source.in_flight == 1, "the first fetch")
     for one in expected["one"]:
         through.release(one)
@@ -675,7 +675,7 @@ def test_the_room_is_kept_whatever_consumers_do(tmp_path: Path, consumers: int) 
             return bytes([block[1]]) * self.size(block)
 
     source, through, rng = Sized(), reader(tmp_path, 4 * 4000), np.random.default_rng(consumers)
-    opened: list[Expected] = []
+    opened: list[Prefetch] = []
     for _ in range(400):
         if opened and rng.random() < 0.5:
             one = opened.pop(int(rng.integers(len(opened))))
@@ -684,7 +684,7 @@ def test_the_room_is_kept_whatever_consumers_do(tmp_path: Path, consumers: int) 
             through.release(one)
         else:
             blocks = rng.integers(0, 60, int(rng.integers(4))).tolist()
-            opened.append(through.expect([(source, (0, n)) for n in blocks], int(rng.integers(consumers))))
+            opened.append(through.prefetch([(source, (0, n)) for n in blocks], int(rng.integers(consumers))))
         running = through._running
         with running._changed:
             held = {key for one in running._consumers.values() for key in one.blocks}
@@ -708,7 +708,7 @@ def test_processes_share_the_room_alike(tmp_path: Path, monkeypatch: pytest.Monk
     idle.read(source, (0, 200))  # as a worker does, which fetches nothing ahead
     expected = []
     for number, through in enumerate(readers):
-        expected.append([through.expect([(source, (0, 20 * number + block))]) for block in range(20)])
+        expected.append([through.prefetch([(source, (0, 20 * number + block))]) for block in range(20)])
         finished(through)
     for through, ones in zip(readers, expected, strict=True):
         through.release(ones[0])
@@ -727,7 +727,7 @@ def test_processes_share_the_room_alike(tmp_path: Path, monkeypatch: pytest.Monk
 def _expect_and_die(folder: Path) -> None:
     source, through = Gated(), reader(folder, 4 * 4000)
     source.gate.release(10)
-    through.expect([(source, (0, 0))])
+    through.prefetch([(source, (0, 0))])
     finished(through)
     os._exit(0)
 
@@ -739,7 +739,7 @@ def test_a_killed_process_leaves_its_share_of_the_room(tmp_path: Path) -> None:
     assert list((tmp_path / ".holders").glob("*/ahead"))
     source, through = Gated(), reader(tmp_path, 4 * 4000)
     source.gate.release(10)
-    expected = [through.expect([(source, (0, block))]) for block in range(8)]
+    expected = [through.prefetch([(source, (0, block))]) for block in range(8)]
     assert through._running._expected_bytes == 4000
     for one in expected:
         through.release(one)
@@ -762,7 +762,7 @@ class Told(Dataset[int]):
         self.log.append(("read", sample))
         return sample
 
-    def expect(self, samples: list[int], consumer: Any) -> int:
+    def prefetch(self, samples: list[int], consumer: Any) -> int:
         self.log.append(("expect", samples[0]))
         self.consumers.add(consumer)
         return samples[0]
@@ -836,7 +836,7 @@ def test_what_follows_an_error_can_be_read(workers: int) -> None:
 
 def test_a_pass_that_ends_with_the_process_releases_without_an_error(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 8000)  # room for eight
-    expected = [through.expect([(source, (0, block))]) for block in range(12)]
+    expected = [through.prefetch([(source, (0, block))]) for block in range(12)]
     wait_until(lambda: source.in_flight == 3, "as many fetches as connections")
     running = through._running
     closing = threading.Thread(target=running.close)  # as the finalizer does, while the reader is there
@@ -857,7 +857,7 @@ def test_threads_end_with_the_reader(local: TokenShards, tmp_path: Path) -> None
         through = reader(tmp_path, patience_s=600.0)
         remote = RemoteTokenShards(server.address, through)
         server.fault = lambda *_: 503  # threads wait for better times
-        remote.expect([(0, remote.tokens)], boundaries=True)
+        remote.prefetch([(0, remote.tokens)], boundaries=True)
         wait_until(lambda: any(path.endswith(".tokens") for _, path in list(server.requests)), "the first request")
         assert read_ahead_threads()
         through.close()

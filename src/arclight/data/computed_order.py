@@ -1,4 +1,8 @@
-"""Sample in an order computed from the position, without ever making a list of samples."""
+"""Sample in an order that is computed from the position, so that no list of all samples is held in memory.
+
+The loader's sampler (`sampling`) asks a `ComputedOrder` for the samples at positions; token corpora and mixtures define theirs. The order of
+a seed and epoch is part of exact resuming: `sample_ids` must not change between versions.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from torch.utils.data import Sampler
 from arclight.data.permutation import Ints, keys_of, permute_in_windows
 
 PADDING = -1
-"""The sample that fills the last batches up: the data set must answer it with one that counts for nothing."""
+"""Sample id that pads the last batches; the data set must return a sample for it that has no labels."""
 _CHUNK = 4096
 
 
 @runtime_checkable
 class ComputedOrder(Protocol):
-    """Sampler that computes the samples at any positions of an epoch, which `EpochSampler` asks for."""
+    """A sampler that can compute the samples at any positions of an epoch; `EpochSampler` uses it so."""
 
     def __len__(self) -> int: ...
 
@@ -27,9 +31,9 @@ class ComputedOrder(Protocol):
 
 
 class EpochOrder(Sampler[int]):
-    """All of ``size`` samples in every epoch, each exactly once; ``shuffle``: in an order of its own.
+    """Each of ``size`` samples exactly once in every epoch; with ``shuffle`` in a new order each epoch.
 
-    window: samples that stay near each other (`permute_in_windows`); None: none.
+    window: number of consecutive samples that are shuffled among themselves (`permute_in_windows`); None: all.
     """
 
     def __init__(self, size: int, shuffle: bool = True, window: int | None = None) -> None:
@@ -47,7 +51,7 @@ class EpochOrder(Sampler[int]):
         )
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the epoch's order under seed 0, for a loader that knows samplers only as lists."""
+        """Yield the epoch's order for seed 0, for loaders that only iterate over samplers."""
         for start in range(0, len(self), _CHUNK):
             positions = np.arange(start, min(start + _CHUNK, len(self)))
             yield from self.sample_ids(positions, epoch=self.epoch, seed=0).tolist()

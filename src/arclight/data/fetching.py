@@ -1,4 +1,8 @@
-"""Load one batch under its own seed, in a DataLoader worker or in the training process."""
+"""Load one batch under its own seed, in a DataLoader worker or in the training process, and announce batches to data sets that read ahead.
+
+`loader` makes a `Fetcher` of the user's data set and sends it one `Fetch` a batch. Which seed a batch has is `loader`'s business; here
+nothing may depend on the worker that loads it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from arclight.data.seeding import OwnGenerator, isolated_rng, own_generators
 
 
 class Fetch(NamedTuple):
-    """Hold the message of `loader` to the worker that loads a batch."""
+    """Message of `loader` to the worker that loads a batch."""
 
     epoch: int
     batch: int
@@ -24,61 +28,63 @@ class Fetch(NamedTuple):
 
 
 @runtime_checkable
-class ReadsAhead(Protocol):
-    """A data set that fetches samples before they are needed, where it is told which."""
+class ReadAheadDataset(Protocol):
+    """A data set that can fetch samples before they are read, such as token shards at an address."""
 
     read_ahead: int
-    """Batches ahead that it wants to know; 0 for none."""
+    """How many batches ahead `prefetch` should be called; 0 for never."""
 
-    def expect(self, samples: Sequence[int], consumer: Hashable) -> Any:
-        """Begin to fetch the samples of a batch, and return what `release` is given. consumer: stands for the pass."""
+    def prefetch(self, samples: Sequence[int], consumer: Hashable) -> Any:
+        """Start to fetch the samples of a batch; return a handle for `release`. consumer: identifies the pass over the data."""
         ...
 
-    def release(self, expected: Any) -> None: ...
+    def release(self, prefetched: Any) -> None:
+        """Free what `prefetch` reserved: the batch was read, or will not be."""
+        ...
 
 
-class Ahead:
-    """Batches of indices, of which a data set that reads ahead is told before they are asked for."""
+class ReadAhead:
+    """Iterate over batches of indices, calling ``prefetch`` of the data set for each some batches before it is yielded."""
 
-    def __init__(self, batches: Iterator[Any], dataset: ReadsAhead) -> None:
+    def __init__(self, batches: Iterator[Any], dataset: ReadAheadDataset) -> None:
         self._batches, self._dataset = batches, dataset
-        self._expected: deque[Any] = deque()
+        self._prefetched: deque[Any] = deque()
         self._consumer = object()
 
     def __iter__(self) -> Iterator[Any]:
-        waiting = deque[Any]()
-        self._expect(waiting, self._dataset.read_ahead + 1)
-        while waiting:
-            yield waiting.popleft()
-            self._expect(waiting, 1)
+        upcoming = deque[Any]()
+        self._advance(upcoming, self._dataset.read_ahead + 1)
+        while upcoming:
+            yield upcoming.popleft()
+            self._advance(upcoming, 1)
 
     def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Return the batches of a loader that is given these indices; what is expected of one is released once it was read.
+        """Iterate over a loader that gets these indices, releasing each batch's reservation after it was read.
 
-        Threads then fetch while a step computes, and not while the next batch is read. A pass that is left releases all.
+        Threads then fetch while a step computes, and not while the next batch is read. Abandoning the iterator releases all.
         """
-        return _Read(self, loader)
+        return _ReadAheadIterator(self, loader)
 
     def release(self) -> None:
-        """Release what is expected of the next batch that has not been read, if there is one."""
-        if self._expected:
-            self._dataset.release(self._expected.popleft())
+        """Release the reservation of the next unread batch, if there is one."""
+        if self._prefetched:
+            self._dataset.release(self._prefetched.popleft())
 
     def close(self) -> None:
-        """Release all that is expected."""
-        while self._expected:
+        """Release all reservations."""
+        while self._prefetched:
             self.release()
 
-    def _expect(self, waiting: deque[Any], count: int) -> None:
+    def _advance(self, upcoming: deque[Any], count: int) -> None:
         for indices in islice(self._batches, count):
-            self._expected.append(self._dataset.expect(indices, self._consumer))
-            waiting.append(indices)
+            self._prefetched.append(self._dataset.prefetch(indices, self._consumer))
+            upcoming.append(indices)
 
 
-class _Read(Iterator[Any]):
-    """Batches of a loader, in the order of those of ``ahead``; not a generator, which an error of one batch would end."""
+class _ReadAheadIterator(Iterator[Any]):
+    """Iterate over a loader's batches and release ``ahead``; not a generator, which would end after an error in one batch."""
 
-    def __init__(self, ahead: Ahead, loader: Iterable[Any]) -> None:
+    def __init__(self, ahead: ReadAhead, loader: Iterable[Any]) -> None:
         self._ahead = ahead
         self._batches = iter(loader)
 
@@ -89,15 +95,15 @@ class _Read(Iterator[Any]):
             self._ahead.release()
 
     def __del__(self) -> None:
-        self._ahead.close()  # a loader with persistent workers keeps the iterator over indices
+        self._ahead.close()  # a loader with persistent workers keeps the iterator of indices alive
 
 
 class Fetcher:
     """A map-style dataset whose items are whole collated batches, each loaded under the seed in its `Fetch`.
 
     Dataset and collate function both run under that seed, so augmentation does not depend on the number of workers or
-    on which of them loads the batch, and without workers the training process's RNG is left alone. The
-    dataset's ``set_epoch`` is called in whichever process it is, which keeps persistent workers up to date.
+    on which of them loads the batch, and without workers the training process's RNG is not changed. The
+    dataset's ``set_epoch`` is called in the process that loads, which keeps persistent workers up to date.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
@@ -105,9 +111,8 @@ class Fetcher:
         self.collate = collate
         self.batched = batched
         self.epoch: int | None = None
-        self._own: list[OwnGenerator] | None = (
-            None  # found in the process that uses them: forks and pickles make copies
-        )
+        # generators that the data set holds; searched for in each process, since forks and pickles make copies
+        self._own: list[OwnGenerator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -140,7 +145,7 @@ class Fetcher:
 
 
 class WorkerInit:
-    """Shows workers the user's dataset in ``get_worker_info()``, then runs the user's ``worker_init_fn``."""
+    """Show workers the user's dataset in ``get_worker_info()``, then run the user's ``worker_init_fn``."""
 
     def __init__(self, function: Callable[[int], Any] | None) -> None:
         self.function = function
@@ -154,7 +159,7 @@ class WorkerInit:
 
 
 def identity(batch: Any) -> Any:
-    """`Fetcher` has collated already."""
+    """Return ``batch``: the collate function of loaders whose `Fetcher` has collated already."""
     return batch
 
 
@@ -174,11 +179,11 @@ def datasets_of(dataset: Any) -> list[Any]:
 
 
 _FEW = 100
-"""Longest list of an attribute that is looked through: lists of transforms are shorter, lists of samples longer."""
+"""Longest list in an attribute that is searched for generators: lists of transforms are shorter, lists of samples longer."""
 
 
 def _helpers(datasets: list[Any]) -> list[Any]:
-    """List the objects that datasets keep, such as transforms, and those that these keep, each once."""
+    """List the objects in attributes of datasets, such as transforms, and in attributes of these, each once."""
     known, found, level = {id(dataset) for dataset in datasets}, list[Any](), datasets
     for _ in range(2):
         inside = {id(part): part for owner in level for part in _kept(owner) if id(part) not in known}
@@ -189,7 +194,7 @@ def _helpers(datasets: list[Any]) -> list[Any]:
 
 
 def _kept(owner: Any) -> Iterator[Any]:
-    """Yield the objects among the attributes of ``owner`` that have attributes themselves, and those in short lists there."""
+    """Yield the attributes of ``owner`` that are objects with attributes themselves, also from short lists and dicts."""
     for _, value in sorted(getattr(owner, "__dict__", {}).items()):
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
         for part in (value,) if several is None else several if len(several) <= _FEW else ():

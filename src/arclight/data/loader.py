@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from arclight.data.fetching import Ahead, Fetch, Fetcher, ReadsAhead, WorkerInit, datasets_of, identity
+from arclight.data.fetching import Fetch, Fetcher, ReadAhead, ReadAheadDataset, WorkerInit, datasets_of, identity
 from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
@@ -228,9 +228,9 @@ class ResumableLoader:
             )
         return iter(self._inner) if ahead is None else ahead.read(self._inner)
 
-    def _ahead(self, sampled: Iterator[Any]) -> Ahead | None:
+    def _ahead(self, sampled: Iterator[Any]) -> ReadAhead | None:
         dataset = self.loader.dataset
-        return Ahead(sampled, dataset) if isinstance(dataset, ReadsAhead) and dataset.read_ahead else None
+        return ReadAhead(sampled, dataset) if isinstance(dataset, ReadAheadDataset) and dataset.read_ahead else None
 
     def _fetches(self, where: _Pass, start: int, sampled: Iterator[Any]) -> Iterator[Fetch]:
         for batch, indices in enumerate(sampled, start):

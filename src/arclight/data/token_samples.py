@@ -69,11 +69,11 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def read_ahead(self) -> int:
-        """Batches ahead that `expect` wants to know: those of its shards that wants most."""
+        """How many batches ahead `prefetch` should be called: the largest number of any of its shards."""
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
-    def expect(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:
-        """Let shards at an address fetch what the samples of a batch will need; passes over data share the room for it."""
+    def prefetch(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:
+        """Let shards at an address fetch what the samples of a batch need; concurrent passes share the space for it."""
         spans: dict[int, list[tuple[int, int]]] = {}
         for sample in samples:
             if sample != PADDING:
@@ -84,12 +84,12 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         for part, wanted in spans.items():
             layout = self.layouts[part]
             boundaries = self.mask_documents and not layout.inside_documents
-            found.append((layout.shards, layout.shards.expect(wanted, boundaries=boundaries, consumer=consumer)))
+            found.append((layout.shards, layout.shards.prefetch(wanted, boundaries=boundaries, consumer=consumer)))
         return found
 
-    def release(self, expected: list[tuple[TokenShards, Any]]) -> None:
-        """Let go of what `expect` returned."""
-        for shards, wanted in expected:
+    def release(self, prefetched: list[tuple[TokenShards, Any]]) -> None:
+        """Release what `prefetch` reserved."""
+        for shards, wanted in prefetched:
             shards.release(wanted)
 
     def _fill(self, sample: int, tokens: npt.NDArray[Any], labels: npt.NDArray[Any], begins: npt.NDArray[Any]) -> None:

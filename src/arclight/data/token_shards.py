@@ -362,17 +362,17 @@ class TokenShards:
         _stamp(self.folder, self.names)
 
     read_ahead = 0
-    """Batches before it is needed that what will be read should be named to `expect`; 0 where that helps nothing."""
+    """How many batches ahead `prefetch` should be called; 0 for files on disk, which it does not speed up."""
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Any:
-        """Fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return that for `release`.
+    def prefetch(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Any:
+        """Start to fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return a handle for `release`.
 
-        consumer: stands for who reads it, such as one pass over a loader; each gets a fair share of the room.
+        consumer: identifies the reader, such as one pass over a loader; each gets a fair share of the space.
         """
         return None
 
-    def release(self, expected: Any) -> None:
-        """Let go of what `expect` returned: it was read, or will not be."""
+    def release(self, prefetched: Any) -> None:
+        """Release what `prefetch` reserved: it was read, or will not be."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # another process maps the files itself

@@ -24,8 +24,8 @@ from arclight.fabric.atomic_replace import replace_bytes
 UNIGRAMS = "unigrams.counts"
 _MAGIC = b"arclight unigrams 1\n"
 _HEADER_BYTES = 2**24
-"""The line of JSON has no more bytes; that of 100,000 sources has 10 MB."""
-_AT_ONCE = 2**22  # tokens counted in one call
+"""Most bytes of the line of JSON; that of 100,000 sources has 10 MB."""
+_CHUNK = 2**22  # tokens counted in one call
 _FIX = "delete it and count again (arclight data pack)"
 
 
@@ -44,27 +44,27 @@ class Unigrams:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the distribution of tokens, in nats per token: what a model pays that knows nothing else."""
+        """Entropy of the unigram distribution, in nats per token: the loss of a model that predicts it."""
         found = self.counts[self.counts > 0].astype(np.float64)
         shares = found / found.sum()
         return float(-(shares * np.log(shares)).sum()) if found.size else 0.0
 
     def most_frequent(self, number: int) -> list[tuple[int, int]]:
-        """Return the most frequent tokens with their counts, the smaller id first where two occur as often."""
+        """Return the most frequent tokens with their counts; of equal counts the smaller id first."""
         order = np.lexsort((np.arange(self.counts.size), -self.counts.astype(np.int64)))[:number]
         return [(int(token), int(self.counts[token])) for token in order if self.counts[token]]
 
 
-def whole(sources: list[Unigrams]) -> Unigrams:
+def total(sources: list[Unigrams]) -> Unigrams:
     """Return the counts of all sources together."""
     return Unigrams("", sum(one.documents for one in sources), np.sum([one.counts for one in sources], 0, np.uint64))
 
 
 def write_unigrams(shards: TokenShards, sources: Mapping[str, int] | None = None) -> list[Unigrams]:
-    """Count the tokens of ``shards``, write the counts beside them in one step, and return them.
+    """Count the tokens of ``shards``, write the counts beside them atomically, and return them.
 
-    sources: the documents of each source, in the order of the shards; none: all documents are of one source without a
-    name. Raises ValueError where these are not as many documents as there are, TokenShardError for tokens outside the vocabulary.
+    sources: number of documents of each source, in the order of the shards; None: one source without a name. Raises ValueError if
+    these do not add up to the documents of the shards, TokenShardError for tokens outside the vocabulary.
     """
     sources = {"": shards.documents} if sources is None else sources
     if sum(sources.values()) != shards.documents:
@@ -84,14 +84,14 @@ def write_unigrams(shards: TokenShards, sources: Mapping[str, int] | None = None
     }
     line = json.dumps(header).encode() + b"\n"
     if len(line) > _HEADER_BYTES:
-        raise ValueError(f"{shards.place} has too many sources to count one by one: {len(found):,}")
+        raise ValueError(f"{shards.place} has too many sources for one header, {len(found):,}: merge sources")
     content = _MAGIC + line + b" " * (-len(_MAGIC + line) % 8) + body
     replace_bytes(shards.folder / UNIGRAMS, content, durable=False)
     return found
 
 
 def has_unigrams(shards: TokenShards) -> bool:
-    """Return True if counts lie beside the shards: an older version wrote none."""
+    """Return True if the shards have a file of counts, which older versions did not write."""
     try:
         shards.open_beside(UNIGRAMS).close()
     except FileNotFoundError:
@@ -102,8 +102,8 @@ def has_unigrams(shards: TokenShards) -> bool:
 def read_unigrams(shards: TokenShards) -> list[Unigrams]:
     """Read the counts beside ``shards``, source by source.
 
-    Raises FileNotFoundError where there are none, TokenShardError for a damaged file and for counts of other shards. Every
-    length is checked before anything is made of it.
+    Raises FileNotFoundError if there are none, TokenShardError for a damaged file and for counts of other shards. Every
+    length is checked before memory is allocated for it.
     """
     path = f"{shards.place}/{UNIGRAMS}"
     try:
@@ -149,16 +149,13 @@ def _tokenizer_of(shards: TokenShards) -> str:
 
 
 def _parse(line: bytes) -> tuple[str, int, str, str, list[tuple[str, int, int]]]:
-    """Return digest and size of the vocabulary, digests of shards and counts, and the sources.
-
-    Raises ValueError for what they cannot be.
-    """
+    """Parse the header: digest and size of the vocabulary, digests of shards and counts, and the sources. Raises ValueError."""
     header = json.loads(line)
     vocab_size, corpus, sha256 = header["vocab_size"], header["corpus"], header["sha256"]
     if type(vocab_size) is not int or not 0 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size {vocab_size!r}")
+        raise ValueError(f"vocab_size is {vocab_size!r}")
     if not is_sha256(corpus) or not is_sha256(sha256):
-        raise ValueError("corpus or sha256 is no digest")
+        raise ValueError("corpus or sha256 is not a SHA-256 digest")
     sources = []
     for entry in header["sources"]:
         name, documents, tokens = entry["name"], entry["documents"], entry["tokens"]
@@ -175,8 +172,8 @@ def _parse(line: bytes) -> tuple[str, int, str, str, list[tuple[str, int, int]]]
 
 def _count(shards: TokenShards, start: int, stop: int) -> npt.NDArray[np.uint64]:
     counts = np.zeros(shards.vocab_size, np.uint64)
-    for at in range(start, stop, _AT_ONCE):
-        found = np.bincount(shards.read(at, min(stop, at + _AT_ONCE)), minlength=shards.vocab_size)
+    for at in range(start, stop, _CHUNK):
+        found = np.bincount(shards.read(at, min(stop, at + _CHUNK)), minlength=shards.vocab_size)
         if found.size > shards.vocab_size:
             raise TokenShardError(
                 f"{shards.place} has token {found.size - 1:,}, beyond its vocabulary of {shards.vocab_size:,}: "

@@ -1,4 +1,8 @@
-"""Keep blocks in a local folder that never grows beyond a bound, and that several processes share."""
+"""Cache blocks in a local folder of bounded size that several processes share (least recently used are deleted).
+
+`block_reader` keeps the blocks of remote shards here; `text.data` puts packed samples beside them (`MADE`). Processes of different
+versions may share a folder: the layout on disk and the locks stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,24 @@ from typing import BinaryIO
 
 _HOLDERS, _LOCKS, _USAGE = ".holders", ".locks", ".usage"
 _AHEAD = "ahead"
-"""A holder that has this file fetches ahead."""
+"""File in the folder of a process (holder) that prefetches."""
 MADE = ".made"
-"""Folder of what is made of blocks here, such as samples that were packed: counted, and deleted by nobody."""
+"""Folder of files derived from blocks, such as packed samples: counted, and never deleted here."""
 _STRIPES = 256
+"""Lock files for `BlockFolder.claim`; a key belongs to one of them."""
 _LOCK_TIMEOUT_S = 60.0
-"""Seconds that counting and clearing by another process may take."""
+"""How long another process may hold the lock on the size of the folder."""
 _POLL_S = 0.01
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 
 
 class BlockFolder:
-    """Files of bytes by key (``shard/block``), together with what is made of them at most ``bound_bytes`` long.
+    """Blocks by key (``shard/block``) of at most ``bound_bytes``, files derived from them included.
 
-    A file is complete when it is seen. Room for a new one is made by deleting the ones that were used longest ago and that no
-    process holds. A process holds a file by a hard link in a folder of its own, which counts until it ends, also by a kill. (Where
-    a file system has no hard links nothing is held: what was deleted too early is fetched again.)
-    Nothing is synchronised to the disk: who reads a block verifies it.
+    A block appears under its name when it is complete. Space for a new one is made by deleting the least recently used ones that no
+    process holds. A process holds a block by a hard link in its own folder, which counts until the process ends, also by a kill. (On file
+    systems without hard links nothing is held: a block that is deleted too early is fetched again.)
+    Nothing is synchronised to the disk: readers verify blocks.
     """
 
     def __init__(self, root: Path, bound_bytes: int) -> None:
@@ -41,13 +46,13 @@ class BlockFolder:
         root.mkdir(parents=True, exist_ok=True)
         (root / _LOCKS).mkdir(exist_ok=True)
         self._own = root / _HOLDERS / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        with self._usage():  # nobody takes a holder without its lock for dead
+        with self._usage():  # so that no process sees the folder without its lock, and takes it for dead
             self._own.mkdir(parents=True)
             self._alive = (self._own / "lock").open("xb")
             fcntl.flock(self._alive, fcntl.LOCK_EX)
 
     def get(self, key: str) -> bytes | None:
-        """Return a block, which counts as used now; None where it is not here."""
+        """Return a block and mark it as used; None if it is not here."""
         path = self.root / key
         try:
             content = path.read_bytes()
@@ -57,9 +62,9 @@ class BlockFolder:
         return content
 
     def reserve(self, size: int) -> Path | None:
-        """Make room and return a file of this size to write to; None where other files that are held leave none.
+        """Make space and return a file of this size to write to; None if held blocks leave no space.
 
-        It becomes a block by `put`, or is given back by `give_back`.
+        `put` makes it a block, `give_back` frees it.
         """
         with self._usage() as usage:
             total = _total(usage)
@@ -70,18 +75,18 @@ class BlockFolder:
                 return None
             path = self._own / f"{uuid.uuid4().hex}.saving"
             with path.open("xb") as file:
-                file.truncate(size)  # seen by others who count
+                file.truncate(size)  # so that other processes count its bytes
             _set_total(usage, total + size)
         return path
 
     def put(self, key: str, reserved: Path, content: bytes, *, hold: bool = False) -> None:
-        """Let the content be the block ``key``, held or not. Raises OSError, as on a full disk; nothing is reserved then."""
+        """Store a block in a reserved file, and hold it if asked to. Raises OSError, as on a full disk, and frees the file then."""
         path = self.root / key
         try:
-            with reserved.open("r+b") as file:  # not cut to nothing first: others count it
+            with reserved.open("r+b") as file:  # not truncated: other processes count its bytes
                 file.write(content)
             path.parent.mkdir(exist_ok=True)
-            if path.exists():  # another process brought the same
+            if path.exists():  # another process was faster
                 self.give_back(reserved)
                 if hold:
                     self.hold(key)
@@ -96,13 +101,14 @@ class BlockFolder:
             raise
 
     def recount(self) -> int:
-        """Count all files at once, as after something was made beside the blocks, make room for it, and return the bytes."""
+        """Count all files again after some were added beside the blocks, delete blocks if needed, and return the bytes."""
         with self._usage() as usage:
             total = self._clear(self.bound_bytes)
             _set_total(usage, total)
         return total
 
     def give_back(self, reserved: Path) -> None:
+        """Delete a reserved file that becomes no block."""
         with self._usage() as usage, suppress(FileNotFoundError):
             size = reserved.stat().st_size
             reserved.unlink()
@@ -110,7 +116,7 @@ class BlockFolder:
                 _set_total(usage, max(0, total - size))
 
     def hold(self, key: str) -> bool:
-        """Keep a block from being deleted until `release`; False where it is not here."""
+        """Keep a block from being deleted until `release`; return False if it is not here."""
         path = self.root / key
         try:
             _link(path, self._held(key))
@@ -123,7 +129,7 @@ class BlockFolder:
         self._held(key).unlink(missing_ok=True)
 
     def share_ahead(self) -> int:
-        """Count the processes that fetch ahead into this folder now; from its first call to `close` this one does."""
+        """Count the processes that prefetch into this folder; this one is counted from its first call to `close`."""
         with suppress(FileNotFoundError):  # another thread closed it
             (self._own / _AHEAD).touch()
         marks = (self.root / _HOLDERS).glob(f"*/{_AHEAD}")
@@ -136,9 +142,9 @@ class BlockFolder:
 
     @contextmanager
     def claim(self, key: str, timeout_s: float, cancel: threading.Event) -> Iterator[None]:
-        """Keep other processes and threads from fetching the same block meanwhile.
+        """Keep other processes and threads from fetching the same block inside the ``with``.
 
-        Waits until they are done, for ``timeout_s`` at most and not when ``cancel`` is set: then it is fetched twice.
+        Waits until they are done, but at most ``timeout_s`` and until ``cancel`` is set; then a block may be fetched twice.
         """
         stripe = zlib.crc32(key.encode()) % _STRIPES
         with (self.root / _LOCKS / f"{stripe:02x}").open("ab") as file:
@@ -148,7 +154,7 @@ class BlockFolder:
             yield
 
     def close(self) -> None:
-        """Let go of everything that is held."""
+        """Release all blocks that this process holds."""
         self._alive.close()
         shutil.rmtree(self._own, ignore_errors=True)
 
@@ -157,20 +163,20 @@ class BlockFolder:
 
     @contextmanager
     def _usage(self) -> Iterator[BinaryIO]:
-        """Open the count of bytes for one process and thread at a time."""
+        """Lock and open the file with the folder's size in bytes."""
         descriptor = os.open(self.root / _USAGE, os.O_RDWR | os.O_CREAT, 0o644)
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             until = time.monotonic() + _LOCK_TIMEOUT_S
             while not _locked(file):
                 if time.monotonic() > until:
                     raise TimeoutError(
-                        f"{self.root / _USAGE} is locked by another process for {_LOCK_TIMEOUT_S:g} s: is one stopped?"
+                        f"{self.root / _USAGE} has been locked by another process for {_LOCK_TIMEOUT_S:g} s: end or resume a process that is stopped"
                     )
                 time.sleep(_POLL_S)
             yield file
 
     def _clear(self, wanted: int) -> int:
-        """Delete until a tenth more than needed is free, and return the bytes that are left; what dead processes left goes too."""
+        """Delete blocks until at most ``wanted`` bytes are left, less a tenth of the bound, and what dead processes left; return the bytes."""
         total = sum(self._sweep(holder) for holder in (self.root / _HOLDERS).iterdir())
         for made in (self.root / MADE).rglob("*"):
             with suppress(FileNotFoundError):
@@ -196,7 +202,7 @@ class BlockFolder:
         return total
 
     def _sweep(self, holder: Path) -> int:
-        """Return the bytes of what only this holder has; delete all of one that is no more."""
+        """Return the bytes that only this holder has; delete the folder of a holder whose process has ended."""
         if holder != self._own:
             with suppress(FileNotFoundError), (holder / "lock").open("rb") as file:
                 if _locked(file):

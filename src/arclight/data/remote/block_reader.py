@@ -1,4 +1,7 @@
-"""Read blocks through a local folder, and fetch those that will be needed on threads, in the order of need."""
+"""Read blocks through a local folder, and prefetch on threads those that will be read, in the order of their use.
+
+`remote_shards` reads through one `BlockReader` for each corpus; `block_folder` is its cache on disk.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +20,26 @@ from arclight.data.remote.block_folder import BlockFolder
 from arclight.data.remote.ranges import ReadCancelledError
 
 _IN_MEMORY = 64
-"""Blocks that a process keeps in memory: samples that lie beside each other are in one."""
+"""Blocks that a process keeps in memory, since consecutive samples share a block."""
 _AHEAD_SHARE = 4
-"""The folder is at most filled to a fourth with what processes have fetched and not read yet."""
+"""At most a fourth of the folder holds blocks that were prefetched and not read yet."""
 _COUNT_S = 1.0
-"""Seconds after which the processes that share this are counted again."""
+"""Seconds after which the processes that share the folder are counted again."""
 _CLOSING_S = 30.0
-"""Seconds that threads have to end in; a request in flight is left after a moment."""
+"""Seconds to wait for threads to end; requests in flight are cancelled."""
 
 
 class BlockSource(Protocol):
     """Origin of blocks, such as the shards at an address."""
 
     def key(self, block: tuple[int, int]) -> str:
-        """Return a name that this content alone has, on every machine."""
+        """Return a name that identifies the block's content on every machine."""
         ...
 
     def size(self, block: tuple[int, int]) -> int: ...
 
     def digest(self, block: tuple[int, int], cancel: threading.Event) -> bytes:
-        """Return the SHA-256 of a block; may read to know it."""
+        """Return the SHA-256 of a block; this may fetch a block of digests."""
         ...
 
     def is_intact(self, content: bytes, digest: bytes) -> bool: ...
@@ -54,19 +57,19 @@ class Wanted(NamedTuple):
     key: str
 
 
-class Expected:
-    """Blocks that ``consumer`` will read, in the order of need; the first ``taken`` are fetched ahead, the others wait for room."""
+class Prefetch:
+    """Blocks that ``consumer`` will read, in this order; the first ``taken`` are being prefetched, the others wait for space."""
 
     def __init__(self, blocks: Iterable[Wanted], consumer: Hashable = None) -> None:
         self.blocks, self.consumer, self.taken = tuple(blocks), consumer, 0
 
 
 class BlockReader:
-    """Blocks by way of ``folder``, which holds at most ``bound_bytes`` and may be shared with other processes.
+    """Read blocks through ``folder``, which holds at most ``bound_bytes`` and may be shared with other processes.
 
-    connections: threads that fetch ahead, which start when something is expected. patience_s, request_timeout_s: see
-    `arclight.data.remote.ranges.RemoteFiles`. `close` ends the threads; reading again starts others. In another process (forked, or
-    where it was unpickled) it begins with nothing expected.
+    connections: threads that prefetch, started by the first `prefetch`. patience_s, request_timeout_s: see
+    `arclight.data.remote.ranges.RemoteFiles`. `close` ends the threads; reading again starts others. A forked or unpickled copy starts
+    without prefetched blocks.
     """
 
     def __init__(
@@ -79,32 +82,32 @@ class BlockReader:
         self._running: _Running | None = None
 
     def read(self, source: BlockSource, block: tuple[int, int]) -> bytes:
-        """Return a block. An error of fetching it ahead is raised here, with its cause."""
+        """Return a block. Raises the error of its prefetch, if that failed."""
         return self._state().read(Wanted(source, block, source.key(block)))
 
-    def expect(
+    def prefetch(
         self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]], consumer: Hashable = None
-    ) -> Expected:  # fmt: skip
-        """Fetch blocks ahead, in this order behind what ``consumer`` expects already, and keep them until `release`.
+    ) -> Prefetch:  # fmt: skip
+        """Fetch blocks on threads, after those that ``consumer`` has requested already, and keep them until `release`.
 
-        A fourth of the folder is room for that, which processes share: what is beyond it waits, and is fetched as `release` makes
-        room. consumer: stands for who reads them, such as one pass over a loader; several share room and connections alike, also
-        where one is at rest.
+        Processes share a fourth of the folder for prefetched blocks; further ones wait, and are fetched as `release` makes space.
+        consumer: identifies the reader, such as one pass over a loader; consumers get equal shares of space and connections, also
+        while one of them pauses.
         """
         wanted = (Wanted(source, block, source.key(block)) for source, block in blocks)
-        return self._state().expect(Expected(wanted, consumer))
+        return self._state().prefetch(Prefetch(wanted, consumer))
 
-    def release(self, expected: Expected) -> None:
-        """Let go of what `expect` returned; again, or after `close`, this does nothing."""
+    def release(self, prefetch: Prefetch) -> None:
+        """Release the blocks of a `prefetch`; does nothing if called again, or after `close`."""
         if (running := self._running) is not None and running.pid == os.getpid():
-            running.release(expected)
+            running.release(prefetch)
 
     def recount(self) -> int:
-        """Return the bytes of the folder, counted anew after something was made beside the blocks."""
+        """Return the bytes of the folder, counted again after files were added beside the blocks."""
         return self._state().recount()
 
     def close(self) -> None:
-        """End the threads and let go of all that is held."""
+        """End the threads and release all blocks."""
         with self._made:
             running, self._running = self._running, None
         if running is not None:
@@ -132,7 +135,7 @@ class BlockReader:
 
 
 class _Job:
-    """The fetching of a block, waiting or begun."""
+    """A block to fetch, queued or started."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted, self.begun = wanted, False
@@ -140,19 +143,19 @@ class _Job:
 
 
 class _Consumer:
-    """Expected blocks of one consumer, in the order of need: ``taken`` has room, ``waiting`` has none or is the first that has some."""
+    """Requests of one consumer, in order: all blocks of those in ``taken`` have space; of ``waiting`` only the first may have some."""
 
     def __init__(self) -> None:
-        self.taken: deque[Expected] = deque()
-        self.waiting: deque[Expected] = deque()
+        self.taken: deque[Prefetch] = deque()
+        self.waiting: deque[Prefetch] = deque()
         self.blocks: dict[str, int] = {}
-        """How often each block with room is expected."""
+        """How many requests each block with space is in."""
         self.size_bytes = 0
         self.queue: OrderedDict[str, _Job] = OrderedDict()
 
 
 class _Running:
-    """Run a reader in one process: threads, the blocks that are expected, the latest ones in memory."""
+    """State of a reader in one process: threads, prefetched blocks, and the latest ones in memory."""
 
     def __init__(self, folder: BlockFolder, connections: int, patience_s: float) -> None:
         self.pid = os.getpid()
@@ -164,9 +167,9 @@ class _Running:
         self._threads: list[threading.Thread] = []
         self._jobs: dict[str, _Job] = {}
         self._consumers: OrderedDict[Hashable, _Consumer] = OrderedDict()
-        self._released: deque[Expected] = deque()
+        self._released: deque[Prefetch] = deque()
         self._arranging = False
-        self._open: set[Expected] = set()
+        self._open: set[Prefetch] = set()
         self._expected: dict[str, int] = {}
         self._failed: dict[str, BaseException] = {}
         self._memory: OrderedDict[str, bytes] = OrderedDict()
@@ -177,8 +180,8 @@ class _Running:
                 self._memory.move_to_end(wanted.key)
                 return self._memory[wanted.key]
             error, job = self._failed.pop(wanted.key, None), self._jobs.get(wanted.key)
-            if job is not None and not job.begun:  # behind others in a queue: whoever needs it now fetches it
-                with self._undisturbed():
+            if job is not None and not job.begun:  # still queued: fetch it here, now
+                with self._deferring_releases():
                     for consumer in self._consumers.values():
                         consumer.queue.pop(wanted.key, None)
                 self._jobs.pop(wanted.key, None)
@@ -202,30 +205,30 @@ class _Running:
                 self._memory.popitem(last=False)
         return content
 
-    def expect(self, expected: Expected) -> Expected:
+    def prefetch(self, request: Prefetch) -> Prefetch:
         with self._changed:
-            with self._undisturbed():
-                self._open.add(expected)
-                self._consumers.setdefault(expected.consumer, _Consumer()).waiting.append(expected)
+            with self._deferring_releases():
+                self._open.add(request)
+                self._consumers.setdefault(request.consumer, _Consumer()).waiting.append(request)
             self._arrange()
-        return expected
+        return request
 
-    def release(self, expected: Expected) -> None:
+    def release(self, prefetch: Prefetch) -> None:
         with self._changed:
-            self._released.append(expected)
+            self._released.append(prefetch)
             self._arrange()
 
     def _arrange(self) -> None:
-        """Let go of what was released, and let threads fetch what waits, in the order of need, as far as there is room."""
+        """Free released blocks, and queue waiting ones for the threads in the order of their use, as far as there is space."""
         if self._arranging:
             return
-        with self._undisturbed():
+        with self._deferring_releases():
             while self._released:
-                self._let_go(self._released.popleft())
+                self._free(self._released.popleft())
             if self._consumers and not self._cancel.is_set() and time.monotonic() >= self._count_at:
                 self._share_with_processes()
             while not self._cancel.is_set() and (waiting := [one for one in self._consumers.values() if one.waiting]):
-                if not self._take(min(waiting, key=_size)):  # whoever has least comes first
+                if not self._take(min(waiting, key=_size)):  # the consumer with the least bytes first
                     break
             queued = any(consumer.queue for consumer in self._consumers.values())
         while len(self._threads) < min(self._connections, len(self._jobs)):
@@ -234,11 +237,11 @@ class _Running:
             self._threads.append(thread)
             thread.start()
         if queued:
-            self._changed.notify()  # one thread, which wakes the next: all at once would keep the caller from going on
+            self._changed.notify()  # one thread, which wakes the next; waking all at once would delay the caller
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Leave alone what is changed here if the garbage collector ends a pass meanwhile: that is let go of the next time."""
+    def _deferring_releases(self) -> Iterator[None]:
+        """Defer releases while state changes: the garbage collector may end a pass at any moment, and call `release`."""
         self._arranging = True
         try:
             yield
@@ -246,7 +249,7 @@ class _Running:
             self._arranging = False
 
     def _share_with_processes(self) -> None:
-        """Find out how much room there is for this process, and give up what it has too much, as when others begin."""
+        """Compute this process's share of the space, and give up blocks beyond it, as when other processes start."""
         self._ahead = max(1, self._folder.bound_bytes // _AHEAD_SHARE // self._folder.share_ahead())
         self._count_at = time.monotonic() + _COUNT_S
         while self._expected_bytes > self._ahead:
@@ -256,12 +259,12 @@ class _Running:
             self._give_up_last(most)
 
     def _take(self, consumer: _Consumer) -> bool:
-        """Let the next block of a consumer be fetched; return False if it has to wait for room."""
-        expected = consumer.waiting[0]
-        if expected.taken == len(expected.blocks):
+        """Give the next block of a consumer space and queue it; return False if there is none."""
+        prefetch = consumer.waiting[0]
+        if prefetch.taken == len(prefetch.blocks):
             consumer.taken.append(consumer.waiting.popleft())
             return True
-        wanted = expected.blocks[expected.taken]
+        wanted = prefetch.blocks[prefetch.taken]
         if wanted.key not in consumer.blocks:
             size = wanted.source.size(wanted.block)
             if not self._make_room(consumer, size):
@@ -271,13 +274,13 @@ class _Running:
                 self._jobs[wanted.key] = consumer.queue[wanted.key] = _Job(wanted)
             self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
         consumer.blocks[wanted.key] = consumer.blocks.get(wanted.key, 0) + 1
-        expected.taken += 1
+        prefetch.taken += 1
         return True
 
     def _make_room(self, consumer: _Consumer, size: int) -> bool:
-        """Return True if a consumer may take so many bytes: there is room, others have more than their share, or it has no block.
+        """Return True if a consumer may take ``size`` bytes: there is space, others have more than their share, or it has no block.
 
-        Others then give up what they need last; it stays in the folder, unless the room is needed, and they take it again later.
+        Others then give up the blocks that they need last. These stay in the folder while there is space, and are requested again later.
         """
         share = self._ahead // len(self._consumers)
         while not (fits := self._expected_bytes + size <= self._ahead) and consumer.size_bytes + size <= share:
@@ -289,21 +292,21 @@ class _Running:
             consumer.waiting.appendleft(consumer.taken.pop())
         self._give_up(consumer, consumer.waiting[0])
 
-    def _let_go(self, expected: Expected) -> None:
-        if expected not in self._open:  # it is of before `close`, or was let go of
+    def _free(self, prefetch: Prefetch) -> None:
+        if prefetch not in self._open:  # requested before `close`, or released already
             return
-        self._open.remove(expected)
-        consumer = self._consumers[expected.consumer]
-        (consumer.taken if expected in consumer.taken else consumer.waiting).remove(expected)
-        while expected.taken:
-            self._give_up(consumer, expected)
+        self._open.remove(prefetch)
+        consumer = self._consumers[prefetch.consumer]
+        (consumer.taken if prefetch in consumer.taken else consumer.waiting).remove(prefetch)
+        while prefetch.taken:
+            self._give_up(consumer, prefetch)
         if not consumer.taken and not consumer.waiting:
-            del self._consumers[expected.consumer]
+            del self._consumers[prefetch.consumer]
 
-    def _give_up(self, consumer: _Consumer, expected: Expected) -> None:
-        """Give up the last block that was taken of what is expected."""
-        expected.taken -= 1
-        wanted = expected.blocks[expected.taken]
+    def _give_up(self, consumer: _Consumer, prefetch: Prefetch) -> None:
+        """Give up the last block with space of a request."""
+        prefetch.taken -= 1
+        wanted = prefetch.blocks[prefetch.taken]
         key = wanted.key
         consumer.blocks[key] -= 1
         if consumer.blocks[key]:
@@ -335,7 +338,7 @@ class _Running:
             return
         self._cancel.set()
         with self._changed:
-            with self._undisturbed():
+            with self._deferring_releases():
                 for consumer in self._consumers.values():
                     for key, job in consumer.queue.items():
                         job.result.cancel()
@@ -356,7 +359,7 @@ class _Running:
                     return
             try:
                 found = self._obtain(job.wanted, ahead=True)
-            except BaseException as error:  # of whatever kind: it is the reader's of that block, not this thread's
+            except BaseException as error:  # raised again by `read` of that block
                 self._end(job, error)
                 job.result.set_exception(error)
             else:
@@ -364,8 +367,8 @@ class _Running:
                 job.result.set_result(found)
 
     def _next_job(self) -> _Job | None:
-        """Begin the first job of a queue; consumers take turns. None if there is none."""
-        with self._undisturbed():
+        """Start the first job of a consumer's queue, consumers taking turns; return None if there is none."""
+        with self._deferring_releases():
             found = [(name, consumer) for name, consumer in self._consumers.items() if consumer.queue]
             if not found or self._cancel.is_set():
                 return None
@@ -382,12 +385,12 @@ class _Running:
         with self._changed:
             self._jobs.pop(key, None)
             if key not in self._expected:
-                self._folder.release(key)  # let go of meanwhile
+                self._folder.release(key)  # released meanwhile
             elif error is not None:
                 self._failed[key] = error
 
     def _obtain(self, wanted: Wanted, *, ahead: bool) -> bytes | None:
-        """Return a block, from the folder or fetched; None for one ahead that is there, or has no room yet."""
+        """Return a block from the folder or its source; with ``ahead`` None if it is there already, or has no space yet."""
         source, block, key = wanted
         digest = source.digest(block, self._cancel)  # before the claim: it may need a block itself
         if ahead and self._folder.hold(key):
@@ -418,7 +421,7 @@ class _Running:
         found = self._folder.get(wanted.key)
         if found is None or wanted.source.is_intact(found, digest):
             return found
-        self._folder.drop(wanted.key)  # torn by a crash, or changed by somebody
+        self._folder.drop(wanted.key)  # cut by a crash, or changed
         return None
 
 
@@ -427,9 +430,9 @@ def _size(consumer: _Consumer) -> int:
 
 
 def _raise_again(error: BaseException) -> NoReturn:
-    """Raise an error of another thread here: a new one of its kind, with it as the cause, where that can be made."""
+    """Raise an error of another thread: a new one of its class caused by it, or itself if the class takes other arguments."""
     try:
-        told = type(error)(*error.args)
+        copy = type(error)(*error.args)
     except Exception:
         raise error from error.__cause__
-    raise told from error
+    raise copy from error

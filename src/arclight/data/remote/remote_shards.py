@@ -1,4 +1,8 @@
-"""Read token shards at an address as those on disk: the same order, the same bits."""
+"""Read token shards at an address (``https://``, ``s3://``) like those on disk: the same order, the same bits.
+
+`text.data` opens a `RemoteTokenShards` where a recipe's ``data`` is an address; everything else uses it as a `TokenShards`. File layout
+and digests are those of `token_shards`, which corpora that lie on servers already have.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.data.remote.block_folder import MADE
-from arclight.data.remote.block_reader import BlockReader, Expected
+from arclight.data.remote.block_reader import BlockReader, Prefetch
 from arclight.data.remote.ranges import Found, RemoteFiles
 from arclight.data.token_shards import (
     BLOCK_BYTES,
@@ -28,22 +32,22 @@ from arclight.data.token_shards import (
 )
 
 _SUMS = -1
-"""The block of a shard that is its file of digests."""
+"""Number of the pseudo-block that is a shard's file of digests."""
 _DIGEST_BYTES = 32
-_BESIDE_BYTES = 2**30
-"""A file beside the shards has no more bytes; counts of 50,000 tokens in 1,000 sources have 400 MB."""
-_INDEX_BYTES = 2**28
-"""An index has no more bytes; one of 500,000 shards has 200 MB."""
+_MAX_EXTRA_FILE_BYTES = 2**30
+"""Most bytes of a file beside the shards; counts of 50,000 tokens in 1,000 sources have 400 MB."""
+_MAX_INDEX_BYTES = 2**28
+"""Most bytes of an index; one of 500,000 shards has 200 MB."""
 _ENDS_AHEAD_BYTES = 2**26
-"""Ends of documents that are fetched ahead: those of 8 million in a shard."""
+"""Most bytes of document ends that are prefetched of a shard: 8 million documents."""
 _SHARDS_IN_MEMORY = 64
-"""Shards of which digests and ends of documents are in memory."""
+"""Shards whose digests and document ends are kept in memory."""
 _ATTEMPTS = 3
-"""Times that a block is fetched whose content is not what the index lists: it may have been damaged on the way."""
+"""How often a block is fetched whose digest does not match: it may have been damaged in transfer."""
 
 
 class ShardBlocks:
-    """The blocks of the shards at an address, each by shard and number; implements `BlockSource`."""
+    """Blocks of the shards at an address, by (shard, number); implements `BlockSource`."""
 
     def __init__(self, files: RemoteFiles, listed: Sequence[Listed], reader: BlockReader) -> None:
         self._files, self._listed, self._reader = files, list(listed), reader
@@ -83,7 +87,7 @@ class ShardBlocks:
         self.check_size(shard, cancel)
         if number == _SUMS:
             return bytes.fromhex(self._listed[shard].sums or "")
-        if self._pid != os.getpid():  # forked, maybe while a thread of the other process had the lock
+        if self._pid != os.getpid():  # forked, perhaps while a thread of the parent held the lock
             self._pid, self._lock = os.getpid(), threading.Lock()
         with self._lock:
             sums = self._sums.get(shard)
@@ -105,7 +109,7 @@ class ShardBlocks:
         for _ in range(_ATTEMPTS):
             try:
                 content = self._files.read(name, start, start + self.size(block), size=size, cancel=cancel)
-            except FileNotFoundError as error:  # it was there when its size was asked for
+            except FileNotFoundError as error:  # deleted since its size was requested
                 raise TokenShardError(
                     f"{self._files.address}/{name} is missing, though {INDEX} lists its shard: upload it"
                 ) from error
@@ -116,7 +120,7 @@ class ShardBlocks:
         raise self._changed(name, f"its content is not what {INDEX} lists{tags}")
 
     def check_size(self, shard: int, cancel: threading.Event) -> Found:
-        """Raise TokenShardError for a shard of another size than the index lists; asks once."""
+        """Raise TokenShardError for a shard whose size is not the one in the index; requests it once."""
         if (found := self._found.get(shard)) is None:
             name, size = self._listed[shard].file, self._listed[shard].facts.file_bytes
             try:
@@ -130,9 +134,9 @@ class ShardBlocks:
             self._found[shard] = found
         return found
 
-    def _changed(self, name: str, told: str) -> TokenShardError:
+    def _changed(self, name: str, difference: str) -> TokenShardError:
         return TokenShardError(
-            f"{self._files.address}/{name} changed at its address: {told}; put back what was tokenized, or begin a new run with the "
+            f"{self._files.address}/{name} changed at its address: {difference}; put back what was tokenized, or begin a new run with the "
             "corpus that is there now"
         )
 
@@ -140,9 +144,9 @@ class ShardBlocks:
 class RemoteTokenShards(TokenShards):
     """A corpus at an address, such as ``https://host/corpus/train`` or ``s3://bucket/corpus/train``.
 
-    Only the index is read at once. Blocks of 65,536 bytes come when they are needed, or ahead of need after `expect`, and are
-    verified by the digests beside the shards. Reading raises TokenShardError for a shard that is not what the index
-    lists (changed at its address) and RemoteReadError for one that cannot be read. Raises FileNotFoundError where there is no corpus.
+    Opening reads only the index. Blocks of 65,536 bytes are fetched when they are read, or earlier by `prefetch`, and verified by the
+    digests beside the shards. Reading raises TokenShardError for a shard that does not match the index (it was changed at its
+    address) and RemoteReadError for one that cannot be read. Raises FileNotFoundError if there is no corpus.
     """
 
     def __init__(self, address: str, reader: BlockReader, tokenizer: str | None = None) -> None:
@@ -150,7 +154,7 @@ class RemoteTokenShards(TokenShards):
         self.reader = reader
         files = RemoteFiles(self.address, patience_s=reader.patience_s, request_timeout_s=reader.request_timeout_s)
         try:
-            text = files.read_whole(INDEX, _INDEX_BYTES)
+            text = files.read_whole(INDEX, _MAX_INDEX_BYTES)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.address} is no folder of token shards: it has no {INDEX}") from error
         about, listed = read_listing(text, f"{self.address}/{INDEX}")
@@ -166,38 +170,40 @@ class RemoteTokenShards(TokenShards):
         self._ends_of: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     def open_beside(self, name: str) -> BinaryIO:
-        return io.BytesIO(self._files.read_whole(name, _BESIDE_BYTES))
+        return io.BytesIO(self._files.read_whole(name, _MAX_EXTRA_FILE_BYTES))
 
     read_ahead = 64
 
-    def expect(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Expected:
+    def prefetch(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Prefetch:
         blocks, ends = dict[tuple[int, int], None](), dict[tuple[int, int], None]()
         for start, stop in spans:
             for shard, a, b in self._spans(self._first_token, start, stop):
                 facts = self.facts[shard]
                 itemsize = np.dtype(facts.dtype).itemsize
                 blocks |= dict.fromkeys(self._blocks(shard, a * itemsize, b * itemsize))
-                if boundaries:  # behind all tokens: whoever has read them keeps them in memory
+                if boundaries:  # after all tokens, since readers keep them in memory
                     stop_at = min(facts.body_bytes, facts.ends_at + _ENDS_AHEAD_BYTES)
                     ends |= dict.fromkeys(self._blocks(shard, facts.ends_at, stop_at))
-        return self.reader.expect(((self._origin, block) for block in blocks | ends), consumer)
+        return self.reader.prefetch(((self._origin, block) for block in blocks | ends), consumer)
 
-    def release(self, expected: Expected) -> None:
-        self.reader.release(expected)
+    def release(self, prefetched: Prefetch) -> None:
+        self.reader.release(prefetched)
 
     def verify(self, *, again: bool = False) -> None:
-        """Fetch and verify every block that is not in the local folder; raises what reading does."""
+        """Fetch and verify every block that is not in the local folder. Raises the errors of reading."""
         ahead = 4 * self.reader.connections
         for shard, facts in enumerate(self.facts):
             self._origin.check_size(shard, threading.Event())
             every = range(facts.blocks)
             for first in range(0, len(every), ahead):
-                expected = self.reader.expect((self._origin, (shard, block)) for block in every[first : first + ahead])
+                prefetched = self.reader.prefetch(
+                    (self._origin, (shard, block)) for block in every[first : first + ahead]
+                )
                 try:
                     for block in every[first : first + ahead]:
                         self.reader.read(self._origin, (shard, block))
                 finally:
-                    self.reader.release(expected)
+                    self.reader.release(prefetched)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ends_of": OrderedDict(), "_maps": {}}
@@ -221,7 +227,7 @@ class RemoteTokenShards(TokenShards):
         return found
 
     def _body(self, shard: int, start: int, stop: int) -> bytes:
-        """Return bytes behind the header of a shard."""
+        """Return bytes of a shard, counted from the end of its header."""
         if start >= stop:
             return b""
         self._origin.check_size(shard, threading.Event())
