@@ -265,7 +265,7 @@ def test_cancelled_texts_leave_their_places_and_the_others_alone(texts, program)
 
 def test_a_text_that_is_cancelled_by_its_first_piece_leaves_once(texts, program):
     [asked] = texts.ask("hello")
-    asked.tell = lambda _: asked.cancel()
+    asked.on_piece = lambda _: asked.cancel()
     texts.told.clear()
     texts.ask("a", count=4)
     wait_until(texts.ended, "the others have been generated")

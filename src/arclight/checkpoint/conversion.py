@@ -1,4 +1,8 @@
-"""Convert from and to other formats: .pt and .ckpt files, single safetensors files, folders of torch.distributed.checkpoint."""
+"""Convert checkpoints from and to .pt and .ckpt files, single safetensors files and folders of torch.distributed.checkpoint.
+
+``arclight.checkpoint.convert``, ``arclight checkpoint convert`` and tasks that start from other projects' weights call this. Files are
+untrusted: nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +30,18 @@ _PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def convert(src: str | Path, dst: str | Path) -> Path:
-    """Convert `src` to the format that the name of `dst` says.
+    """Convert `src` to the format that the suffix of `dst` selects.
 
     * a ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` file -> a checkpoint folder: read without unpickling any class
-      (``weights_only``), the state dict found in the usual layouts becomes the entry `model`, all else keeps its name;
-      of a module that was pickled whole (YOLOv5, ultralytics) the tensors, averaged ones as `ema`, and its plain `attributes`;
+      (``weights_only``); the state dict, searched for in the usual layouts, becomes the entry `model`, everything else keeps its name;
+      of a module that was pickled as a whole (YOLOv5, ultralytics) its tensors, averaged ones as `ema`, and its plain `attributes`;
     * a ``.safetensors`` file -> a checkpoint folder with the entry `model`;
     * a checkpoint folder, or any of the files above -> a single ``.safetensors`` file of the entry `model`, in which
       tied tensors are written under each of their names;
-    * a folder of torch.distributed.checkpoint (DCP), of any number of ranks, is read as the files above are; any of them -> a name
-      that ends in ``.dcp``: such a folder, which comes back bit for bit. Weights are under their names below ``model``.
+    * a folder of torch.distributed.checkpoint (DCP), of any number of ranks, is read like the files above; any of them -> a name
+      that ends in ``.dcp``: such a folder, from which the state is read back bit for bit. Weights are under ``model.<name>``.
 
-    Raises CheckpointError where `src` would need unpickling, holds no weights, or is damaged; says what to do instead.
+    Raises CheckpointError if `src` would need unpickling, holds no weights, or is damaged; the message says what to do instead.
     """
     src, dst = Path(src), Path(dst)
     state = read_foreign(src) if src.is_file() or is_dcp(src) else load(src)
@@ -51,9 +55,9 @@ def convert(src: str | Path, dst: str | Path) -> Path:
 
 
 def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Names and tensors of a model, from a checkpoint (averaged where it has an entry `ema`) or any file of `convert`.
+    """Load a model's tensors by name from a checkpoint (averaged ones if it has an entry `ema`) or any file of `convert`.
 
-    Raises CheckpointError where there are none, or where reading them would need unpickling.
+    Raises CheckpointError if there are none, or reading them would need unpickling.
     """
     path = Path(path)
     state = (
@@ -65,7 +69,7 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _averages(path: Path, model: Mapping[str, torch.Tensor], found: Any) -> dict[str, torch.Tensor]:
-    """Averaged weights under the model's names; torch's AveragedModel puts ``module.`` before them and counts itself."""
+    """Return averaged weights under the model's names, without the prefix ``module.`` and the counter of torch's AveragedModel."""
     if not _is_state_dict(found):
         return {}
     averages = {name: tensor for name, tensor in found.items() if name != "n_averaged" or name in model}
@@ -100,12 +104,12 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 
 def _state_of_modules(path: Path, modules: Mapping[str, PickledModule]) -> dict[str, Any]:
-    """Name the tensors of pickled modules as a checkpoint does, with the averaged ones and what else describes the model."""
+    """Return pickled modules as entries of a checkpoint: `model`, `ema` and `attributes`."""
     averaged = modules.get("ema")
     model = modules.get("model") or averaged
     if model is None or not model.tensors:
         raise CheckpointError(
-            f"{path} has modules in {', '.join(modules)}; one with tensors is looked for in 'model' and 'ema'"
+            f"{path} has modules in {', '.join(modules)}, and none with tensors in 'model' or 'ema': save its state_dict and convert that"
         )
     state: dict[str, Any] = {"model": model.tensors}
     if averaged is not None and averaged is not model:
@@ -150,7 +154,7 @@ def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any
 
 
 def _with_model(path: Path, content: Any) -> dict[str, Any]:
-    """Name the weights `model` in whichever layout they come."""
+    """Return `content` with its state dict, searched for in the usual layouts, as the entry `model`."""
     if _is_state_dict(content):
         return {"model": dict(content)}
     if isinstance(content, Mapping):
@@ -162,7 +166,7 @@ def _with_model(path: Path, content: Any) -> dict[str, Any]:
                     raise CheckpointError(f"{path} has keys that a checkpoint cannot tell apart, {keys}: rename them")
                 if "model" in rest:
                     raise CheckpointError(
-                        f"{path} has weights in {name!r} and something else in 'model': split it first"
+                        f"{path} has weights in {name!r} and something else in 'model': save the two in files of their own first"
                     )
                 return {"model": dict(content[name]), **rest}
         found = ", ".join(map(str, content)) or "nothing"
@@ -175,7 +179,7 @@ def _with_model(path: Path, content: Any) -> dict[str, Any]:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Names to tensors; modules may add a few other values (``_extra_state``)."""
+    """Return True for a dict of names to tensors; modules may add other values as ``_extra_state``."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)

@@ -1,4 +1,4 @@
-"""Select entries of a checkpoint by name or pattern; find NaN in weights."""
+"""Select entries of a checkpoint by name or pattern, for ``load(..., only=, exclude=)``; find NaN in weights."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WILD = set("*?[")
 def select_entries(
     path: Path | str, entries: dict[str, Any], only: Iterable[str] | None, exclude: Iterable[str] | None
 ) -> dict[str, Any]:
-    """Select those of a checkpoint's encoded entries that `only` names and `exclude` does not.
+    """Select the encoded entries of a checkpoint that match `only` and do not match `exclude`.
 
-    Each is a list of patterns for dotted names: `model`, `model.head.*`, `optimizers.*.exp_avg`; what is below a name that
-    matches, matches too. Raises CheckpointError for a pattern that nothing matches, with the nearest names.
+    Both are lists of patterns for dotted names, such as ``model``, ``model.head.*``, ``optimizers.*.exp_avg``; a pattern that matches a
+    name selects everything below it. Raises CheckpointError for a pattern without a match, with the nearest names.
     """
     wanted = None if only is None else _listed(only)
     unwanted = _listed(exclude or ())
     if wanted is None and not unwanted:
         return entries
     if wanted is not None and not unwanted and all(name in entries and not _WILD & set(name) for name in wanted):
-        return {name: node for name, node in entries.items() if name in wanted}  # whole entries need no looking into
+        return {name: node for name, node in entries.items() if name in wanted}  # whole entries: no need to look inside
     used: set[str] = set()
 
     def keep(name: str) -> bool:
@@ -50,7 +50,7 @@ def select_entries(
 
 
 def find_nan(tensors: Mapping[str, Any]) -> list[str]:
-    """Names of the floating-point tensors that hold a NaN, in this process's part of them."""
+    """List the floating-point tensors with a NaN in this process's shard of them."""
     return [
         name
         for name, tensor in tensors.items()
@@ -61,12 +61,12 @@ def find_nan(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_nan(path: Path | str, names: list[str]) -> None:
-    """Raise CheckpointError for weights that are no numbers."""
+    """Raise CheckpointError if `names`, of tensors with NaN, is not empty."""
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise CheckpointError(
             f"{path} has NaN in its weights: {', '.join(names[:5])}{more}. Training from it cannot recover: load an earlier checkpoint, "
-            "or say that you want these (load(..., refuse_nan=False), FolderCheckpointIO(refuse_nan=False))"
+            "or load these all the same with load(..., refuse_nan=False) or FolderCheckpointIO(refuse_nan=False)"
         )
 
 
@@ -75,9 +75,9 @@ def _listed(patterns: Iterable[str]) -> list[str]:
 
 
 def _below(name: str, pattern: str) -> bool:
-    """Return True if `name` or something above it matches."""
+    """Return True if `name`, or an entry that contains it, matches."""
     if name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern):
-        return True  # by its letters first: a name may hold what stands for others in a pattern
+        return True  # literally first: a name may contain wildcard characters
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts)))
 
@@ -86,7 +86,7 @@ _NOTHING = object()
 
 
 def _part(node: Any, name: str, keep: Any) -> Any:
-    """Filter an encoded value; _NOTHING if nothing is kept."""
+    """Keep the parts of an encoded value whose names pass `keep`; return _NOTHING if none does."""
     kind = node.get("$") if isinstance(node, dict) else None
     if kind == "tensors":
         names = [tensor for tensor in node["names"] if keep(f"{name}.{tensor}")]

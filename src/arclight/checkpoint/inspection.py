@@ -1,4 +1,4 @@
-"""Summarise a checkpoint from its manifest alone."""
+"""Summarise a checkpoint from its manifest, reading no tensor: ``arclight.checkpoint.inspect`` and ``arclight checkpoint``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A checkpoint in short; ``rich.print`` shows it as a table."""
+    """Summary of a checkpoint; ``rich.print`` shows it as a table. Fields are the keys of ``--json``."""
 
     path: str
     step: int | None
@@ -27,12 +27,12 @@ class Inspection:
     arclight: str
     torch: str
     parameters: int | None
-    """Numbers in the entry `model`, tied ones counted once; None where there is no such entry."""
+    """Elements of the entry `model`, tied ones counted once; None without that entry."""
     bytes: int
-    """Size of all files but the manifest."""
+    """Size of all files except the manifest."""
     dtypes: list[str]
     ranks: int
-    """Processes that wrote it."""
+    """Number of processes that wrote it."""
     meshes: list[dict[str, int]]
     """Meshes of processes over which its tensors were sharded: dimension -> size."""
     files: dict[str, int]
@@ -64,7 +64,7 @@ class Inspection:
         return table
 
     def _writers(self) -> str:
-        """Describe the processes that wrote it, if there were several."""
+        """Describe the processes that wrote the checkpoint; empty for one."""
         if self.ranks == 1:
             return ""
         sizes: dict[str, int] = {}
@@ -80,7 +80,7 @@ _OF_RANK = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Summary of the checkpoint at `path`; reads no tensor. Raises CheckpointError where there is none."""
+    """Summarise the checkpoint at `path` without reading a tensor. Raises CheckpointError if there is none."""
     manifest = read_manifest(to_path(path))
     model = manifest.entries.get("model")
     return Inspection(

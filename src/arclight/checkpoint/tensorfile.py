@@ -2,8 +2,10 @@
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and
 the tensors' bytes without gaps; see https://github.com/huggingface/safetensors. Any safetensors reader opens these
-files. The library's own writer would need a second pass over the data for the hash, and its reader hands out tensors
-that depend on the file staying as it is.
+files. The library's own writer would need a second pass over the data for the hash, and tensors of its reader become
+invalid when the file changes.
+
+Checkpoints, federated blobs and rounds are written by this: the format on disk is fixed, and files are untrusted when they are read.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write dense tensors of the dtypes above, from any device; the widest first, so that all lie aligned."""
+    """Write dense tensors of any of `DTYPES`, from any device; the widest dtypes first, so that all are aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     write_header(file, {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
     for name in order:
@@ -52,7 +54,7 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Begin a file of tensors whose values follow in this order, each by `write_values`; give the widest first."""
+    """Write the header of a file; the values must follow in the same order by `write_values`. Give the widest dtypes first."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -65,7 +67,7 @@ def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tupl
 
 
 def write_values(file: HashedFile, tensor: torch.Tensor) -> None:
-    """Write the next tensor of a file that `write_header` has begun."""
+    """Write the values of the next tensor after `write_header`."""
     if tensor.numel():
         file.write(memory_of(as_bytes(tensor.cpu())))
 
@@ -82,13 +84,13 @@ class Slot:
 
 
 def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
-    """Return the tensors of a file of `size` bytes, in the order in which they lie in it, from where the header ends.
+    """Read the header of a file of `size` bytes: its tensors in order of position. The file is then at the first tensor.
 
-    Raises ValueError, KeyError or EOFError where the file is not well-formed.
+    Raises ValueError, KeyError or EOFError for a malformed file.
     """
     length = int.from_bytes(file.read(8), "little")
     if length > min(_MAX_HEADER, size):
-        raise ValueError(f"a header of {length} bytes cannot be")
+        raise ValueError(f"its header claims {length} bytes, the file has {size}")
     header = parse_json(file.read(length))
     header.pop("__metadata__", None)
     slots: dict[str, Slot] = {}
@@ -107,15 +109,15 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
 
 
 def check_shape(shape: Any) -> None:
-    """Raise ValueError for what is no shape of a tensor."""
+    """Raise ValueError unless `shape` is a list of sizes of a tensor below 2^56 elements."""
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{shape!r} is no shape")
     if math.prod(size or 1 for size in shape) >= 1 << 56:
-        raise ValueError(f"a tensor of shape {shape} cannot be")
+        raise ValueError(f"a tensor of shape {shape} is too large")
 
 
 def parse_json(text: bytes) -> Any:
-    """Read JSON as the standard has it. Raises ValueError for a key that comes twice, NaN and infinity, which Python lets pass."""
+    """Parse JSON strictly. Raises ValueError for a repeated key, NaN and infinity, which Python's parser accepts."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -136,7 +138,7 @@ def read_tensors(
     device: str | torch.device = "cpu",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
-    """Return the `wanted` tensors of a file of `size` bytes; the others are read only for the hash. Raises as `read_header`."""
+    """Return the `wanted` tensors of a file of `size` bytes; the others are read for the hash only. Raises the errors of `read_header`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, slot in read_header(file, size).items():
         if not wanted(name):
@@ -149,12 +151,12 @@ def read_tensors(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a dense tensor of any dtype as a flat uint8 tensor; shares its memory where it is contiguous."""
+    """Return the values of a dense tensor of any dtype as a flat uint8 tensor, which shares memory with a contiguous one."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """Inverse of `as_bytes`; shares memory. Raises ValueError for a shape of another size."""
+    """Return the tensor of bytes, the inverse of `as_bytes`; shares memory. Raises ValueError for a shape of another size."""
     check_shape(shape)
     if math.prod(shape) * dtype.itemsize != raw.numel():
         raise ValueError(f"{raw.numel()} bytes are no tensor of shape {shape} and {dtype}")

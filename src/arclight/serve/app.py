@@ -1,4 +1,8 @@
-"""Build the web application: photos, tensors (Open Inference Protocol), health, metrics, the page."""
+"""Build the web application: routes for photos, tensors (Open Inference Protocol), texts (OpenAI's API), health, metrics, the page.
+
+``arclight serve`` (`server`) calls `build_app` for the models that it loaded; `create_app` serves any function that detects. Addresses,
+field names and status codes are public, and those under /v1 and /v2 belong to the protocols: do not change them.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +53,21 @@ class Health:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class ModelDescription:
     name: str
     version: str
     task: str
     """detect, language, embedding, or tensors for any other."""
     precision: str
     threads: int | None
-    """CPU threads that compute a request; null for as many as its runtime takes."""
+    """CPU threads that compute a request; null if the runtime decides."""
     proof: list[str]
-    """What was measured of its program when it was exported; empty for one from elsewhere."""
+    """Measurements that the exporter stored in the program; empty for programs of other exporters."""
     batch: BatchCost | None
-    """What was measured of computing requests for tensors together, at its load; null where they are computed one by one."""
+    """Measured costs of batching requests for tensors; null if they are computed one by one."""
 
     @classmethod
-    def of(cls, model: ServedModel) -> Described:
+    def of(cls, model: ServedModel) -> ModelDescription:
         return cls(
             name=model.name,
             version=model.version,
@@ -130,9 +134,9 @@ def create_app(
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
 
-    Whatever address it is run on, requests need ``Authorization: Bearer KEY`` with an ``api_key``, or one of several (ValueError
-    for one that is easily guessed); without one, the Host header must name this machine, unless ``insecure`` lets everybody in.
-    A line of JSON about each request is appended to ``request_log``, "-" for standard output.
+    With an ``api_key``, or several, requests need ``Authorization: Bearer KEY`` (ValueError for a key that is easily guessed); without
+    one, the Host header must name this machine, unless ``insecure`` allows every client. A line of JSON about each request is appended
+    to ``request_log``, "-" for standard output.
     """
     keys = check_keys(api_key)
     access = Access(loopback_only=not keys and not insecure, keys=keys)
@@ -150,8 +154,8 @@ def build_app(
 ) -> FastAPI:
     """Build the application of several models; ``/detect`` and the page are those of the first detector.
 
-    With ``load``, which takes a model's name and its program's path, programs that are replaced at their paths are loaded again.
-    ``request_log`` as for `create_app`; raises OSError where it cannot be written to.
+    With ``load``, a function of a model's name and its program's path, programs that are replaced on disk are loaded again.
+    ``request_log`` as for `create_app`; raises OSError if it cannot be written.
     """
     metrics = Metrics(model.name for model in models)
     service = Service(models, limits, load, metrics.batch)
@@ -195,42 +199,42 @@ def build_app(
 
 
 def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    """Add what tells of the server itself: health, models, metrics."""
+    """Add the routes about the server itself: health, models, metrics."""
 
     @app.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
     async def health() -> JSONResponse:
-        """Report if the server is up (live) and takes photos (ready, else 503)."""
+        """Report whether the server is up (live) and takes photos (ready, else 503)."""
         main = service.main
         state = Health(live=True, ready=service.ready, program=main.name, precision=main.precision, version=app.version)
         return JSONResponse(asdict(state), status_code=200 if service.ready else 503)
 
     @app.get("/models")
-    async def described_models() -> list[Described]:
-        """List the models with what was measured of them when they were exported."""
-        return [Described.of(model) for model in service.models.all()]
+    async def described_models() -> list[ModelDescription]:
+        """List the models, with the measurements of their export."""
+        return [ModelDescription.of(model) for model in service.models.all()]
 
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
-        """Metrics in a text format of Prometheus."""
+        """Return the metrics in a text format of Prometheus."""
         content, content_type = metrics.exposition(request.headers.get("accept", ""))
         return Response(content, media_type=content_type)
 
 
 def addresses(service: Service) -> dict[str, Address]:
-    """Map the paths that are counted by themselves to what they are counted under."""
+    """Map the paths with metrics of their own to the labels of these."""
     found = {path: Address(path) for path in ("/", "/health", "/metrics", "/models", "/openapi.json")}
     found["/detect"] = Address("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
         found |= {path.format(model=name): Address(path, name) for name in service.models}
     for paths, task, several in ((TEXT[:2], "language", "text"), (TEXT[2:], "embedding", "embeddings")):
-        asked = [model.name for model in service.models.all() if model.task == task]
-        name = asked[0] if len(asked) == 1 else several  # which of them the request asks is in its body
-        found |= {path: Address(path, name) for path in paths} if asked else {}
+        names = [model.name for model in service.models.all() if model.task == task]
+        name = names[0] if len(names) == 1 else several  # the body of a request names the model
+        found |= {path: Address(path, name) for path in paths} if names else {}
     return found
 
 
 class Service:
-    """Models behind one pool of workers, and one bound on the bodies in memory."""
+    """All models, with one pool of workers and one limit on the memory of request bodies."""
 
     def __init__(
         self,
@@ -257,17 +261,17 @@ class Service:
         self.ready = True
 
     def drain(self) -> None:
-        """Report no readiness any more; requests are still taken, and their connections closed after the answer."""
+        """Report that the server is not ready; requests are still answered, and their connections closed afterwards."""
         self.ready, self.is_draining = False, True
 
     def detector(self, name: str, record: Record) -> Detect:
-        """Return the detector of a model, and note the model; raises Refusal 404."""
+        """Return the detector of a model, and record the model; raises Refusal 404."""
         if (detector := self._model(name, record).detector) is None:
             raise Refusal(404, f"{name} answers no photos; its tensors go to POST /v2/models/{name}/infer.")
         return detector
 
     def tensors(self, name: str, record: Record) -> tuple[Program, str]:
-        """Return the program of a model and its version, and note the model; raises Refusal 404."""
+        """Return the program of a model and its version, and record the model; raises Refusal 404."""
         model = self._model(name, record)
         if model.program is None:
             where = "photos go to POST /detect"
@@ -277,13 +281,13 @@ class Service:
         return model.program, model.version
 
     def text(self, name: str, record: Record) -> Scheduler:
-        """Return what generates the texts of a model, and note the model; raises Refusal 404."""
+        """Return the scheduler that generates a model's texts, and record the model; raises Refusal 404."""
         if (scheduler := self._model(name, record).text) is None:
             raise Refusal(404, f"{name} generates no text; GET /v1/models lists the models that do.")
         return scheduler
 
     def embedder(self, name: str, record: Record) -> Embedder:
-        """Return what embeds texts for a model, and note the model; raises Refusal 404, and 400 for a model that gives no embeddings."""
+        """Return the embedder of a model, and record the model; raises Refusal 404, and 400 for a model without embeddings."""
         if (embedder := self._model(name, record).embedder) is None:
             raise Refusal(
                 400,
@@ -300,7 +304,7 @@ class Service:
         return model
 
     async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
-        """Return the result of ``work(body, turn)`` in a worker; raises Refusal for the body, or if the server is full."""
+        """Run ``work(body, turn)`` in a worker; raises Refusal for an invalid body, or if the server is full."""
         async with self._body(request) as body:
             turn = Turn(self.limits.deadline_s)
             return await self.workers.run(
@@ -308,9 +312,9 @@ class Service:
             )
 
     async def infer(self, request: Request, name: str) -> Encoded:
-        """Return the answer to a request for tensors; raises Refusal as `run`, and 400, 404 and 413.
+        """Answer a request for tensors; raises Refusal like `run`, and 400, 404 and 413.
 
-        Where the model's pace says that it is quick, a small one is computed by the event loop, once a worker is idle.
+        Small requests of a fast model are computed in the event loop while a worker is idle: passing them on would take longer.
         """
         program, version = self.tensors(name, record_of(request.scope))
         model, json_size = self.models[name], request.headers.get(JSON_SIZE)
@@ -328,7 +332,7 @@ class Service:
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a body, which counts until the block ends; refusals because the server is full are held back."""
+        """Read a body, whose memory counts until the block ends; delay refusals of a full server, so that clients do not retry at once."""
         try:
             with self.buffered.upload() as body:
                 await read_body(request, body, self.buffered, self.limits)
@@ -340,7 +344,7 @@ class Service:
 
 
 async def disconnected(request: Request) -> None:
-    """Wait until the client of a request, whose body has been read, has disconnected."""
+    """Wait until the client disconnects; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -389,7 +393,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v2/health/ready", responses={503: {}})
     async def ready() -> JSONResponse:
-        """Report if all models are ready, else 503."""
+        """Report whether all models are ready, else 503."""
         return JSONResponse({"ready": service.ready}, status_code=200 if service.ready else 503)
 
     @app.get("/v2/models/{model}", responses={404: {"model": Error}})
@@ -399,13 +403,13 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v2/models/{model}/ready", responses={404: {"model": Error}, 503: {}})
     async def model_ready(request: Request, model: str) -> JSONResponse:
-        """Report if a model is ready, else 503."""
+        """Report whether a model is ready, else 503."""
         service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def inferred(request: Request, model: str) -> Response:
-        """Compute a model's outputs for plain tensors, in JSON or as bytes behind it."""
+        """Compute a model's outputs for plain tensors, in JSON or as bytes after it."""
         content, size = await service.infer(request, model)
         if size is None:
             return Response(content, media_type="application/json")
@@ -428,17 +432,17 @@ class TensorEndpoint:
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
     """Add OpenAI's protocol."""
-    from arclight.serve.tasks import embeddings, text  # which import torch
+    from arclight.serve.tasks import embeddings, text  # they import torch
 
     async def answered(request: Request, kind: type[CompletionRequest | ChatRequest]) -> Response:
         record = record_of(request.scope)
         with service.models.text_request():
-            asked = await service.run(
+            texts = await service.run(
                 request,
                 "text",
                 lambda body, _: text.decode(body, kind, lambda name: service.text(name, record), service.limits),
             )
-            return await text.answer(asked, Turn(service.limits.deadline_s), lambda: disconnected(request))
+            return await text.answer(texts, Turn(service.limits.deadline_s), lambda: disconnected(request))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -480,13 +484,13 @@ TEXT_REFUSALS: dict[int | str, dict[str, Any]] = {status: {} for status in (400,
 
 
 async def refuse(request: Request, refusal: Exception) -> Response:
-    """Answer a request that was turned down, in the form of its protocol."""
+    """Answer a refused request, in the form of its protocol."""
     assert isinstance(refusal, Refusal)
     return refusal.response(request.scope)
 
 
 async def refuse_address(request: Request, error: Exception) -> Response:
-    """Answer a request for something that is not there."""
+    """Answer a request for an unknown address or method."""
     assert isinstance(error, HTTPException)
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
     sentence = f"{what.get(error.status_code, error.detail)}; GET /openapi.json lists the addresses."

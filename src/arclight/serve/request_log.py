@@ -1,4 +1,8 @@
-"""Identify every request, and write one line of JSON about each if asked to."""
+"""Give every request an identifier, and write one line of JSON about each to the log of ``--request-log``.
+
+The middleware opens a `Record` for each request and writes its line at the end; who answers adds the model (`record_of`). Keys of the
+lines are public.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +28,27 @@ HEADER = "X-Request-Id"
 _KEY = "arclight.record"
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:+/=-]{1,64}")
 _HEADER = HEADER.lower().encode()
-MOST_CHARACTERS = 300
-"""Characters of a sentence that are written."""
+MAX_REFUSAL_CHARACTERS = 300
+"""Characters of a refusal that are written."""
 
 
 @dataclass
 class Record:
-    """Facts of one request: its identifier, and what those who answer it add."""
+    """Facts of one request: its identifier, and what is known after it was answered."""
 
     id: str
     model: str = ""
-    """The model that it asks; empty where it asks none."""
+    """The model that it is for; empty without one."""
     version: str = ""
     """The version that answered."""
     refused: str | None = None
-    """The sentence with which it was refused."""
+    """Text of the refusal; None if it was answered."""
 
 
 def open_record(scope: MutableMapping[str, Any], model: str) -> Record:
-    """Return a new record of the request, and keep it there for `record_of`.
+    """Make the record of a request, and keep it in its ``scope`` for `record_of`.
 
-    Its identifier is the one that the client sent, once, of at most 64 letters, digits and ``._:+/=-``; any other is replaced.
+    Its identifier is the client's X-Request-Id, if that is sent once and has at most 64 letters, digits and ``._:+/=-``; else a new one.
     """
     given = [value for name, value in scope["headers"] if name == _HEADER]
     well_formed = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
@@ -53,31 +57,31 @@ def open_record(scope: MutableMapping[str, Any], model: str) -> Record:
 
 
 def record_of(scope: MutableMapping[str, Any]) -> Record:
-    """Return the record of a request; one that nobody reads where it has none, as outside of the server's middleware."""
+    """Return the record of a request; outside of the server's middleware a new one that is not logged."""
     record: Record = scope.get(_KEY) or Record("")
     return record
 
 
 class RequestLog:
-    """A file to which a thread of its own appends lines: a reader that stalls holds up no request.
+    """Append lines to a file in a thread of its own, so that a slow disk or reader delays no request.
 
-    Lines that come while ``MOST_WAITING`` others wait are dropped, and so are those that a full disk does not take; the next one that is
-    written says how many, as ``dropped``.
+    Lines are dropped while ``MOST_WAITING`` others wait, and if the disk is full; the next line that is written has their number as
+    ``dropped``.
     """
 
     MOST_WAITING = 10_000
     PAUSE_S = 0.05
-    """Between two writes; lines that come meanwhile are written together."""
+    """Pause between two writes, to write several lines together."""
 
     def __init__(self, file: str | Path) -> None:
-        """Open ``file`` to append to it, "-" for standard output; raises OSError where that is not possible."""
+        """Open ``file`` to append to it, "-" for standard output; raises OSError if that fails."""
         self.name = str(file)
         self._file = FileIO(os.dup(sys.stdout.fileno()) if self.name == "-" else file, "a")
         self._lines: Queue[dict[str, Any] | None] = Queue(self.MOST_WAITING)
         self._dropped = 0
-        """Lines that found no place among those that wait; of the threads of requests."""
+        """Lines that did not fit into the queue; used by the threads of requests."""
         self._lost = 0
-        """Lines that could not be written; of the thread that writes."""
+        """Lines that could not be written; used by the writing thread."""
         self._has_failed = self._is_cut = False
         self._thread = threading.Thread(target=self._work, name="arclight-request-log", daemon=True)
         self._thread.start()
@@ -85,7 +89,7 @@ class RequestLog:
     def write(
         self, record: Record, *, method: str, route: str, status: int | None, seconds: float, received: int, sent: int
     ) -> None:
-        """Write the line of a request that has ended; ``status`` is None where the server ended before an answer."""
+        """Queue the line of a request that has ended; ``status`` is None if the server stopped before answering."""
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": record.id,
@@ -97,7 +101,7 @@ class RequestLog:
             "latency_ms": round(seconds * 1000, 3),
             "received_bytes": received,
             "sent_bytes": sent,
-            "refused": None if record.refused is None else record.refused[:MOST_CHARACTERS],
+            "refused": None if record.refused is None else record.refused[:MAX_REFUSAL_CHARACTERS],
         }
         if self._dropped:
             line["dropped"] = self._dropped
@@ -108,7 +112,7 @@ class RequestLog:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what waits, for a second at most, and end."""
+        """Write the waiting lines, for at most a second, and end the thread."""
         with suppress(Full):
             self._lines.put(None, timeout=1)
         self._thread.join(1)
@@ -134,7 +138,7 @@ class RequestLog:
             return
         if self._lost:
             lines[0]["dropped"] = lines[0].get("dropped", 0) + self._lost
-        # json writes control characters and all that is not ASCII as escapes: no value can end its line
+        # json escapes control characters, so that no value contains the end of a line
         text = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         if self._is_cut:
             text = b"\n" + text
@@ -142,11 +146,11 @@ class RequestLog:
         try:
             while left:
                 written = self._file.write(left)
-                if written is None:  # a pipe that whoever shares it has made non-blocking, and that is full
+                if written is None:  # a full pipe that another process has made non-blocking
                     time.sleep(self.PAUSE_S)
                 left = left[written or 0 :]
             self._has_failed = False
-        except OSError as error:  # a full disk, or a reader that has gone: requests go on
+        except OSError as error:  # a full disk or a closed pipe: requests go on
             if not self._has_failed:
                 log.error("the log of requests cannot be written to %s, lines are lost: %s", self.name, error)
             self._has_failed = True

@@ -1,4 +1,7 @@
-"""Lightning's ``ServableModule``, and a callback that tries one through a real server before training."""
+"""Lightning's ``ServableModule``, and a callback that tries one on a real server before training.
+
+Only for users of Lightning's interface (`arclight.compat.lightning`), whose names and messages it keeps; programs are served by `app`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class ServableModule(nn.Module):
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
-        """Return a request to try: ``{"body": {name: plain data}}``."""
+        """Return a sample request: ``{"body": {name: plain data}}``."""
         raise NotImplementedError("The `configure_payload` method needs to be overridden.")
 
     @abstractmethod
@@ -87,7 +90,7 @@ class ServableModuleValidator(Callback):
 
     @property
     def successful(self) -> bool | None:
-        """Return True if the module answered; None before it was asked."""
+        """Return True if the module answered; None before the request."""
         return None if self.resp is None else self.resp.status_code == 200
 
     @rank_zero_only
@@ -140,7 +143,7 @@ def _application(module: ServableModule) -> Any:
 
 @contextmanager
 def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
-    """Serve ``app`` from a thread; gives its address. Raises TimeoutError where it does not start in time."""
+    """Serve ``app`` from a thread and yield its address. Raises TimeoutError if it does not start in time."""
     uvicorn = require("uvicorn", extra="serve")
     with reserve_address(host, port) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))

@@ -1,8 +1,9 @@
-"""Save a sharded state: each rank writes its parts, rank 0 the manifest that names them.
+"""Save a sharded state: each rank writes its shards, rank 0 the manifest that names them.
 
-The result is a checkpoint as any other, which loads on any number of processes: `arclight.checkpoint.load` gathers
-the shards, `load_shards` reads only this rank's. All processes must see the same folder.
-No tensor is gathered: a process holds its own parts and one of them a second time, while it is written.
+Strategies with sharded weights call `save_shards`; `async_saver` calls `ShardedSaver.begin`, and ``write`` in the background. The result is
+a checkpoint like any other (a format on disk), which loads on any number of processes: `arclight.checkpoint.load` gathers the
+shards, `load_shards` reads only this rank's. All processes must see the same folder. No tensor is gathered: a process holds its own
+shards, and a copy of one of them while it is written.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
 GatherToRankZero = Callable[[Any], list[Any]]
-"""Gives every process's value to rank 0 at least."""
+"""Takes a value of every process, and returns the list of all on rank 0 at least."""
 
 
 def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
     """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
 
-    Tensors that are sharded (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
-    that only some processes have, such as the layers of one stage of a pipeline, are united; where several have the same,
-    tensors must be alike and of other values the lowest rank's counts. Raises CheckpointError on every process where any
-    of them could not write.
+    Of DTensors (on any mesh) each shard is written by one of the processes that hold it. Entries that only some processes have, such as
+    the layers of one pipeline stage, are merged; of an entry that several have, tensors must be equal in shape and dtype, and other
+    values are those of the lowest rank. Raises CheckpointError on every process if any of them could not write.
     """
     job = ShardedSaver(processes).begin(path, state)
     problem = job.write(processes.all_gather_object)
@@ -46,67 +46,69 @@ def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy)
 
 
 class ShardedSaver:
-    """Plans saves of states of one kind: what processes hold is compared again, but told again only where it changed."""
+    """Plan saves of one state repeatedly; processes exchange the layout of their shards again only if it has changed."""
 
     def __init__(self, processes: Strategy) -> None:
         self.processes = processes
         self._plan: ShardPlan | None = None
         self._layouts: list[str] = []
 
-    @torch.no_grad()  # a part is had at a tenth of the cost where no gradient may be asked of it
+    @torch.no_grad()  # taking a shard of a DTensor costs a tenth without autograd
     def begin(self, path: str | Path, state: Mapping[str, Any], problem: str | None = None) -> ShardedSave:
-        """Agree on who writes what; a collective. No tensor is copied yet.
+        """Agree on which process writes which shard; a collective. Copies no tensor.
 
-        Raises CheckpointError on every process, also where any of them has a `problem` already.
+        problem: an error of this process so far. Raises CheckpointError on every process if any of them has one.
         """
         path, processes = to_absolute_path(path), self.processes
         staging: Path | None = None
-        taken: EncodedShards | None = None
+        shards_here: EncodedShards | None = None
         if problem is None:
-            taken, problem = capture_error(lambda: EncodedShards(state))
+            shards_here, problem = capture_error(lambda: EncodedShards(state))
         if problem is None and processes.is_global_zero:
             staging, problem = capture_error(lambda: _staging(path))
-        known = (taken.layout(), taken.structure()) if taken is not None else ("", "")
-        apart = processes.replica_mesh
-        leads = apart is not None and apart.get_local_rank(0) == 0
-        told_here = (*known, problem, None if staging is None else str(staging), leads)
-        everyones: list[Any] = processes.all_gather_object(told_here)
-        if any(told[2] is not None for told in everyones) or taken is None:
+        known = (shards_here.layout(), shards_here.structure()) if shards_here is not None else ("", "")
+        replicas = processes.replica_mesh
+        leads = replicas is not None and replicas.get_local_rank(0) == 0
+        report = (*known, problem, None if staging is None else str(staging), leads)
+        reports: list[Any] = processes.all_gather_object(report)
+        if any(problem is not None for _, _, problem, _, _ in reports) or shards_here is None:
             if staging is not None:
                 files.discard(staging)
-            raise_first(path, [told[2] for told in everyones])
-        assert taken is not None
-        layouts = [told[0] for told in everyones]
+            raise_first(path, [problem for _, _, problem, _, _ in reports])
+        assert shards_here is not None
+        layouts = [layout for layout, *_ in reports]
         if self._plan is None or layouts != self._layouts:
             try:
-                first = {rank for rank, told in enumerate(everyones) if told[4]}
-                self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places), first), layouts
+                first = {rank for rank, (*_, leads) in enumerate(reports) if leads}
+                self._plan, self._layouts = make_plan(processes.all_gather_object(shards_here.places), first), layouts
             except CheckpointError:  # the same on every process
                 if staging is not None:
                     files.discard(staging)
                 raise
-        entries, meshes = self._unite(taken, [told[1] for told in everyones])
+        entries, meshes = self._merge(shards_here, [structure for _, structure, *_ in reports])
         own: dict[str, dict[str, torch.Tensor]] = {}
         for where, shards in self._plan.own(processes.global_rank).items():
-            part, regions = taken.held[where]
+            part, regions = shards_here.held[where]
             boxes = {(region.offset, region.shape): region for region in regions}
             for shard in shards:
                 own.setdefault(shard.file, {})[shard.name] = boxes[shard.box].of_part(part.detach())
         encoded = None
         if processes.is_global_zero:
             encoded = tree.Encoded(
-                self._plan.filled(entries), {}, **taken.counts, processes=processes.world_size, meshes=meshes
+                self._plan.filled(entries), {}, **shards_here.counts, processes=processes.world_size, meshes=meshes
             )
-        return ShardedSave(path, to_path(everyones[0][3]), own, encoded)
+        return ShardedSave(path, to_path(reports[0][3]), own, encoded)
 
-    def _unite(self, taken: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        """Return the entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
+    def _merge(self, shards_here: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """Merge the entries of all processes on rank 0; only a rank whose structure no lower rank has sends its own."""
         rank = self.processes.global_rank
-        meshes, entries = list(taken.meshes), taken.entries
+        meshes, entries = list(shards_here.meshes), shards_here.entries
         if len(set(structures)) == 1:
             return entries, meshes
         new = structures.index(structures[rank]) == rank
-        for other in self.processes.all_gather_object((taken.entries, taken.meshes) if new and rank else None):
+        for other in self.processes.all_gather_object(
+            (shards_here.entries, shards_here.meshes) if new and rank else None
+        ):
             if other is not None:
                 entries = merge_entries(entries, other[0])
                 meshes += [mesh for mesh in other[1] if mesh not in meshes]
@@ -115,19 +117,19 @@ class ShardedSaver:
 
 @dataclass
 class ShardedSave:
-    """One process's part of one save, agreed on: what is left is to write, which needs no collective."""
+    """One process's part of a planned save; writing it needs no collective."""
 
     path: Path
     staging: Path
     own: dict[str, dict[str, torch.Tensor]] = field(repr=False)
-    """File -> name -> what of a tensor this process writes."""
+    """File -> name -> shard that this process writes."""
     encoded: tree.Encoded | None = field(repr=False)
-    """Rank 0 writes the rest: how all fits together."""
+    """On rank 0: all entries, with the place of each tensor."""
 
     def write(self, exchange: GatherToRankZero) -> str | None:
-        """Write this process's files and, on rank 0, complete the checkpoint when all have written theirs.
+        """Write this process's files; rank 0 then waits for all and completes the checkpoint.
 
-        Returns why the checkpoint could not be written: on rank 0 whoever failed, elsewhere what failed here.
+        Return why it could not be written, or None: rank 0 knows the errors of all ranks, others only their own.
         """
         records, problem = capture_error(self._write_own)
         if self.encoded is None:
@@ -175,7 +177,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
 
 
 def capture_error(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Call `function`; return its result and None, or None and its error: other ranks wait, so nothing is raised."""
+    """Call `function`; return its result and None, or None and its error. Raises nothing, since other ranks wait for this one."""
     try:
         return function(), None
     except (OSError, CheckpointError) as error:
@@ -185,7 +187,7 @@ def capture_error(function: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def raise_first(path: Path, problems: list[str | None]) -> None:
-    """Raise CheckpointError for the first problem that any rank has."""
+    """Raise CheckpointError for the first rank that has a problem."""
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise CheckpointError(_sentence(path, f" by rank {rank}", problem))

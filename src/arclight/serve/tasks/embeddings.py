@@ -1,4 +1,7 @@
-"""Answer requests for the embeddings of texts, by OpenAI's API."""
+"""Answer requests for embeddings of texts by OpenAI's API: POST /v1/embeddings of `app` calls `answer` in a worker.
+
+Fields, errors and status codes are those of OpenAI's protocol.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from arclight.text.data.tokenizer import TokenizerError
 from arclight.text.embedding_program import BATCH, Embedder
 
 MOST_TEXTS = 2048
-"""Texts of a request, as OpenAI's API has it."""
-# the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
+"""Most texts of a request, as in OpenAI's API."""
+# fail_fast: a million wrong elements, each with an error of its own, would take gigabytes
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
 Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
@@ -33,7 +36,7 @@ class EmbeddingRequest(BaseModel):
     user: str | None = None
 
     def texts(self) -> list[str] | list[list[int]]:
-        """Return the input as several texts, or token ids of several."""
+        """Return the input as a list of texts, or of lists of token ids."""
         if isinstance(self.input, str):
             return [self.input]
         if isinstance(self.input[0], int):
@@ -42,59 +45,62 @@ class EmbeddingRequest(BaseModel):
 
 
 def answer(body: bytes, model: Callable[[str], Embedder], limits: Limits, turn: Turn) -> bytes:
-    """Return the answer to a request; raises Refusal 400 for what the model cannot embed, 404, 413, and 503 past the deadline."""
-    asked = read_json(body, EmbeddingRequest, limits, _wrong)
-    embedder = model(asked.model)
-    if asked.dimensions not in (None, embedder.dimensions):
+    """Return the answer to a request; raises Refusal 400 for texts that the model cannot embed, 404, 413, and 503 after the deadline."""
+    request = read_json(body, EmbeddingRequest, limits, _describe)
+    embedder = model(request.model)
+    if request.dimensions not in (None, embedder.dimensions):
         raise Refusal(
             400,
-            f"The model's embeddings have {embedder.dimensions} dimensions, not {asked.dimensions}; leave the field 'dimensions' out.",
+            f"The model's embeddings have {embedder.dimensions} dimensions, not {request.dimensions}; leave the field 'dimensions' out.",
         )
     try:
-        texts = [embedder.encode(text) for text in asked.texts()]
+        texts = [embedder.encode(text) for text in request.texts()]
     except (ValueError, TokenizerError) as error:
         raise Refusal(400, one_sentence(error)) from None
-    vectors = embedded(embedder, texts, turn)
+    vectors = embed(embedder, texts, turn)
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
+        {"object": "embedding", "index": index, "embedding": _encode(vector, request.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     count = sum(map(len, texts))
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return json.dumps({"object": "list", "data": data, "model": asked.model, "usage": usage}, allow_nan=False).encode()
+    return json.dumps(
+        {"object": "list", "data": data, "model": request.model, "usage": usage}, allow_nan=False
+    ).encode()
 
 
-def embedded(embedder: Embedder, texts: list[list[int]], turn: Turn) -> list[np.ndarray[Any, Any]]:
-    """Return the vectors of texts, those of like lengths in one call; raises Refusal 503 once ``turn`` is over."""
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+def embed(embedder: Embedder, texts: list[list[int]], turn: Turn) -> list[np.ndarray[Any, Any]]:
+    """Return the vectors of texts, batched by length; raises Refusal 503 once ``turn`` is over."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: dict[int, np.ndarray[Any, Any]] = {}
-    for begun in range(0, len(order), BATCH):
+    for start in range(0, len(order), BATCH):
         if turn.is_over():
             raise busy(f"The deadline came after {len(found)} of {len(texts)} texts; send fewer at once", 1, status=503)
-        places = order[begun : begun + BATCH]
-        found |= zip(places, embedder.embed([texts[place] for place in places]), strict=True)
-    vectors = [found[place] for place in range(len(texts))]
+        indices = order[start : start + BATCH]
+        found |= zip(indices, embedder.embed([texts[index] for index in indices]), strict=True)
+    vectors = [found[index] for index in range(len(texts))]
     if not all(np.isfinite(vector).all() for vector in vectors):
         raise Refusal(500, "The model gave an embedding that is NaN or infinite.")
     return vectors
 
 
-def _written(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]:
+def _encode(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]:
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     numbers: list[float] = vector.astype(np.float64).tolist()
     return numbers
 
 
-def _wrong(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
+    """Describe what is wrong with a request; for ``input`` its forms instead of one error for each."""
     if error.error_count() > MOST_ERRORS:
         return wrong_field(error)
-    places = {
+    fields = {
         str(one["loc"][0])
         for one in error.errors(include_url=False, include_context=False, include_input=False)
         if one["loc"]
     }
-    if places == {"input"}:  # each form that it might have had complains
+    if fields == {"input"}:  # pydantic has an error for each form of it
         return (
             f"The field 'input' must be a text, a list of texts, a list of token ids or a list of such lists, of at most {MOST_TEXTS} "
             "texts, none of them empty."

@@ -1,7 +1,9 @@
-"""Generate several texts at once by one language program: each joins the batch and leaves it on its own (continuous batching).
+"""Generate several texts at once by one language program (continuous batching): each joins and leaves the batch on its own.
 
-One thread calls the program. Caches of all texts in progress lie in one array for each of the program's, ended by their newest token
-and padded at the left, as `arclight.text.generate` pads prompts. A new prompt is read in chunks between the steps of the others.
+`models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
+One thread calls the program. The KV caches of all texts in progress are batched in the program's arrays, padded at the left as
+`arclight.text.generate` pads prompts. A new prompt is read in chunks (chunked prefill) between decoding steps of the others. A text
+must not depend on which others are in the batch, which a test compares.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from arclight.text.language_program import ProgramRun, tokenizer_of
 log = logging.getLogger("arclight.serve")
 
 CHUNK = 256
-"""Tokens of a prompt read between two steps of the texts in progress."""
+"""Tokens of a prompt that are read between two decoding steps."""
 Array = np.ndarray[Any, Any]
 
 
 class Piece(NamedTuple):
-    """Text that a step added; ``tokens`` counts all so far. The last piece says why it is the last."""
+    """Text that a step added; ``tokens`` counts all so far, ``finish`` is the reason in the last piece."""
 
     text: str
     tokens: int
@@ -38,22 +40,22 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """One text to generate: ``tell`` gets its pieces, in the scheduler's thread, until `cancel`."""
+    """One text to generate; ``on_piece`` is called with its pieces, in the scheduler's thread, until `cancel`."""
 
     def __init__(
-        self, prompt: list[int], new: int, settings: GenerationSettings, tell: Callable[[Piece], None]
+        self, prompt: list[int], new: int, settings: GenerationSettings, on_piece: Callable[[Piece], None]
     ) -> None:
-        self.prompt, self.new, self.settings, self.tell = prompt, new, settings, tell
+        self.prompt, self.new, self.settings, self.on_piece = prompt, new, settings, on_piece
         self.is_cancelled = False
         self.last = 0
-        """The newest token, which the program has not read."""
+        """The newest token, which the program has not read yet."""
         self.tokens = 0
         self.began = 0.0
         self._random = torch.Generator()
         self._random.seed() if settings.seed is None else self._random.manual_seed(settings.seed)
 
     def cancel(self) -> None:
-        """Generate no more: nobody reads it."""
+        """Stop generating: the client has left."""
         self.is_cancelled = True
 
     def choose(self, logits_V: Array) -> int:
@@ -64,7 +66,7 @@ class Generation:
 
 
 class Scheduler:
-    """The texts of one program: at most ``streams`` in progress, and ``queue`` that wait."""
+    """Run the generations of one program: at most ``streams`` in progress, and ``queue`` waiting."""
 
     def __init__(self, program: Program, *, streams: int, queue: int) -> None:
         self.program = program
@@ -78,21 +80,21 @@ class Scheduler:
         self._held: set[Generation] = set()
         """Generations waiting or in progress."""
         self._is_closed = False
-        self._begins_waiting = False
+        self._starts_waiting = False
         self._batch = _Batch(program)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
 
     def start(self) -> None:
-        """Generate a token, so that the first client does not wait for warm-up, and take texts from now on."""
+        """Generate a token as warm-up, and accept texts from now on."""
         self.program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *self._batch.empty())
         self._thread.start()
 
     def close(self, *, waiting: bool = False) -> None:
-        """Finish what is in progress, and end; what waits is begun only if ``waiting``."""
+        """Finish the texts in progress, with ``waiting`` also those that wait, and end the thread."""
         with self._changed:
             self._is_closed = True
-            self._begins_waiting = waiting
+            self._starts_waiting = waiting
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
@@ -102,7 +104,7 @@ class Scheduler:
         check_lengths(prompts, self.run, new)
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue texts; raises Refusal 429 where they are more than may wait, 400 where they always are."""
+        """Queue texts; raises Refusal 429 if the queue is full, 400 for more texts than ever fit."""
         if len(generations) > self.streams + self.queue:
             raise Refusal(400, f"The request has {len(generations)} prompts; send at most {self.streams + self.queue}.")
         with self._changed:
@@ -115,59 +117,59 @@ class Scheduler:
             self._changed.notify()
 
     def retry_after_s(self) -> int:
-        """Return whole seconds, at least one, after which the texts that are here now will have ended."""
+        """Estimate the seconds, at least one, until the present texts have ended."""
         return max(1, math.ceil(self.times.of("text") * len(self._held) / self.streams))
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        reading: _Reading | None = None
+        prefill: _Prefill | None = None
         while True:
             with self._changed:
-                while not (self._waiting or reading or self._batch.rows or self._is_closed):
+                while not (self._waiting or prefill or self._batch.rows or self._is_closed):
                     self._changed.wait()
-                begins = bool(self._waiting) and (self._begins_waiting or not self._is_closed)
-                if self._is_closed and not (reading or self._batch.rows or begins):
+                begins = bool(self._waiting) and (self._starts_waiting or not self._is_closed)
+                if self._is_closed and not (prefill or self._batch.rows or begins):
                     while self._waiting:
                         self._leave(self._waiting.popleft(), "error")
                     return
                 self._drop_cancelled()
-                if reading is None and begins and self._waiting and len(self._batch.rows) < self.streams:
-                    reading = _Reading(self._waiting.popleft(), self._batch.empty())
+                if prefill is None and begins and self._waiting and len(self._batch.rows) < self.streams:
+                    prefill = _Prefill(self._waiting.popleft(), self._batch.empty())
             try:
-                if reading is not None and reading.generation.is_cancelled:
-                    self._leave(reading.generation, None)
-                    reading = None
-                elif reading is not None and self._read(reading):
-                    reading = None
+                if prefill is not None and prefill.generation.is_cancelled:
+                    self._leave(prefill.generation, None)
+                    prefill = None
+                elif prefill is not None and self._prefill(prefill):
+                    prefill = None
                 if self._batch.rows:
                     self._step()
-            except Exception:  # whatever failed: the thread must live, for nobody else answers the next texts
+            except Exception:  # of any kind: the thread must live to answer the next texts
                 log.exception("%s failed on a step; the texts in progress end", self.program.path.name)
-                for generation in [*self._batch.rows, *([reading.generation] if reading else [])]:
+                for generation in [*self._batch.rows, *([prefill.generation] if prefill else [])]:
                     self._leave(generation, "error")
-                reading, self._batch = None, _Batch(self.program)
+                prefill, self._batch = None, _Batch(self.program)
 
     def _drop_cancelled(self) -> None:
         for generation in [one for one in self._waiting if one.is_cancelled]:
             self._waiting.remove(generation)
             self._held.discard(generation)
-        kept = [not one.is_cancelled for one in self._batch.rows]  # read once: clients leave at any moment
+        kept = [not one.is_cancelled for one in self._batch.rows]  # evaluated once, since clients leave at any moment
         for generation, stays in zip(self._batch.rows, kept, strict=True):
             if not stays:
                 self._leave(generation, None)
         self._batch.keep(kept)
 
-    def _read(self, reading: _Reading) -> bool:
-        """Read a chunk of a prompt; return True once it has been read, and its text is in the batch or has ended."""
-        logits = reading.step(self.program)
+    def _prefill(self, prefill: _Prefill) -> bool:
+        """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
+        logits = prefill.step(self.program)
         if logits is None:
             return False
-        generation = reading.generation
+        generation = prefill.generation
         generation.began = time.monotonic()
         self._answers[generation] = AnswerText(self.tokenizer, generation.settings.stop, generation.prompt)
         if self._add(generation, logits[0]):
-            self._batch.join(generation, reading.past)
+            self._batch.join(generation, prefill.past)
         return True
 
     def _step(self) -> None:
@@ -183,7 +185,7 @@ class Scheduler:
         try:
             token = generation.choose(logits_V)
         except FloatingPointError:
-            log.exception("%s gave logits that are not numbers", self.program.path.name)
+            log.exception("%s returned logits that are NaN or infinite", self.program.path.name)
             self._leave(generation, "error")
             return False
         answer = self._answers[generation]
@@ -194,40 +196,40 @@ class Scheduler:
         if finish is None and generation.tokens == generation.new:
             text, finish = text + answer.end(), "length"
         if finish is None:
-            generation.tell(Piece(text, generation.tokens))
+            generation.on_piece(Piece(text, generation.tokens))
             return True
         self.times.add("text", time.monotonic() - generation.began)
         self._leave(generation, finish, text)
         return False
 
     def _leave(self, generation: Generation, finish: Literal["stop", "length", "error"] | None, text: str = "") -> None:
-        """Free the place of a text that ends, once; without ``finish`` nobody is told."""
+        """End a text and free its place; call ``on_piece`` with ``finish`` unless that is None."""
         with self._changed:
-            if generation not in self._held:  # it had ended before another text failed on the same step
+            if generation not in self._held:  # it ended before another text failed in the same step
                 return
             self._held.discard(generation)
         self._answers.pop(generation, None)
         if finish is not None:
-            generation.tell(Piece(text, generation.tokens, finish))
+            generation.on_piece(Piece(text, generation.tokens, finish))
 
 
-class _Reading:
-    """A prompt that is being read, alone, chunk by chunk."""
+class _Prefill:
+    """A prompt that is read chunk by chunk, outside of the batch."""
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past
-        self._begun = 0
+        self._read = 0
 
     def step(self, program: Program) -> Array | None:
-        """Read a chunk; return the logits (1, V) behind the prompt once it has been read."""
-        chunk = self.generation.prompt[self._begun : self._begun + CHUNK]
+        """Read a chunk; return the logits (1, V) after the prompt when all is read, else None."""
+        chunk = self.generation.prompt[self._read : self._read + CHUNK]
         logits, *self.past = program(np.array([chunk], np.int64), np.zeros(1, np.int64), *self.past)
-        self._begun += len(chunk)
-        return logits if self._begun == len(self.generation.prompt) else None
+        self._read += len(chunk)
+        return logits if self._read == len(self.generation.prompt) else None
 
 
 class _Batch:
-    """Texts in progress, and what the program holds of them: (B, K, P, C), padded at the left by ``padding`` (B,)."""
+    """Texts in progress with their KV caches (B, K, P, C), padded at the left by ``_padding`` (B,) positions."""
 
     def __init__(self, program: Program) -> None:
         self.rows: list[Generation] = []
@@ -236,12 +238,12 @@ class _Batch:
         self._past: list[Array] = []
 
     def empty(self) -> list[Array]:
-        """Return what is held of one text that has no tokens."""
+        """Return the caches of one text without tokens."""
         specs = self._program.inputs[2:]
         return [np.empty((1, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype) for spec in specs]
 
     def join(self, generation: Generation, past: list[Array]) -> None:
-        """Add a text: the shorter ones are padded to the longest."""
+        """Add a text; pad shorter caches to the longest."""
         if not self.rows:
             self._past, self._padding = past, np.zeros(1, np.int64)
         else:
@@ -252,7 +254,7 @@ class _Batch:
         self.rows.append(generation)
 
     def keep(self, kept: Sequence[bool]) -> None:
-        """Keep only these texts, and no more padding than the longest needs."""
+        """Keep only these texts, and cut padding that no text needs."""
         if all(kept):
             return
         rows = np.flatnonzero(kept)

@@ -199,15 +199,15 @@ class Reply:
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def told(index: int) -> Callable[[Piece], None]:
-            def tell(piece: Piece) -> None:
+        def collect(index: int) -> Callable[[Piece], None]:
+            def on_piece(piece: Piece) -> None:
                 loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
-            return tell
+            return on_piece
 
         settings = asked.request.settings()
         self.generations = [
-            Generation(prompt, asked.new, settings, told(index)) for index, prompt in enumerate(asked.prompts)
+            Generation(prompt, asked.new, settings, collect(index)) for index, prompt in enumerate(asked.prompts)
         ]
         self._tokens = [0] * len(self.generations)
 
