@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.optim.elementwise_rules import decay_of, is_half
-from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, rounded_at_random, store
+from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, round_stochastically, store
 
 _CACHED_ELEMENTS = 1 << 17
 """Elements of a tensor that a CPU updates at a time: weight, gradient, moments and temporaries fit into its cache."""
@@ -78,7 +78,7 @@ def _store(
     draw = draws(parameter) if group["stochastic_rounding"] and any(is_half(x) for x in targets) else None
     for kind, target, value in zip(("weight", "exp_avg", "exp_avg_sq"), targets, values, strict=True):
         if draw is not None and is_half(target):
-            value = rounded_at_random(value, draw, step.to(target.device) + 1, group["seed"], f"{name}/{kind}")
+            value = round_stochastically(value, draw, step.to(target.device) + 1, group["seed"], f"{name}/{kind}")
         store(target, value, skip)
 
 

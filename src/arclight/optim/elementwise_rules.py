@@ -1,4 +1,7 @@
-"""Elementwise update rules of `optimizer`: AdamW (moments in float32 or bfloat16), SGD with momentum."""
+"""Define the elementwise update rules of `optimizer`: AdamW (moments in float32 or bfloat16), SGD with momentum.
+
+Each rule has ``new_state`` and ``step``, as `optimizer` documents. State keys and dtypes are torch's, so that checkpoints load either way.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from arclight.fabric.distributed.dtensor import local_tensor, local_tensors
-from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, rounded_at_random, store
+from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, round_stochastically, store
 
 
 class AdamWRule:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), on each process's part of the tensors.
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), on each process's shard of the tensors.
 
-    Where moments have the parameter's precision and are not rounded at random this is torch's fused step; else the step is
+    If moments have the parameter's dtype and are not rounded stochastically this is torch's fused step; else the step is
     computed in float32 here. ``step`` counts in float32 on the device, as torch's does, so that states are interchangeable.
     """
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         dtype = DTYPES[group["state_dtype"]]
         if parameter.dtype not in (torch.float32, torch.bfloat16):
-            dtype = parameter.dtype  # float64 is asked for where the last digit matters
+            dtype = parameter.dtype  # float64 keeps its precision in the moments
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, dtype=dtype),
@@ -57,7 +60,7 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def decay_of(group: Mapping[str, Any]) -> Any:
-    """Return the decay that is multiplied by the rate: by lr / peak is by lr with the decay divided by the peak."""
+    """Return the weight decay to multiply by the rate: divided by the peak rate under ``decay_scale="lr/peak"``."""
     decay, peak = group["weight_decay"], group.get("initial_lr", group["lr"])
     if group.get("decay_scale", "lr") == "lr" or not decay or (not isinstance(peak, torch.Tensor) and not peak):
         return decay
@@ -71,7 +74,7 @@ def _step_in_float32(
     group: Mapping[str, Any],
     skip: torch.Tensor | None,
 ) -> None:
-    """One step whose arithmetic is float32 whatever is stored; nothing is read back from the device."""
+    """Compute one AdamW step in float32, whatever the stored dtypes, without synchronising with the device."""
     assert parameter.grad is not None
     (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
     step += 1 if skip is None else ~skip
@@ -85,12 +88,12 @@ def _step_in_float32(
     draw = draws(parameter) if group["stochastic_rounding"] else None
     for kind, target, value in (*targets, ("exp_avg_sq", local_tensor(state["exp_avg_sq"]), square)):
         if draw is not None and is_half(target):
-            value = rounded_at_random(value, draw, step, group["seed"], f"{name}/{kind}")
+            value = round_stochastically(value, draw, step, group["seed"], f"{name}/{kind}")
         store(target, value, skip)
 
 
 class SGDRule:
-    """torch's fused step, on each process's part of the tensors."""
+    """SGD with momentum by torch's fused step, on each process's shard of the tensors."""
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}

@@ -1,13 +1,14 @@
-"""Muon and NorMuon, update rules of `optimizer`: orthogonalised momentum, on any placement.
+"""Define Muon and NorMuon, update rules of `optimizer`: orthogonalised momentum, for any placement of the parameters.
 
 Muon: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon.
 Scale by root mean square: J. Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
 NorMuon: Z. Li et al. 2025, "NorMuon: making Muon more efficient and scalable", arXiv 2510.05491, algorithm 1.
 
-A matrix that is sharded over n ranks must be whole to be orthogonalised. Gathering every matrix everywhere would send n times the bytes
-and do the work n times. Here matrices of one shape are taken together and dealt out (:func:`deal`): one all-to-all brings each rank
-some of them, whole, another takes the results back (:func:`collect`); a mesh with several dimensions does one after the other along
+A matrix that is sharded over n ranks must be gathered to be orthogonalised. Gathering every matrix on every rank would send n times the
+bytes and compute everything n times. Here the matrices of one shape are distributed (:func:`deal`): one all-to-all brings each rank
+some of them in full, another returns the results (:func:`collect`); on a mesh with several dimensions one after the other along
 each that shards rows or columns. Dimensions that replicate a tensor, or shard a stack of matrices (experts), exchange nothing.
+Keys of ``new_state`` are in checkpoints and stay.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 from arclight.optim.stochastic_rounding import DTYPES, Owned, store
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_AT_ONCE = 2**27
-"""Elements orthogonalised at once: the iteration needs several times their memory."""
+_CHUNK = 2**27
+"""Elements orthogonalised in one call: the iteration needs several times their memory."""
 _RMS = 0.2
-"""Root mean square of an update of AdamW, which ``scale="rms"`` gives Muon's (Liu et al. 2025)."""
+"""Root mean square of AdamW's updates, which ``scale="rms"`` matches (Liu et al. 2025)."""
 
 
 def newton_schulz(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """For each of ``matrices`` (..., R, C) = U S V^T about U V^T: singular values between 0.7 and 1.2 after 5 steps.
+    """Approximate U V^T of each of ``matrices`` (..., R, C) = U S V^T: singular values between 0.7 and 1.2 after 5 steps.
 
     Jordan's quintic iteration, in the precision of ``matrices``: X <- aX + (bA + cA^2)X with A = XX^T.
     """
@@ -46,10 +47,10 @@ def newton_schulz(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class MuonRule:
-    """Parameters (R, C), or stacks of experts (E, R, C) whose matrices are orthogonalised one by one.
+    """Update matrices (R, C), or stacks of them (experts; E, R, C), by orthogonalised momentum.
 
-    Whole matrices are dealt out over the processes that share them (see :mod:`arclight.optim.muon`), so each is
-    orthogonalised once, where one process would orthogonalise it alike.
+    Full matrices are distributed over the processes that share them (see :mod:`arclight.optim.muon`), so that each is orthogonalised
+    once, as a single process would.
     """
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ class MuonRule:
 def _update(
     own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], skip: torch.Tensor | None, first: int
 ) -> int:
-    """Update parameters whose matrices have one shape and are shared in one way; how many matrices those are."""
+    """Update parameters of one shape and placement; return the number of their matrices."""
     rows, columns = own[0][1].shape[-2:]
     pushed = [_momentum(parameter, state, group, skip) for _, parameter, state in own]
     precision = DTYPES.get(group["precision"], pushed[0].dtype) if pushed[0].dtype != torch.float64 else torch.float64
@@ -93,7 +94,7 @@ def _update(
     count = sum(len(part) for part in pushed)
     updates = collect(done, hops, count, first).to(pushed[0].dtype)
     if group["beta2"] is not None:
-        updates = _even_rows(updates, own, hops, group, skip)
+        updates = _normalise_rows(updates, own, hops, group, skip)
         factor = 1.0 if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
     else:
         factor = _RMS * math.sqrt(max(rows, columns)) if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
@@ -108,7 +109,7 @@ def _update(
 def _momentum(
     parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
+    """Update the momentum and return the direction to orthogonalise, as matrices (E, r, c) in at least float32."""
     assert parameter.grad is not None
     gradient, velocity = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -120,21 +121,21 @@ def _momentum(
 
 
 def _as_stack(tensor: torch.Tensor) -> torch.Tensor:
-    """(E, r, c), with E = 1 for one matrix; a shard may have no elements."""
+    """Reshape to (E, r, c), with E = 1 for one matrix; a shard may have no elements."""
     return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
 def _orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     if matrices.numel() == 0:
         return matrices
-    at_once = max(1, _AT_ONCE // matrices[0].numel())
-    return torch.cat([newton_schulz(some, steps) for some in matrices.split(at_once)])
+    count = max(1, _CHUNK // matrices[0].numel())
+    return torch.cat([newton_schulz(chunk, steps) for chunk in matrices.split(count)])
 
 
-def _even_rows(
+def _normalise_rows(
     updates: torch.Tensor, own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
-    """NorMuon: each neuron's update over the root of its running mean square; then the matrix's norm is set again.
+    """Divide each row by the root of its running mean square (NorMuon), then restore the matrix's norm.
 
     ``scale="spectral"`` keeps the norm that the matrix had, ``"rms"`` gives its elements the root mean square of AdamW's.
     """
@@ -150,12 +151,12 @@ def _even_rows(
     norms = torch.stack([squares.sum(-2), (squares * factors.square()).sum(-2)])
     before, after = summed(norms, hops, -2).sqrt()
     target = before if group["scale"] == "spectral" else torch.full_like(before, _RMS * math.sqrt(rows * columns))
-    even: torch.Tensor = updates * (factors * (target / (after + 1e-10)).unsqueeze(-1))
-    return even
+    normalised: torch.Tensor = updates * (factors * (target / (after + 1e-10)).unsqueeze(-1))
+    return normalised
 
 
 def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros (..., R, 1), sharded as the rows of ``parameter`` are."""
+    """Return zeros (..., R, 1), sharded like the rows of ``parameter``."""
     part = local_tensor(parameter)
     zeros = torch.zeros(*part.shape[:-1], 1, dtype=dtype, device=part.device)
     if not is_dtensor(parameter):
@@ -167,13 +168,13 @@ def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shape = torch.Size((*parameter.shape[:-1], 1))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    spread: torch.Tensor = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return spread
+    sharded: torch.Tensor = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sharded
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One mesh dimension along which matrices are shared: the processes there, and who has how much of which axis."""
+    """A mesh dimension that shards rows or columns of matrices: its processes, and the size that each has of the axis."""
 
     group: Any
     axis: int
@@ -183,7 +184,7 @@ class Hop:
 
 
 def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
-    """Return the mesh dimensions that share out the matrices of ``tensor`` (..., rows, columns), in the order of sharing.
+    """Return the mesh dimensions that shard the matrices of ``tensor`` (..., rows, columns), in the order of sharding.
 
     Raises NotImplementedError for placements other than shards and replicas.
     """
@@ -195,10 +196,12 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
     known = all(isinstance(placement, (Replicate, Shard, _StridedShard)) for placement in placements)
     strided = [n for n, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
     if not known or len(strided) > 1:
-        raise NotImplementedError(f"Muon cannot gather a matrix with placements {placements}: gather it by hand")
+        raise NotImplementedError(
+            f"Muon cannot gather a matrix with placements {placements}: shard or replicate it, or give it another optimizer"
+        )
     lengths, found = list(tensor.shape), []
     plain = [n for n in range(len(placements)) if n not in strided]
-    for number in (*plain, *strided):  # a strided shard is a shard of what the dimensions behind it left
+    for number in (*plain, *strided):  # a strided shard divides what later mesh dimensions have left
         placement, size = placements[number], mesh.size(number)
         if isinstance(placement, Replicate) or size == 1:
             continue
@@ -210,16 +213,16 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
     return tuple(found)
 
 
-def _dealt(count: int, hop: Hop, first: int) -> list[int]:
-    """Count the matrices that each rank gets; those left over go to the ranks from ``first`` on."""
+def _counts(count: int, hop: Hop, first: int) -> list[int]:
+    """Return how many matrices each rank gets; the remainder goes to the ranks from ``first`` on."""
     size = len(hop.sizes)
     return [count // size + ((rank - first) % size < count % size) for rank in range(size)]
 
 
 def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch.Tensor:
-    """Exchange this rank's part of all ``matrices`` (M, r, c) for some full ones (M', R, C). A collective."""
+    """Exchange this rank's shard of all ``matrices`` (M, r, c) for some full ones (M', R, C). A collective."""
     for hop in reversed(hops):
-        counts = _dealt(len(matrices), hop, first)
+        counts = _counts(len(matrices), hop, first)
         mine, (_, rows, columns) = counts[hop.rank], matrices.shape
         shapes = [(mine, size, columns) if hop.axis == -2 else (mine, rows, size) for size in hop.sizes]
         lengths = [a * b * c for a, b, c in shapes]
@@ -231,12 +234,12 @@ def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch
 
 def collect(matrices: torch.Tensor, hops: tuple[Hop, ...], count: int, first: int = 0) -> torch.Tensor:
     """Invert :func:`deal` of ``count`` matrices. A collective."""
-    totals = []  # before each of the hops of deal, which went from the last to the first
+    totals = []  # number of matrices before each exchange of deal, which went from the last to the first
     for hop in reversed(hops):
         totals.append(count)
-        count = _dealt(count, hop, first)[hop.rank]
+        count = _counts(count, hop, first)[hop.rank]
     for hop, total in zip(hops, reversed(totals), strict=True):
-        shares = _dealt(total, hop, first)
+        shares = _counts(total, hop, first)
         parts = matrices.split(list(hop.sizes), dim=hop.axis)
         rows, columns = parts[hop.rank].shape[1:]
         sent = torch.cat([part.reshape(-1) for part in parts])
@@ -246,7 +249,7 @@ def collect(matrices: torch.Tensor, hops: tuple[Hop, ...], count: int, first: in
 
 
 def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
-    """Flat pieces of ``sent`` elements to each process of ``group``; what came from each, ``received`` elements."""
+    """Send ``sent[i]`` elements to process i of ``group``, and return those received, ``received[i]`` from each."""
     import torch.distributed as dist
 
     result = tensor.new_empty(sum(received))
@@ -255,7 +258,7 @@ def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], grou
 
 
 def summed(tensor: torch.Tensor, hops: tuple[Hop, ...], axis: int) -> torch.Tensor:
-    """Sum ``tensor`` in place over the processes that share ``axis``. A collective where there are any."""
+    """Sum ``tensor`` in place over the processes that shard ``axis``. A collective if there are any."""
     import torch.distributed as dist
 
     for hop in hops:

@@ -1,10 +1,11 @@
 """Define learning-rate schedules as pure functions of the step, factors of the peak rate, and the scheduler that applies them.
 
-``FactorSchedule`` is what the fit loop steps; its state is in checkpoints, and a LambdaLR's state loads into it.
+`schedule_settings` builds a `FactorSchedule` of one of these functions; the fit loop steps it. Its state is in checkpoints, and a LambdaLR's
+state loads into it: keys and meaning of `state_dict` stay.
 
-The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
-step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
-Tokens, or ticks of a clock, may take the place of steps.
+The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step after the last, so that the last
+step still learns if ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
+Tokens, or ticks of a clock, may be counted instead of steps.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda share: math.sqrt(1 - share),
     "1-sqrt": lambda share: 1 - math.sqrt(share),
 }
-"""What is left of the rate (1 to 0) at a share of the decay. ``1-sqrt``: Hägele et al. 2024, section 4."""
+"""Factor (1 to 0) at a share (0 to 1) of the decay. ``1-sqrt``: Hägele et al. 2024, section 4."""
 
 
 def phase(length: float, total_steps: int) -> int:
-    """Steps of a phase that is given as a number of steps or as a share. Raises ValueError for neither."""
+    """Convert a phase's length, a number of steps or a share of them, to steps. Raises ValueError for lengths out of range."""
     if isinstance(length, int):
         steps = length
     elif 0 <= length <= 1:
         steps = int(length * total_steps)
     else:
         raise ValueError(
-            f"{length} is no share of the steps, which lies in [0, 1]; for a number of steps write an integer"
+            f"{length} is no share of the steps: give a float in [0, 1], or an integer for a number of steps"
         )
     if not 0 <= steps <= max(0, total_steps):
-        raise ValueError(f"a phase of {steps} steps does not fit into a run of {total_steps}")
+        raise ValueError(f"a phase of {steps} steps does not fit into a run of {total_steps} steps: shorten it")
     return steps
 
 
 def _warmed_up(step: int, warmup_steps: int) -> float:
-    """Linear factor of the warm-up; its first step already moves."""
+    """Compute the linear warm-up's factor, which is above 0 in the first step."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
 def _decayed(step: int, start: int, end: int, shape: str, final: float) -> float:
-    """1 up to ``start``, ``final`` from ``end`` on."""
+    """Compute a decay's factor: 1 up to ``start``, ``final`` from ``end`` on."""
     share = min(1.0, max(0, step - start) / max(1, end - start))
     return final + (1 - final) * DECAYS[shape](share)
 
 
 def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float:
-    """Linear warm-up, then half a cosine from 1 to ``final``."""
+    """Warm up linearly, then follow half a cosine from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
@@ -65,7 +66,7 @@ def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float
 
 
 def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float:
-    """Linear warm-up, then a straight line from 1 to ``final``."""
+    """Warm up linearly, then decay linearly from 1 to ``final``."""
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
@@ -73,7 +74,7 @@ def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float
 
 
 def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
-    """Warm-up, stable, then a decay of one of the :data:`DECAYS` over the last ``decay`` steps (Hu et al. 2024, MiniCPM)."""
+    """Warm up, stay at 1, then decay by one of :data:`DECAYS` over the last ``decay`` steps (WSD; Hu et al. 2024, MiniCPM)."""
     warmup_steps, decay_steps = phase(warmup, total_steps), max(1, phase(decay, total_steps))
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
@@ -81,9 +82,9 @@ def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: floa
 
 
 def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
-    """Linear warm-up, then ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
+    """Warm up linearly, then decay as ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
 
-    ``timescale`` t is in steps, by default the warm-up's (and the step at which it starts to fall).
+    ``timescale`` t is in steps, by default those of the warm-up and one more.
     """
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -93,12 +94,12 @@ def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int =
 
 
 def constant(step: int, *, total_steps: int, warmup: float) -> float:
-    """Linear warm-up, then 1."""
+    """Warm up linearly, then stay at 1."""
     return _warmed_up(step, phase(warmup, total_steps))
 
 
 def rewarmed(step: int, *, since: int, steps: int) -> float:
-    """Return a second factor: linear from the resume at step ``since``, 1 after ``steps``."""
+    """Return the factor of a second warm-up: linear from the resume at step ``since``, 1 after ``steps``."""
     return 1.0 if step < since else _warmed_up(step - since, steps)
 
 
@@ -107,14 +108,13 @@ Unit = Literal["steps", "tokens", "seconds"]
 
 
 class FactorSchedule(LambdaLR):
-    """Multiplies each group's peak rate by ``factor(step)``; where asked, warms up again over ``rewarm`` steps after a resume.
+    """Multiply each group's peak rate by ``factor(step)``; with ``rewarm`` warm up again over so many steps after a resume.
 
-    With ``unit`` "tokens" the factor is that of the tokens that `advance` was told of; with "seconds" that of the ticks since
-    `start_clock` (without it, since the first step), without the time between a checkpoint and its resume. All ranks go by the clock of
-    rank 0.
+    With ``unit`` "tokens" ``factor`` takes the tokens counted by `advance`; with "seconds" the ticks since `start_clock` (or since the first
+    step), without the time between a checkpoint and its resume. All ranks use the clock of rank 0.
 
-    A checkpoint's peak rates are those in the optimizer's groups (``initial_lr``), which find their groups by the names of
-    parameters; the list that torch's class saves is by position. So restore the optimizer first.
+    Peak rates are restored from the optimizer's groups (``initial_lr``), which are matched by names of parameters; torch's class saves
+    them by position. So restore the optimizer first.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class FactorSchedule(LambdaLR):
         super().__init__(optimizer, self._factor_at)
 
     def advance(self, tokens: int) -> None:
-        """Count ``tokens`` that all ranks together read for the update at hand."""
+        """Add the ``tokens`` of all ranks in the current update."""
         self.position += tokens
 
     def start_clock(self) -> None:
-        """Count the time from now on, where the schedule runs over time."""
+        """Start the clock of a schedule over seconds."""
         if self.unit == "seconds":
             self._clock = time.monotonic()
 
@@ -142,7 +142,7 @@ class FactorSchedule(LambdaLR):
             now = time.monotonic()
             since = now if self._clock is None else self._clock
             passed = round((now - since) * TICKS_PER_SECOND)
-            self._clock = since + passed / TICKS_PER_SECOND  # what is less than a tick counts with the next step
+            self._clock = since + passed / TICKS_PER_SECOND  # the rest of a tick counts with the next step
             ticks = [self.position + passed]
             if dist.is_available() and dist.is_initialized():
                 dist.broadcast_object_list(ticks)
@@ -158,12 +158,12 @@ class FactorSchedule(LambdaLR):
         return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at, **place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the step; torch's own state of a LambdaLR will do. Raises ValueError for one that counted something else."""
+        """Restore the position, also from torch's state of a LambdaLR. Raises ValueError for a state with another unit."""
         saved = state_dict.get("unit", "steps")
         if self.unit not in ("steps", saved):
             raise ValueError(
                 f"the saved schedule ran over {saved} and is resumed over {self.unit}, of which it has no count: resume with "
-                f"{saved}, or load the weights alone"
+                f"{saved}, or load only the weights"
             )
         self.position = state_dict.get("position", 0)
         self._clock = None
@@ -174,7 +174,7 @@ class FactorSchedule(LambdaLR):
         self.lr_lambdas = [self._factor_at] * len(groups)
         if self.rewarm:
             self.resumed_at = self.last_epoch
-        for group in groups:  # the next step's rate by this schedule, which may be longer than the one that was saved
+        for group in groups:  # this schedule's rate for the next step; it may have another length than the saved one
             group["lr"] = group["initial_lr"] * self._factor_at(self.last_epoch)
         self._last_lr = [group["lr"] for group in groups]
 

@@ -1,6 +1,7 @@
-"""Settings of optimizers, and the parameter groups that they make (no torch here: a recipe is read without it).
+"""Define the settings of optimizers and build parameter groups from them; no torch here, since recipes are read without it.
 
-A rule updates the parameters that its pattern finds; matrices decay, biases and normalization do not.
+A recipe's table ``[task.optimizer]`` is one of these classes; the task calls ``build`` on it. Field names are public, and their docstrings
+are texts of ``arclight train --help``. Weight matrices decay, biases and normalisation do not.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Named = Iterable[tuple[str, "torch.nn.Parameter"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Factors of one parameter's options, as a parametrisation (muP) wants them for Adam, and for SGD."""
+    """Factors by which a parametrisation (muP) multiplies the options of one parameter."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
     eps: float = 1.0
     width: float = 1.0
-    """What ``lr`` was divided by for the width; rules whose updates have a spectral norm of their own put it back."""
+    """Divisor of ``lr`` due to the width, which is already in ``lr``; rules with updates of fixed spectral norm undo it."""
     sgd_lr: float = 1.0
-    """In place of ``lr`` for rules whose updates are as large as gradients; they decay by ``weight_decay / sgd_lr``."""
+    """Replaces ``lr`` for rules whose updates are proportional to gradients (SGD); their decay is ``weight_decay / sgd_lr``."""
 
 
 ScaleOf = Callable[[str, "torch.nn.Parameter"], Scale]
@@ -59,12 +60,11 @@ class _Rule(Checked):
     def build(
         self, parameters: Named, all_names: Iterable[str] = (), scale_of: ScaleOf | None = None
     ) -> MixedOptimizer:
-        """Return the optimizer of the trainable ones among ``parameters``, given with their names.
+        """Return the optimizer of the trainable ``parameters``, given as (name, parameter).
 
-        ``all_names``: those of the whole model where ``parameters`` are a part of it (a pipeline stage). ``scale_of``: factors of
-        each parameter's options; None for none.
+        ``all_names``: names of the whole model, if ``parameters`` are those of a pipeline stage. ``scale_of``: factors of each
+        parameter's options; None for none.
         """
-
         if self.pattern:
             raise ValueError(f"pattern={self.pattern!r} is for the groups of kind 'mixed', not for the only optimizer")
         return build_optimizer(self, (), parameters, all_names, scale_of)
@@ -74,12 +74,12 @@ class _Rule(Checked):
         raise NotImplementedError
 
     def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
-        """Return the options that ``scale`` changes, of parameters that decay by ``weight_decay``."""
+        """Return the options that ``scale`` changes, for parameters with ``weight_decay``."""
         options = self.options()
-        made = {"lr": options["lr"] * scale.lr, "weight_decay": weight_decay * scale.weight_decay}
-        if options.get("decay_scale") == "lr/peak":  # which the rate is not a factor of
-            made["weight_decay"] *= scale.lr
-        return made | ({"eps": options["eps"] * scale.eps} if "eps" in options else {})
+        scaled = {"lr": options["lr"] * scale.lr, "weight_decay": weight_decay * scale.weight_decay}
+        if options.get("decay_scale") == "lr/peak":  # the decay is not multiplied by the rate
+            scaled["weight_decay"] *= scale.lr
+        return scaled | ({"eps": options["eps"] * scale.eps} if "eps" in options else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +200,12 @@ class Muon(_Rule):
         }  # fmt: skip
 
     def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
-        """Leave out the width's factor of the rate: an orthogonal update has the same spectral norm at any width.
+        """Undo the rate's factor for the width: an orthogonal update has the same spectral norm at any width.
 
-        With the ``rms`` of AdamW's updates that norm grows with the root of the width.
+        With ``scale="rms"`` that norm grows with the square root of the width.
         """
-        back = scale.width if self.scale == "spectral" else scale.width**0.5
-        return super().scaled(replace(scale, lr=scale.lr * back, weight_decay=scale.weight_decay / back), weight_decay)
+        undo = scale.width if self.scale == "spectral" else scale.width**0.5
+        return super().scaled(replace(scale, lr=scale.lr * undo, weight_decay=scale.weight_decay / undo), weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +231,11 @@ class Mixed:
     def __post_init__(self) -> None:
         if self.default.pattern:
             raise ValueError(
-                f"the default takes what no group matches and has no pattern, got {self.default.pattern!r}"
+                f"the default is for parameters that no group matches, so it takes no pattern, got {self.default.pattern!r}"
             )
         for number, group in enumerate(self.groups):
             if not group.pattern:
-                raise ValueError(f"groups[{number}] needs a pattern: which parameters are its?")
+                raise ValueError(f"groups[{number}] needs a pattern, which selects its parameters by name")
 
     def build(
         self, parameters: Named, all_names: Iterable[str] = (), scale_of: ScaleOf | None = None
@@ -249,12 +249,12 @@ Pair = tuple[str, "torch.nn.Parameter"]
 
 
 def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: those of two or more dimensions decay, biases and normalisation do not."""
+    """Return two groups of the trainable parameters: those of two or more dimensions decay, biases and normalisation do not."""
     check("weight_decay", weight_decay, NonNegativeFloat)
-    kept = _by_decay([(name, p) for name, p in parameters if p.requires_grad], weight_decay)
-    if not kept:
+    groups = _by_decay([(name, p) for name, p in parameters if p.requires_grad], weight_decay)
+    if not groups:
         raise ValueError("no parameter requires gradients; is everything frozen?")
-    return kept
+    return groups
 
 
 def _by_decay(trainable: list[Pair], weight_decay: float) -> list[dict[str, Any]]:
@@ -267,9 +267,9 @@ def build_optimizer(
     default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = (),
     scale_of: ScaleOf | None = None,
 ) -> MixedOptimizer:  # fmt: skip
-    """Return an optimizer of the trainable ``parameters``, each in the first of ``rules`` whose pattern is found in its name.
+    """Return an optimizer of the trainable ``parameters``, each by the first of ``rules`` whose pattern its name contains, or ``default``.
 
-    Raises ValueError where nothing is trainable, and for a pattern that has no parameter among these and ``all_names``.
+    Raises ValueError if nothing is trainable, and for a pattern without a parameter among these and ``all_names``.
     """
     from arclight.optim.optimizer import MixedOptimizer
 
@@ -285,7 +285,7 @@ def build_optimizer(
 
 
 def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[str] = ()) -> list[int]:
-    """For each name the number of the first pattern that is found in it, ``len(patterns)`` for none."""
+    """Return for each name the index of the first pattern that it contains, ``len(patterns)`` for none."""
     everything = list(dict.fromkeys((*names, *all_names)))
     homes = {
         name: next((n for n, pattern in enumerate(patterns) if re.search(pattern, name)), len(patterns))
@@ -305,7 +305,7 @@ def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[st
 
 
 def _groups_of(rule: _Rule, own: list[Pair], scale_of: ScaleOf | None) -> list[dict[str, Any]]:
-    """Parameter groups with the options of ``rule``, split by what decays and by the factors of their options."""
+    """Return parameter groups with the options of ``rule``, split by weight decay and by `Scale`."""
     if isinstance(rule, Muon):
         hidden = {name for name, p in own if _is_hidden(rule, name, p)}
         rest = _groups_of(rule.others, [pair for pair in own if pair[0] not in hidden], scale_of)
@@ -317,7 +317,7 @@ def _groups_of(rule: _Rule, own: list[Pair], scale_of: ScaleOf | None) -> list[d
 
 
 def _scaled(rule: _Rule, group: dict[str, Any], scale_of: ScaleOf | None) -> list[dict[str, Any]]:
-    """Split a group into one for each of its parameters' scales."""
+    """Split a group into one for each `Scale` of its parameters."""
     if scale_of is None:
         return [rule.options() | group]
     members: dict[Scale, list[Pair]] = {}
@@ -330,7 +330,7 @@ def _scaled(rule: _Rule, group: dict[str, Any], scale_of: ScaleOf | None) -> lis
 
 
 def _is_hidden(rule: Muon, name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether a parameter is a hidden matrix or a stack of them; its name has to tell that from other uses of its shape."""
+    """Return True for a hidden matrix or a stack of them; embeddings and outputs of the same shape are excluded by name."""
     if re.search(rule.not_hidden, name):
         return False
     return parameter.ndim == 2 or (parameter.ndim == 3 and re.search(rule.stacks, name) is not None)

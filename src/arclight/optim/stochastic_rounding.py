@@ -1,4 +1,8 @@
-"""Round to bfloat16 at random, alike on every mesh; align gradients with their parameters in memory."""
+"""Round float32 to bfloat16 stochastically, with the same bits on every mesh; align gradients with parameters in memory.
+
+The update rules (`elementwise_rules`, `adopt`, `muon`) call this. Random numbers depend on seed, name, step and element index only, and are
+part of exact resuming: `draws` and `round_stochastically` must not change between versions.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import torch
 from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 
 Owned = tuple[str, torch.Tensor, dict[str, torch.Tensor]]
-"""Name, parameter and state."""
+"""Name, parameter and optimizer state."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
-    """Return each parameter's gradient on this process, in the memory layout of the parameter: fused steps walk flat memory."""
+    """Return this process's gradients in the memory layout of their parameters, which fused steps require."""
     return [
         _like(local_tensor(parameter), local_tensor(parameter.grad))
         for _, parameter, _ in own
@@ -30,12 +34,12 @@ def _like(part: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """Store ``value`` into ``target``, in its precision; nothing where the device finds ``skip`` to be true."""
+    """Store ``value`` into ``target``, cast to its dtype, unless ``skip`` (a tensor on the device) is true."""
     target.copy_(value if skip is None else torch.where(skip, target, value))
 
 
 def draws(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a random number below 2^32 (int64) for each element of this process's part, from its place in the whole tensor alone."""
+    """Return a pseudo-random number below 2^32 (int64) for each element of this process's shard, a hash of its index in the full tensor."""
     part = local_tensor(tensor)
     offsets: tuple[int, ...] = (0,) * part.ndim
     if is_dtensor(tensor):
@@ -60,17 +64,16 @@ def _hash(number: torch.Tensor) -> torch.Tensor:
     return number ^ (number >> 16)
 
 
-def rounded_at_random(
+def round_stochastically(
     value: torch.Tensor, draw: torch.Tensor, step: torch.Tensor, seed: int, name: str
 ) -> torch.Tensor:
     """Return ``value`` (float32) in bfloat16, rounded up or down with probabilities that keep its mean.
 
-    Which way depends on ``seed``, ``name``, the ``step`` (0-dim) and the element's number among the :func:`draws` of its tensor,
-    and on nothing else: it is the same on every mesh.
+    The direction depends only on ``seed``, ``name``, ``step`` (0-dim) and the element's number in ``draw`` (see :func:`draws`), so it is
+    the same on every mesh.
     """
     key = _hash(step.to(torch.int64) + zlib.crc32(f"{seed}/{name}".encode()))
     noise = (_hash(draw + key) & 0xFFFF).to(torch.int32)
-    bits = (
-        value.contiguous().view(torch.int32) + noise
-    ) & -0x10000  # the lower half of a float32 is what bfloat16 drops
+    # bfloat16 drops the lower half of a float32
+    bits = (value.contiguous().view(torch.int32) + noise) & -0x10000
     return bits.view(torch.float32).to(torch.bfloat16)

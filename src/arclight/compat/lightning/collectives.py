@@ -1,6 +1,6 @@
-"""Lightning Fabric's collectives: objects that own a process group and its operations.
+"""Define Lightning Fabric's collectives: objects that own a process group and its operations.
 
-A loop has no need of it: a Fabric and a strategy have the common ones. It is for groups of one's own.
+Only for user code that imports them; our loops use the collectives of a Fabric or strategy. Names and arguments are Lightning's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Self = TypeVar("Self", bound="Collective")
 
 
 class Collective(ABC):
-    """Operations among the processes of one group. Tensors are changed in place and come back.
+    """Collective operations of one process group; tensors are changed in place and returned.
 
     ``setup()`` joins all processes, ``create_group(ranks=...)`` makes a group of some of them, ``teardown()`` leaves it.
     """
@@ -39,7 +39,7 @@ class Collective(ABC):
 
     @property
     def group(self) -> Any:
-        """The group that this object owns. Raises RuntimeError where it owns none."""
+        """Return the group that this object owns. Raises RuntimeError without one."""
         if self._group is None:
             raise RuntimeError(f"`{type(self).__name__}` does not own a group: call create_group() first")
         return self._group

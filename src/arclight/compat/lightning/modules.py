@@ -1,8 +1,8 @@
 """Create Lightning's import paths as modules at import time, from the table in `names`.
 
-A module holds no copies: a name is looked up in the room that defines it at every use. What is set in one of these modules
-(by ``unittest.mock.patch``, say) is set there alone, as in any module: to replace what a room uses, patch the room. A module
-without modules below it stands for ours that its names come from: what else is in those can be read too.
+``arclight.compat.lightning`` calls `install` on import. A module holds no copies: every use looks a name up in the room that defines it.
+Setting a name in one of these modules (``unittest.mock.patch``) changes that module only: to replace what a room uses, patch the room. A
+module without submodules also gives access to the other names of our modules that it maps to.
 
 Type checkers read the stubs beside this file, which ``tests/compat/write_stubs.py`` writes from the same table.
 """
@@ -36,12 +36,12 @@ def origins(path: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Return True if the table has this module, or one below it."""
+    """Return True if the table has this module or one below it."""
     return path in NAMES or path in REFUSED or bool(children(path))
 
 
 class NamesModule(ModuleType):
-    """A module whose names live elsewhere."""
+    """A module whose names are defined in other modules."""
 
     @property
     def _path(self) -> str:
@@ -70,9 +70,9 @@ class NamesModule(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{hint}")
 
     def _places(self, name: str) -> list[tuple[ModuleType, str]]:
-        """List where ``name`` may live: our modules, and its name there."""
+        """List where ``name`` may be defined: our modules, and its name there."""
         if name.startswith("__") and name != "__version__":
-            return []  # a module's own affairs
+            return []  # attributes of the module itself, such as __path__
         origin, _, own = NAMES.get(self._path, {}).get(name, "").partition(":")
         if origin:
             return [(importlib.import_module(origin), own)]
@@ -85,7 +85,7 @@ class _NamesLoader(Loader):
         return NamesModule(spec.name, f"Names of ``lightning{spec.name[len(ROOT) :]}`` over our rooms.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs: names are looked up when they are used."""
+        """Execute nothing: names are looked up when they are used."""
 
 
 class _NamesFinder(MetaPathFinder):
@@ -99,6 +99,6 @@ class _NamesFinder(MetaPathFinder):
 
 
 def install(package: str) -> None:
-    """Let ``package``, the room itself, and every module of the table below it be imported."""
+    """Make ``package`` a `NamesModule`, and every module of the table importable below it."""
     sys.modules[package].__class__ = NamesModule
-    sys.meta_path.insert(0, _NamesFinder())  # before folders are looked at: those of the stubs hold no modules
+    sys.meta_path.insert(0, _NamesFinder())  # before the finder of folders, which would find those of the stubs

@@ -1,4 +1,4 @@
-"""Lightning's distributed samplers, for user code that imports them; our Trainer uses neither."""
+"""Define Lightning's distributed samplers, for user code that imports them; our Trainer does not use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[int]):
 
 
 class _Indices(Dataset[int]):
-    """Present a sampler's indices as a data set: drawn when first needed, again after :meth:`reset`."""
+    """A sampler's indices as a data set, drawn at first use and again after :meth:`reset`."""
 
     def __init__(self, sampler: Sampler[Any] | BatchSampler) -> None:
         if not isinstance(sampler, Sized):
@@ -74,7 +74,7 @@ class DistributedSamplerWrapper(DistributedSampler[int]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """The same without repeating any."""
+    """Divide any sampler of known length among ranks without padding: the first ranks may have one index more."""
 
     def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_Indices(sampler), *args, **kwargs)

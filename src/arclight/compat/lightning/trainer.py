@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Hold Lightning's four counts of batches or steps; our trainer counts completions only."""
+    """Lightning's four counts of batches or steps; our trainer counts completed ones only."""
 
     ready: int
     started: int
@@ -33,7 +33,7 @@ class Counts:
 
 @dataclass
 class CountView:
-    """Hold counts of the running epoch or run, and of all."""
+    """Counts of the current epoch or run, and of all."""
 
     current: Counts
     total: Counts
@@ -44,18 +44,18 @@ def _counts(done: int, under_way: int = 0) -> Counts:
 
 
 class StageLoop:
-    """``trainer.validate_loop`` and its like."""
+    """View of an evaluation as ``trainer.validate_loop`` or ``trainer.test_loop``."""
 
     def __init__(self, trainer: Trainer, stage: str) -> None:
         self.trainer, self.stage = trainer, stage
 
     def setup_data(self) -> None:
-        """Ask for the stage's loaders, if that has not been done."""
+        """Create the stage's loaders, if that has not been done."""
         self.trainer.data.load(self.stage)
 
     @property
     def batch_progress(self) -> CountView:
-        """Batches of the newest run of this stage, and of all of this trainer."""
+        """Return the counts of this stage's newest run, and of all its runs."""
         trainer = self.trainer
         return CountView(_counts(trainer.run_state.eval_batch), _counts(trainer.run_state.evaluated[self.stage]))
 
@@ -65,7 +65,7 @@ class StageLoop:
 
 
 class PredictLoop(StageLoop):
-    """``trainer.predict_loop``: what a prediction keeps, too."""
+    """View of a prediction as ``trainer.predict_loop``, with its settings and results."""
 
     def __init__(self, trainer: Trainer, kept: Predictions) -> None:
         super().__init__(trainer, "predict")
@@ -76,7 +76,7 @@ class PredictLoop(StageLoop):
 
 
 class EpochLoop:
-    """``trainer.fit_loop.epoch_loop``."""
+    """View of a fit as ``trainer.fit_loop.epoch_loop``."""
 
     restarting = False
 
@@ -105,13 +105,13 @@ class EpochLoop:
 
     @property
     def batch_idx(self) -> int:
-        """Index of the batch under way, else of the newest one, in its epoch; -1 before the first."""
+        """Return the index in its epoch of the current batch, between batches of the newest; -1 before the first."""
         index = self.trainer.run_state.training_values.batch.index
         return index if index >= 0 else self.trainer.progress.batch - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the batch under way, else of the newest one, of all; -1 before the first."""
+        """Return the index among all batches of the current batch, between batches of the newest; -1 before the first."""
         return self.trainer.progress.batches - (not self._under_way)
 
     @property
@@ -126,7 +126,7 @@ class EpochLoop:
 
 
 class FitLoop:
-    """``trainer.fit_loop``."""
+    """View of a fit as ``trainer.fit_loop``."""
 
     restarting = False
 
@@ -134,7 +134,7 @@ class FitLoop:
         self.trainer, self.epoch_loop = trainer, EpochLoop(trainer)
 
     def setup_data(self) -> None:
-        """Ask for the training loaders, if that has not been done."""
+        """Create the training loaders, if that has not been done."""
         self.trainer.data.load("train")
 
     @property
@@ -215,7 +215,7 @@ LIGHTNING = TrainerBehavior(
     drop_unpicklable_hparams=True,
     zero_based_rows=True,
 )
-"""Where Lightning's habits differ from ours."""
+"""Lightning's behaviour where it differs from ours."""
 
 
 class Trainer(_Trainer):
@@ -223,7 +223,7 @@ class Trainer(_Trainer):
 
     behavior = LIGHTNING
 
-    if not TYPE_CHECKING:  # for type checkers, too, it takes what ours takes
+    if not TYPE_CHECKING:  # type checkers see the signature of ours
 
         @wraps(_Trainer.__init__)  # the signature that tools show
         def __init__(self, **arguments: Any) -> None:
@@ -231,7 +231,7 @@ class Trainer(_Trainer):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch under way; once a fit has left its last one, however far that was, the number of epochs begun."""
+        """Return the current epoch; after a fit the number of epochs that were started."""
         return self.progress.epoch + (self.state.fn == TrainerFn.FITTING and self.run_state.left_within_epoch)
 
     @property
@@ -252,7 +252,7 @@ class Trainer(_Trainer):
 
 
 def from_environment() -> dict[str, Any]:
-    """Arguments from variables such as ``PL_TRAINER_MAX_STEPS=7``; those in the program's text go before them."""
+    """Read arguments from variables such as ``PL_TRAINER_MAX_STEPS=7``; arguments in code take precedence."""
     found: dict[str, Any] = {}
     for name in inspect.signature(_Trainer.__init__).parameters:
         if (text := os.environ.get(f"PL_TRAINER_{name.upper()}")) is not None:
