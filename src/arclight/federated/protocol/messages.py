@@ -57,11 +57,11 @@ def read(text: str | bytes, *, stored: bool = False) -> Message:
         table = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
         kind, version = table.pop("kind"), table.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"not a message of this protocol: {error!r}") from error
+        raise ProtocolError(f"this is no message of the protocol: {error!r}") from error
     if version != VERSION and not (stored and version in _STORED):
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
     if not isinstance(kind, str) or kind not in Message.kinds:
-        raise ProtocolError(f"unknown kind of message {kind!r}; kinds are {', '.join(sorted(Message.kinds))}")
+        raise ProtocolError(f"there is no message {kind!r}; there are {', '.join(sorted(Message.kinds))}")
     try:
         return _adapter(kind).validate_json(json.dumps(table), strict=True)
     except ValidationError as error:
@@ -84,7 +84,7 @@ def _finite(text: str) -> float:
 
 def _whole(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) >= 1 << 63:
-        raise ValueError(f"{text[:30]} is no integer of 64 bits")
+        raise ValueError(f"{text[:30]} is larger than the whole numbers of the protocol, which have 64 bits")
     return value
 
 
