@@ -69,7 +69,7 @@ class ValidUpdate:
     norm: float
     """L2 norm of its change of ``model/`` weights, in float64."""
     largest: dict[str, float | None]
-    """By key, for `aggregation.scale.plan`."""
+    """By key, for `arclight.federated.aggregation.fixed_point.plan`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,10 +144,6 @@ def arguments_of(example: Any) -> Arguments:
     )
 
 
-Function = str | Callable[..., Any] | None
-"""What of a model is called: see `turns.bound`."""
-
-
 def samples_of(example: Any) -> int:
     """Count the samples of an example: the first dimension of its first tensor."""
     return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)

@@ -80,7 +80,7 @@ class Engine:
         self, parts: dict[int, StageProgram], line: PipelineTopology, statement: Callable[[], PipelineFingerprint] | None = None,
         shared: dict[str, tuple[int, ...]] | None = None, expected: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
-        """statement, shared, expected: see `agreement.verify`. Raises PlanError for stages that are in a DistributedDataParallel."""
+        """statement, shared, expected: see `consistency_check.verify_fingerprints`. Raises PlanError for stages that are in a DistributedDataParallel."""
         self.parts, self.line = parts, line
         self._statement, self._shared, self._expected = statement, shared or {}, expected
         self._boundaries: LruCache[dict[int, Boundary]] = LruCache(SHAPES)

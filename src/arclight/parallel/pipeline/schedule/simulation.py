@@ -61,7 +61,7 @@ def simulate(
     the other between the same two processes in the same direction.
 
     Args:
-        schedule: a name or a file (see `orders.order_of`), or an order.
+        schedule: a name or a file (see `table.order_of`), or an order.
         costs: of each stage; schedules that take any number of stages on a process take as many as there are costs for.
         ranks: processes, for a name or a file.
         micro_batches: their number, for a name or a file.
