@@ -3,9 +3,9 @@
 The names that nearly every program uses are here; all others are in the rooms (``arclight.vision``, ...). Importing
 this package imports nothing else: each name is fetched when it is first used.
 
-``trainer`` trains a ``Module`` on batches of ``data`` with ``optim``, on what ``fabric`` makes of the machine, cut up by ``parallel``,
-saved by ``checkpoint``. ``vision`` and ``text`` are tasks, ``federated`` many sites; ``deploy`` makes programs, which ``serve`` serves.
-``cli`` is the command, ``recipe`` its files, ``compat`` the names of Lightning.
+``trainer`` trains a ``Module`` on batches of ``data`` with ``optim``, on the devices of ``fabric``, sharded by ``parallel``, saved by
+``checkpoint``. ``vision`` and ``text`` are tasks, ``federated`` trains at many sites; ``deploy`` makes programs, which ``serve`` serves.
+``cli`` is the command, ``recipe`` reads its files, ``compat`` has the names of Lightning.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """The ``arclight`` command: one verb for each thing a person does with a recipe, program, photo or run.
 
-Words come in through `command`, which calls a verb of `commands` (or of `federate` and `plan`); `arguments` reads recipes and flags by
-`schema`, `run_setup` makes a run of them, `user_module` and `user_run` one of a person's own classes. `comparing` and `tune` are verbs of
-several modules, as `federate` and `plan` are. For all verbs: `help` and `style` are what a terminal shows, `interruption` handles Ctrl-C,
+The command line comes in through `command`, which calls a verb of `commands` (or of `federate` and `plan`); `arguments` reads recipes and
+options by `schema`, `run_setup` makes a run of them, `user_module` and `user_run` one of a user's own classes. `comparing`, `tune`,
+`federate` and `plan` are verbs of several modules. For all verbs: `help` and `style` are what a terminal shows, `interruption` handles Ctrl-C,
 `runs` finds run folders and checkpoints, `run_record` writes beside a run what repeats it, `quantization` reads that recipe. Open
 `command` first.
 """

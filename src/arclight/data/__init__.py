@@ -3,7 +3,7 @@
 In: a user's DataLoader or token shards; out: batches from any position of any epoch. Open ``loader`` first; ``sampling`` assigns samples
 to batches and ranks, ``seeding`` isolates generators, ``fetching`` loads in workers, ``combined`` reads several loaders as one.
 ``permutation`` computes any element of a shuffled sequence. ``token_shards``, ``packing``, ``token_samples``, ``mixture`` and
-``computed_order`` are the way of a text corpus, ``remote`` that of one
+``computed_order`` read a text corpus on disk, ``remote`` one
 at an address; ``unigrams`` counts its tokens, ``ray_tasks`` spreads work over machines. ``sites`` splits data among federated clients.
 """
 

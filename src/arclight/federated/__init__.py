@@ -2,7 +2,7 @@
 
 A server samples clients, sends weights, folds what comes back in fixed point and steps (`Server`); a client trains with
 its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. `simulate`
-says beforehand how long rounds will take. Open `server.server` and `clients.client` first, what users make; then
+predicts how long rounds will take. Open `server.server` and `clients.client` first, what users make; then
 `coordination.coordinator`, which decides each round. What travels is chosen by `masks`, encoded by `codecs`, kept in `blobs`, carried by
 `transports` and protected by `privacy`; `aggregation` sums it, `strategies` step by the mean, and `simulation` predicts the time.
 """

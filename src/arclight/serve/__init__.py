@@ -1,8 +1,8 @@
-"""Programs behind HTTP: photos, tensors and texts in, answers, a page to look at them, and an operator's counters out.
+"""Serve programs over HTTP: photos, tensors and texts in; answers, a web page and metrics out.
 
-A program and an address come in through `server`; `models` loads programs, and replaces them by newer ones. A request passes `middleware`
-and `admission` (bounds, queue) and is answered in `app` by one of the `tasks`, a protocol each, within the limits of `settings`, and
-counted in `metrics`; `request_log` identifies it and writes a line about it. `draining` ends the server without failing requests.
+A program and an address come in through `server`; `models` loads programs, and reloads them when they are replaced. A request passes
+`middleware` and `admission` (limits, queue), and is answered in `app` by one of the `tasks`, each a protocol, within the limits of
+`settings`; `metrics` counts it, `request_log` identifies it and writes a line about it. `draining` ends the server without failing requests.
 `servable` checks Lightning's servable modules. Open `app` first.
 """
 

@@ -1,9 +1,9 @@
 """Build and train language models: families, tokenizers, corpora, pre-training, generation, evaluation.
 
 Text comes in through `data`; `families` are built from the parts in `model` (and in `vision_language`, beside `diffusion` for images);
-`language_model` trains them on `loss`, as `settings` say, watched by `callbacks`, and `heads` fine-tune them for labels and spans;
+`language_model` trains them on `loss`, as `settings` say, observed by `callbacks`; `heads` fine-tune them for labels and spans;
 `generation`, `multiple_choice` and `evaluation` use what was trained; `hf` exchanges weights with Hugging Face, `deployment` writes
-programs (`language_program`, `embedding_program`), `workload` tells the planner, and `site_vocabularies` checks those of a federation.
+programs (`language_program`, `embedding_program`), `workload` describes them to the planner, and `site_vocabularies` checks those of a federation.
 Open `language_model` first.
 """
 

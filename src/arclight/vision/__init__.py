@@ -1,7 +1,7 @@
-"""Images: detectors, segmenters and classifiers and their data, and the QRIS payment codes among the objects.
+"""Images: detectors, segmenters, classifiers and their data, and the payment code QRIS.
 
 Labelled photos come in through `data`, photos and videos to predict on through `inputs`; `models` are the networks, `tasks`
-what trains and deploys them, `results` what they find and how good that is. `inference` predicts in tiles, views and ensembles, `tracking`
+train and deploy them, `results` are predictions and their scores. `inference` predicts in tiles, views and ensembles, `tracking`
 follows objects through a video. `boxes`, `rotated` (with `prob_iou`) and `keypoints` are the geometry that these share; `qris`
 reads, writes and draws payment codes. Open `tasks.detection` first. A finished prediction is a ``Detections``, whatever produced it.
 """

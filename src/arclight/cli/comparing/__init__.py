@@ -1,5 +1,5 @@
-"""``arclight compare``: two programs, checkpoints or runs of one task side by side, and the exit status for who builds on it.
+"""``arclight compare``: two programs, checkpoints or runs of one task side by side, with an exit status for CI.
 
-`compare` reads the options; `candidates` opens what is named and finds what both are judged by; `detectors` adds intervals, images
+`compare` reads the options; `candidates` opens both and finds the data and scores to compare them by; `detectors` adds intervals, images
 and a page for detectors. Open `compare` first.
 """

@@ -1,6 +1,6 @@
-"""Verification of quantizers: what one does to a model, measured and compared with what is expected of it.
+"""Verify quantizers: measure what one does to a model, and compare it with expectations.
 
 A model, batches and a quantizer come in; `conversion` makes the quantized graph as training or calibration would, `expectations`
-counts its operators and reads its scales, `float64_reference` computes it again in float64, and `verify` puts all of it, and runtimes, into
+counts its operators and reads its scales, `float64_reference` computes it again in float64, and `verify` collects all of it, with runs in runtimes, in
 one report. Open `verify` first.
 """

@@ -2,5 +2,5 @@
 
 A node reaches its server through a `link.Link`: open that first. `http_client` is the node's end of HTTP; `http_server` the server's, with `uploads`
 for blobs and `authentication` for sessions. `keys` makes and registers identities, `tls` checks and explains them. `server_process`
-runs a server that outlives who started it, `flower` has Flower start everything, `settings` is what a recipe may set.
+runs a server that outlives the process that started it, `flower` lets Flower start server and nodes, `settings` is what a recipe may set.
 """

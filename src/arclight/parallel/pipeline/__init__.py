@@ -5,10 +5,10 @@ An ordinary module needs nothing but the strategy: its own steps are cut, wherev
     al.Trainer(strategy="pipeline")                      # one stage for each device
     al.Trainer(strategy=Pipeline(stages=4, micro_batches=16, memory="22GiB"))
 
-The schedule owns forward and backward of a step, so a module's steps are written on one function and otherwise unaware of it:
+A module can also be written for pipelines. The schedule then runs forward and backward of its micro-batches inside ``batch_loss``:
 
     class LanguageModel(al.Module):
-        runner = None                                    # a strategy puts one here where the model is cut
+        runner = None                                    # set by the strategy if the model is cut
 
         def split_batch(self, batch):                    # what each stage gets
             return (batch["tokens"],), {"positions": ..., "documents": ...}, batch["labels"]
@@ -16,7 +16,7 @@ The schedule owns forward and backward of a step, so a module's steps are writte
         def loss(self, output, targets):                 # of one micro-batch, by the last stage
             return cross_entropy_sum(output, targets), (targets != IGNORED).sum()
 
-        def batch_weight(self, batch):                   # what an update over several processes and batches is the mean of
+        def batch_weight(self, batch):                   # what the mean over processes and batches is weighted by
             return (batch["labels"] != IGNORED).sum()
 
         def training_step(self, batch):
@@ -32,13 +32,13 @@ The schedule owns forward and backward of a step, so a module's steps are writte
 groups) must be given the same batch. ``model`` stays one module with the original names, of which each process keeps what
 its stages need.
 
-Any other model is cut by `split`, which looks at one forward of it; code between its parts runs in every stage:
+Any other model is cut by `split`, which traces one forward of it; code between its parts runs in every stage:
 
     pipe = pipeline.split(model, {"input_ids": tokens}, stages=4)
     pipe.stages[1]                                       # a module: its parameters, under their names in the model
     pipe(input_ids=tokens)                               # all stages in this process: what the model returns
 
-On the processes of a group, all of which do the same, it trains without a Trainer:
+It trains without a Trainer on the processes of a group, which all run the same code:
 
     runner = pipe.on(schedule="1F1B", micro_batches=8, loss=summed_loss)
     optimizer = torch.optim.AdamW(runner.parameters())   # of this process's stages
@@ -61,15 +61,15 @@ What a step will do is known before any process is started, and what it does can
     predicted = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)
     with pipeline.record(skip=2) as run:                 # on every process; skip: steps that allocate and compile
         trainer.fit(module, data)
-    print(run)                                           # who was busy, who was not, and why
+    print(run)                                           # busy and idle time of each process, and its causes
     pipeline.timeline(run, predicted)                    # timeline.html: predicted over measured, on one page; or a figure, step.svg
-    pipeline.timeline(run, run.simulated)                # over it the measured times, without noise and time on the way
+    pipeline.timeline(run, run.simulated)                # over a simulation with the measured times, without noise and transfers
     pipeline.chrome_trace(run)                           # trace.json, for Perfetto
 
-Its own rooms, each above the next: ``view`` (steps drawn), ``steps`` (a user's own steps in stages), ``weights`` (from files, and into
-them), ``runtime`` (stages run by a schedule), ``splitting`` (a model cut), ``cost`` (costs, and what to choose by them), ``schedule``
-(orders of actions, and how long they take). Beside them ``call_graph`` and ``unit_costs``, the data that they share; ``pipe`` (`split`
-and `Pipe`) and ``forecast`` (`simulate`) join them for a user. Open ``pipe.py`` first.
+Its folders, each above the next: ``view`` (draw steps), ``steps`` (run a user's own steps in stages), ``weights`` (read and write stages),
+``runtime`` (run stages by a schedule), ``splitting`` (cut a model), ``cost`` (measure parts, choose a plan), ``schedule`` (order actions,
+simulate orders). ``call_graph`` and ``unit_costs`` are data that they share; ``pipe`` (`split` and `Pipe`) and ``forecast`` (`simulate`)
+join them for users. Open ``pipe.py`` first.
 """
 
 from __future__ import annotations

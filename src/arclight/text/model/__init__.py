@@ -1,7 +1,7 @@
 """Parts that language models are made of: single-device code that declares how it may be sharded and initialised.
 
 Token ids come in; `decoder` is the trunk that all families share, `layers` its norms, rotary embeddings and feed-forward part,
-`attention` who sees whom and how that is computed, `kv_cache` the keys and values kept while text is generated. `moe` has mixtures of
+`attention` its masks and kernels, `kv_cache` the keys and values kept while text is generated. `moe` has mixtures of
 experts and `balance` their loads; `expert_paths` chooses how they are multiplied, one way being `conditional_product` (by
 `triton_kernels`); `switch_head` puts experts into attention. `mup` scales first weights and rates with a model's size. Whole families lie
 in `arclight.text.families`. Open `decoder` first.

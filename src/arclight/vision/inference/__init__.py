@@ -1,6 +1,6 @@
-"""Inference beyond one pass: each function takes anything that detects, and returns what detects better and costs more.
+"""Improve predictions by several passes: each function takes a detector, and returns one that finds more and costs more.
 
-`slicing` looks at parts of large images, `test_time` at changed copies of each, `fusion` asks several detectors; they can be
-nested. What detects is a function from RGB images to a ``Detections`` for each. Open `fusion` first. `heat_map` shows where in an
-image a network's answers come from.
+`slicing` predicts on tiles of large images, `test_time` on augmented copies of each, `fusion` combines several detectors; they can be
+nested. A detector here is any function from RGB images to a ``Detections`` for each. Open `fusion` first. `heat_map` shows which parts
+of an image a network's output depends on.
 """

@@ -1,6 +1,6 @@
 """QRIS, Indonesia's payment code: read and write payloads, read codes in photos, draw training scenes.
 
-Text comes in through `payload`, photos through `reading`; `verification` holds what was read against a registry of places, and
+Text comes in through `payload`, photos through `reading`; `verification` compares codes with a registry of places, and
 `scenes` draws photos; `poster` lays out a printable sheet, for ``arclight data poster``. Open `reading.scanner` first.
 """
 

@@ -1,8 +1,8 @@
-"""Results of a vision model: what was found, how good that is, and pictures of both.
+"""Results of vision models: predictions, their scores, and plots of both.
 
-`detections` are the boxes of one photo, whatever produced them, with their `masks` if they have any; `image_class` is what a classifier
-says of one. `metrics` scores many of them against the truth (`pose_metrics` keypoints, `obb_metrics` rotated boxes), and `records` keeps
+`detections` are the boxes of one photo, whatever produced them, with their `masks` if they have any; `image_class` is the prediction of
+a classifier. `metrics` scores many of them against the truth (`pose_metrics` keypoints, `obb_metrics` rotated boxes), and `records` keeps
 them for `analysis`, which breaks scores down. `draw` puts them on photos, `writers` writes those of many images and videos as they come,
-`plots` a run's charts, and `validation_page` the page of an evaluation; `comparison` sets two detectors side by side, and `labelling`
-finds what to label next. Open `detections` first.
+`plots` a run's charts, and `validation_page` the page of an evaluation; `comparison` compares two detectors, and `labelling`
+selects images to label next. Open `detections` first.
 """

@@ -1,6 +1,6 @@
-"""Faults of a data set, found before a run pays for them.
+"""Find faults of a data set before training.
 
-A data.yaml comes in; `checks` finds what is wrong, by file and line, with the help of `fingerprints`, which finds images that
-look the same. `sheet` draws the worst findings on a page, `mend` writes a copy without those that have one answer. Open
+A data.yaml comes in; `checks` finds errors by file and line, with the help of `fingerprints`, which finds near-duplicate images.
+`sheet` draws the worst findings on a page, `mend` writes a copy in which unambiguous faults are corrected. Open
 `checks` first.
 """

@@ -2,6 +2,6 @@
 
 `generate` writes a data set, each scene of it drawn by `scene` from (seed, number) alone: `contents` says what a code holds, `symbols`
 prints it, `posters` and `prints` are the things that carry it (with the tools of `drawing`), `backgrounds` and `distractors` what is
-around and in front of it, `camera` how all of it is seen, and `merchants` the habits of one place. `fraud` draws pairs with a sticker
+around and in front of it, `camera` the view of it, and `merchants` what the codes of one place have in common. `fraud` draws pairs with a sticker
 over a code, `motion` clips of a moving camera. Open `scene` first.
 """
