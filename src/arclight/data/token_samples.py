@@ -69,7 +69,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def read_ahead(self) -> int:
-        """How many batches ahead `prefetch` should be called: the largest number of any of its shards."""
+        """Number of batches ahead that `prefetch` should be called for: the largest of any of its shards."""
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
     def prefetch(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:

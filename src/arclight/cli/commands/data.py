@@ -19,9 +19,7 @@ from arclight.cli.commands.corpora import add_verbs, show_corpus
 
 
 def data(arguments: list[str]) -> int:
-    about = (
-        "Tokenize and inspect text, generate a data set of payment codes, or find and mend faults of an image data set."
-    )
+    about = "Tokenize and inspect text, generate payment codes, or find and mend faults of an image data set."
     parser = Parser(prog="arclight data", description=about)
     verbs = parser.add_subparsers(
         required=True, metavar="tokenize|retokenize|pack|inspect|qris|poster|lint|check|import|export|split|sets"

@@ -144,6 +144,10 @@ def arguments_of(example: Any) -> Arguments:
     )
 
 
+Function = str | Callable[..., Any] | None
+"""Function of a model that is measured: see `bind_function`."""
+
+
 def samples_of(example: Any) -> int:
     """Count the samples of an example: the first dimension of its first tensor."""
     return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)

@@ -42,7 +42,7 @@ class LoadedTask(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How one question was answered."""
+    """Result of one question."""
 
     number: int
     """Index among the task's questions."""

@@ -132,7 +132,7 @@ class SegmentationResults:
 
 
 class _Image(NamedTuple):
-    """What is kept of an image for `DetectionMetrics.compute`."""
+    """Matches of one image, kept for `DetectionMetrics.compute`."""
 
     scores: Floats
     """(k,)"""
