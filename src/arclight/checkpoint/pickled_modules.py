@@ -205,7 +205,7 @@ def _check_opcodes(text: bytes) -> None:
                 f"its description of objects has the opcode {opcode.name}, which torch.save never writes"
             )
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
-            raise CheckpointError("its description of objects counts objects that are not there")
+            raise CheckpointError("its description of objects refers to objects that are missing")
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -359,7 +359,10 @@ def _tensors_of(record: Record) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _named(prefix: str, name: Any) -> str:
     if not (isinstance(name, str) and _is_text(name) and len(prefix) + len(name) <= MAX_NAME):
-        raise CheckpointError(f"a part of {prefix[:80] or 'its module'} has no name, or one that cannot be written")
+        raise CheckpointError(
+            f"a part of {prefix[:80] or 'its module'} has no name, or one that cannot be written: save its "
+            "state_dict in the project that wrote it, and convert that"
+        )
     return prefix + name
 
 

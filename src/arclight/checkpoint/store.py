@@ -136,7 +136,7 @@ def read_whole(path: Path, read: Callable[[Manifest], T], verified: bool) -> tup
         if verified or read_manifest(path) == manifest:
             return manifest, found
     raise CheckpointError(
-        f"{path} is replaced faster than it can be read: load it when nobody writes it, or a copy of it"
+        f"{path} is replaced faster than it can be read: load it while nobody writes it, or load a copy"
     )
 
 

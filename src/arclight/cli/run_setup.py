@@ -113,9 +113,7 @@ def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
             'plan.replicas = "apart" leaves replicas apart for good: add a table [diloco], which brings them together'
         )
     if diloco is not None and plan.dp_replicate == 1 and not plan.apart:
-        raise UsageError(
-            "diloco needs replicas that train apart, and the plan has one: set plan.dp_replicate to how many there shall be"
-        )
+        raise UsageError("diloco needs several replicas, and the plan has one: set plan.dp_replicate to their number")
     return plan if diloco is None else replace(plan, replicas="apart")
 
 

@@ -247,7 +247,7 @@ def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[Li
             if not _is_file_name(name):
                 raise ValueError(f"{name!r} is not the name of a file beside it")
             if sums is not None and not is_sha256(sums):
-                raise ValueError(f"{name} has sums {sums!r}, which is no digest")
+                raise ValueError(f"{name} has sums {sums!r}, which is no SHA-256 digest")
             listed.append(Listed(name, sums, ShardFacts(**entry)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenShardError(f"{place} cannot be read ({error!r}): {_FIX}") from error

@@ -140,7 +140,9 @@ def free_dimensions(
     """
     names = _input_names(model, len(example))
     if unknown := sorted(set(dynamic) - set(names)):
-        raise ExportError(f"dynamic names the inputs {unknown}; the model takes {list(dict.fromkeys(names))}")
+        raise ExportError(
+            f"dynamic names the inputs {unknown}; the model takes {list(dict.fromkeys(names))}: name these"
+        )
     sizes: dict[str, int] = {}
     for name, value in zip(names, example):
         for place, free in dynamic.get(name, {}).items():

@@ -113,7 +113,7 @@ def initialize(model: nn.Module, seed: int) -> None:
             own.copy_(_drawn(tensor, *distributions[name], seed))
         elif isinstance(tensor, nn.Parameter):
             raise KeyError(
-                f"no module declares how {name} begins: put it into the `initial` of the module that holds it"
+                f"no module declares how {name} is initialised: add it to `initial` of the module that holds it"
             )
 
 

@@ -148,7 +148,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
     precision = recipe.trainer.precision
     whole = precision == "32-true" or (precision == "auto" and device.kind == "cpu")
     if precision == "64-true":
-        raise UsageError("trainer.precision = 64-true is not planned for: choose 32-true or bf16-mixed")
+        raise UsageError("trainer.precision = 64-true is not supported by the planner: choose 32-true or bf16-mixed")
     compiled = not options.eager and device.kind != "cpu"
     return workload(
         recipe.task, samples=samples, device=device, vocab_size=_vocabulary(recipe.task), compiled=compiled,

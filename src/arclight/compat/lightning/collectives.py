@@ -306,7 +306,7 @@ class SingleDeviceCollective(Collective):
         return _filled(output_tensor_list, input_tensor_list)
 
     def send(self, tensor: Tensor, dst: int = 0, tag: int = 0) -> None:
-        raise RuntimeError("there is one process: nobody to send to")
+        raise RuntimeError("there is only one process, so none to send to or receive from: start several")
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
         raise RuntimeError("there is one process: nobody to receive from")

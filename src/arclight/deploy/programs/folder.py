@@ -211,7 +211,9 @@ def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
     if not stat.S_ISREG(found.st_mode):
         raise ProgramError(f"{path} is a link or no file: copy the program itself")
     if found.st_size > _LARGEST:
-        raise ProgramError(f"{path} has {found.st_size} bytes, and at most {_LARGEST} are read")
+        raise ProgramError(
+            f"{path} has {found.st_size} bytes, more than the {_LARGEST} of any program: copy or export it again"
+        )
     try:
         body = json.loads(path.read_bytes(), object_pairs_hook=_without_twins, parse_constant=_no_constant)
         form, version, digest, signature = body["format"], body["version"], body.pop("digest"), body.pop("signature")
@@ -228,7 +230,7 @@ def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
 def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(items)
     if len(found) != len(items):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key is repeated")
     return found
 
 
@@ -262,12 +264,16 @@ def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | No
     if keys is None:
         return None
     if signature is None:
-        raise ProgramError(f"{folder} is not signed, and only programs signed by a trusted key are to be loaded")
+        raise ProgramError(
+            f"{folder} is not signed, and only programs signed by a trusted key may be loaded: export it with sign=, or load it without trusted="
+        )
     public, text = (signature.get(key) if isinstance(signature, dict) else None for key in ("public_key", "signature"))
     if not isinstance(public, str) or public not in keys:
         raise ProgramError(f"{folder} is signed by {str(public)[:60]!r}, which is none of the {len(keys)} trusted keys")
     if not isinstance(text, str) or not is_signed(_signed_text(digest), text, public):
-        raise ProgramError(f"the signature of {folder} is not the one of {public} for this program")
+        raise ProgramError(
+            f"the signature of {folder} is not the one of {public} for this program: copy or export it again"
+        )
     return public
 
 

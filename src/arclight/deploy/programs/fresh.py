@@ -61,7 +61,7 @@ def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]])
             )
         except subprocess.TimeoutExpired as error:
             raise ProgramError(
-                f"{program.path} did not finish in a fresh process within {_DEADLINE_S:.0f} s"
+                f"{program.path} did not finish in a fresh process within {_DEADLINE_S:.0f} s: use smaller example inputs"
             ) from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

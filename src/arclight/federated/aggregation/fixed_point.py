@@ -155,7 +155,7 @@ def plan(
             why = f"{given.client} weighs {given.weight}: a weight is a positive, finite number"
             raise RefusedError("weight", why, (given.client,))
         if not 0 < given.shrink <= 1:
-            raise FederatedError(f"{given.client} is to be shrunk by {given.shrink}: a factor in (0, 1]")
+            raise FederatedError(f"{given.client} would be scaled by {given.shrink}: a factor in (0, 1]")
         largest = given.largest if given.largest is not None else measure(given.client, given.tensors, threads).largest
         for key, size in largest.items():
             if size is not None and not math.isfinite(size):

@@ -132,7 +132,9 @@ class ClientRunner:
         ``order.weights`` lie in ``store``. What was finished before is not trained again.
         """
         if unknown := sorted(set(order.privacy) - {"noise", "secure"}):
-            raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
+            raise ProtocolError(
+                f"this client does not support these privacy settings of the order, install the version of the server: {', '.join(unknown)}"
+            )
         if (done := self._finished.of(order)) is not None:
             return done if self._leads else None
         weights, began = MappedTensors(order.weights, store), time.monotonic()

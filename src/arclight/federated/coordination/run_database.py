@@ -454,7 +454,7 @@ def _texts(rows: list[tuple[int, int, str]], path: Path) -> list[str]:
     """Return the texts of all records. Raises RunDatabaseError for one that is not what was written, or missing."""
     for due, (number, crc, text) in enumerate(rows, rows[0][0] if rows else 0):
         if number != due or crc != _crc(number, text):
-            raise RunDatabaseError(_DAMAGED.format(what=f"record {due} of {path}", error="its CRC-32 is another"))
+            raise RunDatabaseError(_DAMAGED.format(what=f"record {due} of {path}", error="its CRC-32 does not match"))
     return [text for *_, text in rows]
 
 
@@ -490,7 +490,7 @@ def _former_records(path: Path) -> Iterator[tuple[int, str, list[dict[str, Any]]
         if not whole or (not begins if due is None else number != b"%d" % due):
             if place + 1 < len(lines) or (due is None and _STATE.encode() in line[:60]):
                 raise RunDatabaseError(
-                    _DAMAGED.format(what=f"line {place + 1} of {path}", error="its CRC-32 is another")
+                    _DAMAGED.format(what=f"line {place + 1} of {path}", error="its CRC-32 does not match")
                 )
             log.warning("%s: its last line was being written when its process died, and is left out", path)
             return

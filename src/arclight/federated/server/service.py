@@ -429,7 +429,9 @@ class UploadQuota:
             if left < 0:
                 if not put.open:
                     del mine[digest]
-                raise LinkError(f"node {node} is sending as much as it may at once ({room:,} bytes): come back")
+                raise LinkError(
+                    f"node {node} is sending as much as it may at once ({room:,} bytes): wait for its running uploads, then send again"
+                )
             put.open, put.heard = put.open + 1, time.monotonic()
             return put
 

@@ -102,7 +102,7 @@ def read_squad(path: Path) -> list[QuestionRow]:
                         if context[begin : begin + len(answer["text"])] != answer["text"]:
                             raise ValueError(f"{answer['text']!r} is not at {begin} of its context")
                     if not answers and not asked.get("is_impossible", False):
-                        raise ValueError("no answers, and not is_impossible")
+                        raise ValueError("it has no answers: add one, or mark it with is_impossible")
                     texts = tuple(answer["text"] for answer in answers)
                     start = answers[0]["answer_start"] if answers else -1
                     found.append(QuestionRow(place, asked["id"], asked["question"].strip(), context, texts, start))

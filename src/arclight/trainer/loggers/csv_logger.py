@@ -50,7 +50,7 @@ class CSVLogger(FolderLogger):
         flush_logs_every_n_steps: int = 1,
     ) -> None:
         if flush_logs_every_n_steps < 1:
-            raise ValueError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): must be at least 1")
+            raise ValueError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): it must be at least 1")
         super().__init__(save_dir, name, version, prefix)
         self._flush_logs_every_n_steps = flush_logs_every_n_steps
         self._experiment: ExperimentWriter | None = None

@@ -272,7 +272,8 @@ class SlicedModule:
             tensor = run.kept[value] if value.call >= run.begin else run.received[value]
         if not isinstance(tensor, Tensor):
             raise PlanError(
-                f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it gave a tensor for the example"
+                f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it returned a tensor for the example: "
+                "return values of the same kind for every batch"
             )
         return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
 

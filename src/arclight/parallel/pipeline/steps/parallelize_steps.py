@@ -51,7 +51,7 @@ def check_steps(plan: Plan, module: nn.Module) -> None:
                 f"{getattr(plan, name)}: write them as arclight.parallel.step_protocol says, or use {name} = 1"
             )
     if plan.cpu_offload:
-        raise PlanError("cpu_offload is not done for pipelines of a module's own steps: leave it out")
+        raise PlanError("cpu_offload is not supported for pipelines of a module's own steps: leave it out")
 
 
 def parallelize_steps(

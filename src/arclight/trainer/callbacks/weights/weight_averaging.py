@@ -283,7 +283,7 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         super().__init__(device, use_buffers, entry=entry)
         if not 0 <= decay < 1:
-            raise MisconfigurationError(f"EMAWeightAveraging(decay={decay}): must lie in [0, 1)")
+            raise MisconfigurationError(f"EMAWeightAveraging(decay={decay}): decay must be in [0, 1)")
         if ramp_steps < 0 or update_every_n_steps < 0:
             raise MisconfigurationError(
                 f"EMAWeightAveraging(ramp_steps={ramp_steps}, update_every_n_steps={update_every_n_steps}): "
