@@ -93,7 +93,7 @@ def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
         @functools.wraps(init)
         def taking(self: T, *args: Any, **given: Any) -> None:
             for former in renamed.keys() & given.keys():
-                warnings.warn(said(cls, former), FutureWarning, stacklevel=2)
+                warnings.warn(renaming_message(cls, former), FutureWarning, stacklevel=2)
                 if renamed[former] in given:
                     raise TypeError(f"{cls.__name__} got both {former} and {renamed[former]}, which are one field")
                 given[renamed[former]] = given.pop(former)
@@ -103,7 +103,7 @@ def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
         cls._former_names = renamed  # type: ignore[attr-defined]
         return cls
 
-    def said(cls: type[T], former: str) -> str:
+    def renaming_message(cls: type[T], former: str) -> str:
         return f"{cls.__name__}.{former} is called {renamed[former]} now; the former name is read for one more release"
 
     return accept

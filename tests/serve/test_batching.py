@@ -164,7 +164,7 @@ def test_answers_of_a_batch_are_those_of_each_alone(program, calls):
     calls.clear()
     sizes: list[int] = []
     together = batcher()
-    together.tell(sizes.append)
+    together.observe(sizes.append)
     found = together.run(jobs)
     # four rows at most, in the order in which they came; five are a call of their own
     assert calls == [5, 4, 4]

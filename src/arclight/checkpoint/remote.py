@@ -194,9 +194,9 @@ def _explained(address: str, error: Exception) -> OSError:
             "check the address, the network, the credentials and the options of the file system (fsspec's configuration, "
             "its environment variables)"
         )
-    told = OSError(code, f"{address}: {type(error).__name__}: {error}; {advice}")
-    told.says_what_to_do = True  # type: ignore[attr-defined]
-    return told
+    explained = OSError(code, f"{address}: {type(error).__name__}: {error}; {advice}")
+    explained.says_what_to_do = True  # type: ignore[attr-defined]
+    return explained
 
 
 def check_writable(folder: str | Path) -> None:

@@ -56,9 +56,9 @@ def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]
     titles = [_title(table) for table in names]
     longest = max(map(len, titles), default=0)
     lines = [textwrap.shorten(docs[_below(table)], max(width - longest - 4, 30), placeholder=" ...") for table in names]
-    told = f"--help TABLE lists the fields of a table, as --help {_below(names[-1])}; --help all lists every field:"
+    hint = f"--help TABLE lists the fields of a table, as --help {_below(names[-1])}; --help all lists every field:"
     return [
-        "", bold("Other tables"), *textwrap.wrap(told, width),
+        "", bold("Other tables"), *textwrap.wrap(hint, width),
         *(f"  {coloured(title)}{' ' * (longest - len(title))}  {line}" for title, line in zip(titles, lines, strict=True)),
     ]  # fmt: skip
 

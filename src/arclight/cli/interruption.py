@@ -71,20 +71,20 @@ class Interruption(Callback):
 @contextmanager
 def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
     """Call ``stop`` on the first ctrl-C, raise KeyboardInterrupt on a second; what is yielded is empty until the first."""
-    asked: list[int] = []
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # only the main thread may set handlers
+        yield signals  # only the main thread may set handlers
         return
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if signals:
             raise KeyboardInterrupt
-        asked.append(number)
+        signals.append(number)
         stop()
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield asked
+        yield signals
     finally:
         signal.signal(signal.SIGINT, before)
 

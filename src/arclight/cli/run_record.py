@@ -52,10 +52,10 @@ class RunRecord(Callback):
         run.write_environment(command=sys.argv)
         for shown in [handler for handler in _LOG.handlers if isinstance(handler, Preparation)]:
             _LOG.removeHandler(shown)  # from here on the progress bar has the terminal
-        told = logging.StreamHandler(sys.stderr)
-        told.setLevel(logging.WARNING)
-        told.setFormatter(logging.Formatter("arclight: %(message)s"))
-        self.handlers = [run.log_handler(), told]
+        terminal = logging.StreamHandler(sys.stderr)
+        terminal.setLevel(logging.WARNING)
+        terminal.setFormatter(logging.Formatter("arclight: %(message)s"))
+        self.handlers = [run.log_handler(), terminal]
         for handler in self.handlers:
             _LOG.addHandler(handler)
 

@@ -172,6 +172,6 @@ def argument_docs(cls: type) -> dict[str, str]:
     text = "\n".join(inspect.getdoc(part) or "" for part in (cls, cls.__init__))  # type: ignore[misc]
     docs = {}
     for name in parameters(cls):
-        said = re.search(rf"^\s*(?::param\s+)?(?:\w+\s+)?`*{name}`*\s*(?:\([^)\n]*\))?:\s+(\S.*)$", text, re.MULTILINE)
-        docs[name] = said.group(1).strip() if said else ""
+        found = re.search(rf"^\s*(?::param\s+)?(?:\w+\s+)?`*{name}`*\s*(?:\([^)\n]*\))?:\s+(\S.*)$", text, re.MULTILINE)
+        docs[name] = found.group(1).strip() if found else ""
     return docs

@@ -30,9 +30,9 @@ ABOUT = {
 def run_user_module(verb: str, model: type, words: Sequence[str]) -> None:
     """Do what ``verb`` says with ``model``, a subclass of Module, as the words after it describe."""
     parser = user_parser(verb)
-    asked = [word for word in words if word not in ("-h", "--help")]
-    options, flags = parser.parse_known_args(asked)
-    if len(asked) < len(words):
+    words_without_help = [word for word in words if word not in ("-h", "--help")]
+    options, flags = parser.parse_known_args(words_without_help)
+    if len(words_without_help) < len(words):
         print(user_help(parser, model, options))
         return
     check_short_flags(flags, UserRun)

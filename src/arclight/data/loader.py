@@ -402,7 +402,7 @@ def _when(snapshot: dict[str, Any]) -> tuple[int, int]:
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:
-    told = {id(part): part for item in objects for part in datasets_of(item)}
-    for item in told.values():
+    notified = {id(part): part for item in objects for part in datasets_of(item)}
+    for item in notified.values():
         if hasattr(item, "set_epoch"):
             item.set_epoch(epoch)

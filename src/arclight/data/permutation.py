@@ -37,10 +37,10 @@ def permute(positions: npt.ArrayLike, size: int, key: Keys) -> Ints:
     positions: integers in [0, size), any number of them in one dimension. key: one for all, or one for each, see
     `keys_of`. Takes memory for what is asked for only. Raises ValueError for a position outside the sequence.
     """
-    asked = np.atleast_1d(np.asarray(positions, dtype=np.int64))
-    if asked.size and not 0 <= int(asked.min()) <= int(asked.max()) < size:
-        raise ValueError(f"positions {asked.min()}..{asked.max()} of a sequence of {size} elements")
-    values = asked.astype(np.uint64)
+    flat = np.atleast_1d(np.asarray(positions, dtype=np.int64))
+    if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < size:
+        raise ValueError(f"positions {flat.min()}..{flat.max()} of a sequence of {size} elements")
+    values = flat.astype(np.uint64)
     keys = np.broadcast_to(key, values.shape)
     high = math.isqrt(max(0, size - 1)) + 1
     low = -(-size // high)
@@ -57,12 +57,12 @@ def permute_in_windows(positions: npt.ArrayLike, size: int, key: Keys, window: i
     """
     if window is None or window >= size:
         return permute(positions, size, key)
-    asked = np.atleast_1d(np.asarray(positions, dtype=np.int64))
-    keys = np.broadcast_to(key, asked.shape)
-    number, place = np.divmod(asked, window)
+    flat = np.atleast_1d(np.asarray(positions, dtype=np.int64))
+    keys = np.broadcast_to(key, flat.shape)
+    number, place = np.divmod(flat, window)
     whole = size // window
     full = number < whole
-    found = np.empty_like(asked)
+    found = np.empty_like(flat)
     chosen = permute(number[full], whole, keys[full])
     found[full] = chosen * window + permute(
         place[full], window, _mix(keys[full] + _mix(chosen.astype(np.uint64) + _GOLDEN))

@@ -284,20 +284,20 @@ _LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hold back what exporters print, warn and log; an error carries it along as a note."""
-    heard = io.StringIO()
-    handler = logging.StreamHandler(heard)
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger.handlers, logger.propagate) for logger in loggers]
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
-        stack.enter_context(contextlib.redirect_stdout(heard))
-        stack.enter_context(contextlib.redirect_stderr(heard))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(output))
         for logger in loggers:
             logger.handlers, logger.propagate = [handler], False
         try:
             yield
         except Exception as error:
-            lines = [*heard.getvalue().splitlines(), *(f"{w.category.__name__}: {w.message}" for w in warned)]
+            lines = [*output.getvalue().splitlines(), *(f"{w.category.__name__}: {w.message}" for w in warned)]
             if lines:
                 error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
             raise

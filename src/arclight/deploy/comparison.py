@@ -300,10 +300,10 @@ def check_alike(a: object, b: object) -> None:
         )
     for verb, first, second in (("takes", a.inputs, b.inputs), ("gives", a.outputs, b.outputs)):
         if len(first) != len(second) or not all(one.fits(other, named=False) for one, other in zip(first, second)):
-            said = [", ".join(map(str, specs)) for specs in (first, second)]
+            texts = [", ".join(map(str, specs)) for specs in (first, second)]
             what = "inputs" if verb == "takes" else "outputs"
             raise ComparisonError(
-                f"{a.path} {verb} {said[0]}, and {b.path} {verb} {said[1]}: compare programs of the same {what}"
+                f"{a.path} {verb} {texts[0]}, and {b.path} {verb} {texts[1]}: compare programs of the same {what}"
             )
 
 

@@ -186,8 +186,8 @@ _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
 
 def _quantized(deployment: Deployment, recipe: Quantization, target: Target | None, max_drop: float | None) -> Any:
     if not isinstance(recipe, BFloat16):
-        asked = [f"{deployment.prefix}{name.removeprefix(deployment.prefix)}" for name in recipe.skip]
-        recipe = dataclasses.replace(recipe, skip=tuple(dict.fromkeys([*asked, *deployment.float_modules])))
+        skipped = [f"{deployment.prefix}{name.removeprefix(deployment.prefix)}" for name in recipe.skip]
+        recipe = dataclasses.replace(recipe, skip=tuple(dict.fromkeys([*skipped, *deployment.float_modules])))
     return quantize(
         deployment.model,
         deployment.calibration if is_calibrated(recipe) else None,

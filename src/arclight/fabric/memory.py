@@ -26,19 +26,19 @@ def is_out_of_device_memory(error: BaseException) -> bool:
     """CUDA's own words or those of Apple's devices, or torch's error class for any accelerator."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return _says(error, "CUDA", "out of memory") or _says(error, "MPS", "out of memory")
+    return _contains(error, "CUDA", "out of memory") or _contains(error, "MPS", "out of memory")
 
 
 def is_out_of_library_memory(error: BaseException) -> bool:
     """Return True for cuDNN's error about too little memory for its workspace."""
-    return _says(error, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
+    return _contains(error, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    return _says(error, "DefaultCPUAllocator: can't allocate memory") or isinstance(error, MemoryError)
+    return _contains(error, "DefaultCPUAllocator: can't allocate memory") or isinstance(error, MemoryError)
 
 
-def _says(error: BaseException, *words: str) -> bool:
+def _contains(error: BaseException, *words: str) -> bool:
     return isinstance(error, RuntimeError) and all(word in str(error) for word in words)
 
 

@@ -184,17 +184,17 @@ def _automatic(devices: list[Any], num_nodes: int) -> Strategy:
     return DDPStrategy(start_method="fork" if is_interactive() and num_nodes == 1 else "popen")
 
 
-def _check(strategy: Strategy, accelerator: Accelerator, asked: Any, owner: str) -> None:
+def _check(strategy: Strategy, accelerator: Accelerator, choice: Any, owner: str) -> None:
     if not isinstance(strategy, ParallelStrategy):
         return
     if isinstance(accelerator, MPSAccelerator):
         raise MisconfigurationError(
-            f"You set `strategy={asked}` but strategies from the DDP family are not supported on the MPS accelerator: it is one "
+            f"You set `strategy={choice}` but strategies from the DDP family are not supported on the MPS accelerator: it is one "
             "device. Set accelerator='cpu' or another strategy"
         )
     if is_interactive() and strategy._start_method != "fork":
         raise MissingDeviceError(
-            f"`{owner}(strategy={asked!r})` is not compatible with an interactive environment, whose main module other processes "
+            f"`{owner}(strategy={choice!r})` is not compatible with an interactive environment, whose main module other processes "
             f"cannot run. Run a script, or choose `{owner}(strategy='ddp_notebook')`"
         )
 

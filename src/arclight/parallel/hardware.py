@@ -127,20 +127,20 @@ def hardware(name: str) -> Hardware:
         raise HardwareError(f"no figures are known of the GPU {name}; {advice}")
     path = Path(name)
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise HardwareError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    base = dataclasses.asdict(hardware(str(said.pop("like")))) if "like" in said else {}
+    base = dataclasses.asdict(hardware(str(table.pop("like")))) if "like" in table else {}
     fields = {field.name: field for field in dataclasses.fields(Hardware)}
-    for key, value in said.items():
+    for key, value in table.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1) or sorted(fields)
             raise HardwareError(f"{name}: {key} is not a field of a device; did you mean {', '.join(near)}?")
         if isinstance(value, str) != (key in ("name", "kind")) or not isinstance(value, (str, int, float)):
             raise HardwareError(f"{name}: {key} cannot be {value!r}")
-    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in base | said]
+    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in base | table]
     if missing and missing != ["name"]:
         raise HardwareError(
             f'{name} leaves out {", ".join(missing)}: add them, or like = "h100" for those it has in common'
         )
-    return Hardware(**{"name": path.stem, **base, **said})
+    return Hardware(**{"name": path.stem, **base, **table})

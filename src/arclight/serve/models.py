@@ -253,7 +253,7 @@ class Models:
         self._load = load
         self._batch = batch
         for model in models.values():
-            model.batcher.tell(partial(batch, model.name))
+            model.batcher.observe(partial(batch, model.name))
         self._refused: dict[str, Marks | None] = {}
         """What was at a path when it was refused; None after it was gone."""
         self._seen: dict[str, Marks | None] = {}
@@ -285,13 +285,13 @@ class Models:
             self._texts.discard(ended)
             ended.set_result(None)
 
-    async def watch(self, every_s: float, told: Callable[[str, bool], None]) -> None:
-        """Replace models whose programs have been replaced, until cancelled; ``told`` gets the name, and False if refused."""
+    async def watch(self, every_s: float, on_reload: Callable[[str, bool], None]) -> None:
+        """Replace models whose programs have been replaced, until cancelled; ``on_reload`` gets the name, and False if refused."""
         while self._load is not None:
             await asyncio.sleep(every_s)
             for model in self.all():
                 if model.loaded is not None and await self._changed(model):
-                    told(model.name, await self._replace(model))
+                    on_reload(model.name, await self._replace(model))
 
     async def close(self) -> None:
         """End all models; texts in progress are finished."""
@@ -347,7 +347,7 @@ class Models:
             self._is_closed and new.text is not None
         ):  # the server has ended meanwhile, and nobody else would end its thread
             new.text.close()
-        new.batcher.tell(partial(self._batch, new.name))
+        new.batcher.observe(partial(self._batch, new.name))
         return new
 
     async def _retire(self, old: ServedModel) -> None:

@@ -113,11 +113,11 @@ class LanguageModel(Module):
             raise MisconfigurationError(
                 "this is another tokenizer than the one that the model was trained with: use that one"
             )
-        asked = int(self.settings.overrides.get("vocab_size", size))
-        if asked < size:
+        wanted = int(self.settings.overrides.get("vocab_size", size))
+        if wanted < size:
             where = "overrides" if self.settings.weights is None else f"{self.settings.weights}, or overrides,"
             raise MisconfigurationError(
-                f"vocab_size = {asked} of {where} is less than the {size} tokens of data.tokenizer: take another tokenizer, or leave "
+                f"vocab_size = {wanted} of {where} is less than the {size} tokens of data.tokenizer: take another tokenizer, or leave "
                 "overrides.vocab_size out"
             )
         self.tokenizer = tokenizer

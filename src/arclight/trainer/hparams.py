@@ -479,9 +479,9 @@ def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
 
     Raises RuntimeError where both have a name with different values.
     """
-    asked = [owner for owner in owners if getattr(owner, "_log_hyperparams", False)]
+    logging_owners = [owner for owner in owners if getattr(owner, "_log_hyperparams", False)]
     merged: dict[str, Any] = {}
-    for owner in asked:
+    for owner in logging_owners:
         given = {name: value for name, value in owner.hparams_initial.items() if name != "_class_path"}
         differing = [name for name in given if name in merged and not _same(merged[name], given[name])]
         if differing:
@@ -491,7 +491,7 @@ def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
                 "logger=False to one of them"
             )
         merged |= given
-    return merged if asked else None
+    return merged if logging_owners else None
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -508,15 +508,15 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         device = next((value.device for value in weights.values() if isinstance(value, torch.Tensor)), None)
         return self.to(device) if device is not None else self
 
-    def _strictness(self, asked: bool | None) -> bool:
+    def _strictness(self, argument: bool | None) -> bool:
         overriding = inspect.getattr_static(type(self), "strict_loading") is not vars(Module)["strict_loading"]
         own = self.strict_loading if overriding else vars(self).get("_strict_loading")
-        if own is not None and asked is not None and own != asked:
+        if own is not None and argument is not None and own != argument:
             raise ValueError(
-                f"You set `.load_from_checkpoint(..., strict={asked!r})` which is in conflict with"
+                f"You set `.load_from_checkpoint(..., strict={argument!r})` which is in conflict with"
                 f" `{type(self).__name__}.strict_loading={own!r}`. Please set the same value for both of them."
             )
-        return self.strict_loading if asked is None else asked
+        return self.strict_loading if argument is None else argument
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_entries": None}

@@ -285,9 +285,9 @@ for _limit in (*_LIMITS[1:], "overfit_batches"):
 """What a 1 means, which as a count and as a share are far apart."""
 
 
-def _batches(value: int | float, name: str, asked: bool = True) -> int | float:
+def _batches(value: int | float, name: str, limited: bool = True) -> int | float:
     """Return a share in [0, 1] or a count of batches."""
-    if value == 1 and asked:
+    if value == 1 and limited:
         rank_zero_info(f"`Trainer({name}={value!r})` was configured so {_ONE[name, type(value)]}.")
     if 0 <= value <= 1:
         return value

@@ -479,10 +479,10 @@ class Trainer:
         """Raise NonFiniteLossError if the newest loss is NaN or infinite, naming the batch and module where it began."""
         if not self.behavior.stop_on_nonfinite:
             return
-        said = nonfinite_loss(self.run_state, self.log_every_n_steps)
-        if said is not None:
+        problem = nonfinite_loss(self.run_state, self.log_every_n_steps)
+        if problem is not None:
             found = diagnose(self)
-            raise NonFiniteLossError(f"{said}. {found[0].upper()}{found[1:]}" if found else said)
+            raise NonFiniteLossError(f"{problem}. {found[0].upper()}{found[1:]}" if found else problem)
 
     def report_loss(self, loss: torch.Tensor | None) -> None:
         """Take ``loss`` for the newest, in the place of the step's own; None for one that is not to be judged."""

@@ -145,9 +145,9 @@ def _check_alike(programs: Sequence[Program]) -> None:
     for other in programs[1:]:
         first, second = programs[0].inputs, other.inputs
         if len(first) != len(second) or not all(a.fits(b, named=False) for a, b in zip(first, second)):
-            said = [", ".join(map(str, specs)) for specs in (first, second)]
+            texts = [", ".join(map(str, specs)) for specs in (first, second)]
             raise UsageError(
-                f"{programs[0].path} takes {said[0]}, and {other.path} takes {said[1]}: time programs of the same inputs"
+                f"{programs[0].path} takes {texts[0]}, and {other.path} takes {texts[1]}: time programs of the same inputs"
             )
 
 
@@ -169,26 +169,26 @@ def random_inputs(
         raise UsageError(
             f"{program.path} has no dynamic dimension {', '.join(unknown)}; it has {', '.join(sorted(free)) or 'none'}"
         )
-    asked = {**known, **(sizes or {})}
-    if language and asked["time"] + asked["past"] > program.metadata["max_positions"]:
+    wanted_sizes = {**known, **(sizes or {})}
+    if language and wanted_sizes["time"] + wanted_sizes["past"] > program.metadata["max_positions"]:
         raise UsageError(
-            f"{program.path} takes {program.metadata['max_positions']} tokens, and time + past is {asked['time'] + asked['past']}: "
+            f"{program.path} takes {program.metadata['max_positions']} tokens, and time + past is {wanted_sizes['time'] + wanted_sizes['past']}: "
             "name fewer with --dim"
         )
     others = size if size is not None else program.metadata.get("image_size")
     if others is not None:
-        asked = dict.fromkeys(free, int(others)) | asked
+        wanted_sizes = dict.fromkeys(free, int(others)) | wanted_sizes
     drawn = torch.Generator().manual_seed(0)
     highest = values or program.metadata.get("vocab_size", 1)
     inputs = []
     for spec in program.inputs:
         lengths = shapes[spec.name][1:]
-        names = [length for length in lengths if isinstance(length, str) and length not in asked]
+        names = [length for length in lengths if isinstance(length, str) and length not in wanted_sizes]
         if names:
             raise UsageError(
                 f"{program.path}: input {spec} has dynamic dimensions: set {', '.join(names)} with --size or --dim"
             )
-        shape = [batch, *(asked[length] if isinstance(length, str) else length for length in lengths)]
+        shape = [batch, *(wanted_sizes[length] if isinstance(length, str) else length for length in lengths)]
         padding = language and spec.name == "padding"
         inputs.append(_drawn(program, spec, shape[: len(spec.shape)], 1 if padding else highest, drawn))
     return inputs

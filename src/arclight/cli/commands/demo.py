@@ -308,8 +308,8 @@ def _read_scene(scene: tuple[Path, list[dict[str, Any]]]) -> dict[str, int]:
     counts["readable"] = counts["read"]
     for code in codes:
         if code["payload"] not in texts:
-            told = read_at(to_grey(image), np.array(code["corners_px"], np.float32), code["modules"])
-            counts["readable"] += told is not None and told.text == code["payload"]
+            decoded = read_at(to_grey(image), np.array(code["corners_px"], np.float32), code["modules"])
+            counts["readable"] += decoded is not None and decoded.text == code["payload"]
     counts["wrong"] = sum(text not in payloads for text in texts)
     counts["payments"] = sum(code.kind == "qris" for code in found)
     return counts

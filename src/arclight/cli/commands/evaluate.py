@@ -81,16 +81,16 @@ def report_place(
 
     Raises UsageError for a page of something that is no detector, and for one whose numbers would take the place of another file.
     """
-    asked: Path | None = options.report
+    chosen: Path | None = options.report
     kind, run = kind_of(type(recipe.task)), run_folder(checkpoint)
     if kind != "detection" or not _is_detector(module):
-        if asked is not None:
+        if chosen is not None:
             raise UsageError(f"--report: a page is written for detectors, and this is a task of kind {kind}")
         return None
-    if asked is not None:
-        check_writable(asked, "--report")
-    page = asked if asked is not None or run is None else run / f"{stage}.html"
-    for place, flag in ((asked, "--report"), (options.json, "--json")):
+    if chosen is not None:
+        check_writable(chosen, "--report")
+    page = chosen if chosen is not None or run is None else run / f"{stage}.html"
+    for place, flag in ((chosen, "--report"), (options.json, "--json")):
         if page is not None and place is not None and place.absolute() == page.with_suffix(".json").absolute():
             raise UsageError(f"{flag} {place}: the numbers of the page are written there; name another place")
     return page

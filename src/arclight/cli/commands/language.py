@@ -108,9 +108,9 @@ def answer(arguments: list[str]) -> None:
     """Measure a trained model on one file of multiple-choice questions, or on a suite."""
     parser = Parser(prog="arclight test", description="Evaluate a language model on questions.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--suite", type=Path, metavar="FILE", help="a suite of question sets (.toml or .yaml)")
-    asked.add_argument("--questions", type=Path, metavar="FILE", help="one set: a .jsonl, .csv or .parquet file")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--suite", type=Path, metavar="FILE", help="a suite of question sets (.toml or .yaml)")
+    group.add_argument("--questions", type=Path, metavar="FILE", help="one set: a .jsonl, .csv or .parquet file")
     formats = [kind for kind, modes in MODES.items() if modes != ("generate",)]
     parser.add_argument("--format", choices=formats, help="of --questions: their format")
     parser.add_argument(
@@ -157,11 +157,11 @@ def _suite(options: Namespace) -> None:
 
     if options.format is not None:
         raise UsageError("--format belongs to --questions: a suite says the kind of each of its sets")
-    suite, asked = load_suite(options.suite)  # before the model: what is wrong with a file shows at once
+    suite, tasks = load_suite(options.suite)  # before the model: what is wrong with a file shows at once
     if options.batch_size is not None:
         suite = dataclasses.replace(suite, batch_size=options.batch_size)
     model = load_language_model(options.run)
-    scores = run_suite(suite, asked, model.model, model.tokenizer)
+    scores = run_suite(suite, tasks, model.model, model.tokenizer)
     table = Table("task", "mode", "shots", "questions", "right", "per byte", "no answer", "guessing")
     for score in scores:
         shares = (score.accuracy_normalised, score.unanswered, score.chance)

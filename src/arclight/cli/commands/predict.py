@@ -409,12 +409,12 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
         "--uncertain": options.uncertain is not None, "--save-labels": options.save_labels is not None,
     }  # fmt: skip
     heads = {member.head for member in members}
-    if "classify" in heads and (asked := [flag for flag, given in (boxes | again).items() if given]):
-        raise UsageError(f"{asked[0]}: that is for boxes, and a classifier finds none: leave it out")
+    if "classify" in heads and (flags := [flag for flag, given in (boxes | again).items() if given]):
+        raise UsageError(f"{flags[0]}: that is for boxes, and a classifier finds none: leave it out")
     for head, part in (("segment", "masks"), ("pose", "keypoints"), ("corners", "corners"), ("obb", "angles")):
-        if head in heads and (asked := [flag for flag, given in again.items() if given]):
+        if head in heads and (flags := [flag for flag, given in again.items() if given]):
             raise UsageError(
-                f"{asked[0]}: boxes that are brought together lose their {part}: leave it out, or use a detector"
+                f"{flags[0]}: boxes that are brought together lose their {part}: leave it out, or use a detector"
             )
 
 

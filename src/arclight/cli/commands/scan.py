@@ -121,8 +121,8 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
     for path, scanner in scanners.items():
         tree = Tree(Text(printable(path), style="bold"))
         for track in scanner.tracks:
-            said = "not readable" if track.text is None else printable(track.text)
-            tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", said))
+            text = "not readable" if track.text is None else printable(track.text)
+            tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", text))
         if scanner.dropped:
             tree.add(f"and {scanner.dropped} lost earlier, of which nothing was kept")
         console.print(tree)

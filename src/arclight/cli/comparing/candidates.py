@@ -129,12 +129,12 @@ def check_comparable(a: Candidate, b: Candidate) -> None:
         )
     check_alike(a.network, b.network)
     if a.cache != b.cache and a.cache is not None and b.cache is not None:
-        said = [
+        differences = [
             f"{len(cache)} tensors of (heads, channels) {', '.join(map(str, dict.fromkeys(cache)))}"
             for cache in (a.cache, b.cache)
         ]
         raise UsageError(
-            f"A keeps a cache of {said[0]}, and B of {said[1]}: compare language models of the same layers"
+            f"A keeps a cache of {differences[0]}, and B of {differences[1]}: compare language models of the same layers"
         )
 
 

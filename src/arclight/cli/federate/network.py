@@ -141,12 +141,12 @@ def count_processes(overrides: list[str]) -> int:
 
     Raises UsageError where that is no number.
     """
-    said = dict(pairwise(overrides)).get("--trainer.devices", "1")
-    if not said.isdigit() or int(said) == 0:
+    devices = dict(pairwise(overrides)).get("--trainer.devices", "1")
+    if not devices.isdigit() or int(devices) == 0:
         raise UsageError(
-            f"--trainer.devices {said}: give the number of processes that train one client here; the default is 1"
+            f"--trainer.devices {devices}: give the number of processes that train one client here; the default is 1"
         )
-    return int(said)
+    return int(devices)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Progress:
         """Rounds under way; of streamed ones there are several."""
         self._failed: dict[tuple[int, str], list[str]] = {}
         """Clients that have just failed, by round and reason: printed unless the run ends of it, whose error has it too."""
-        self._waiting, self._said, self._drawn = "", clock(), ""
+        self._waiting, self._printed_at, self._drawn = "", clock(), ""
         self._metrics: dict[int, dict[str, float]] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -173,7 +173,7 @@ class Progress:
     def _say(self, text: str) -> None:
         self._clear()
         print(text, file=self._stream, flush=True)
-        self._said = self._clock()
+        self._printed_at = self._clock()
 
     def _status(self) -> str:
         """Describe the rounds under way and the clients that they wait for."""
@@ -220,7 +220,7 @@ class Progress:
             with self._lock:
                 self._say_failed()
                 self._draw()
-                if not self._moves and self._clock() - self._said > QUIET_S and (status := self._status()):
+                if not self._moves and self._clock() - self._printed_at > QUIET_S and (status := self._status()):
                     self._say(status)
 
 

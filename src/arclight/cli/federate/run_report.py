@@ -120,7 +120,7 @@ def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
 
 def train_loss(here: Round) -> float | None:
     """Average the clients' training loss, weighed by samples."""
-    losses = {client: said["train/loss"] for client, said in here["train"].items() if "train/loss" in said}
+    losses = {client: values["train/loss"] for client, values in here["train"].items() if "train/loss" in values}
     weight = sum(here["samples"].get(client, 0) for client in losses)
     return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
 
@@ -161,13 +161,13 @@ def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequen
         if central.get(name):
             series.append(line(name, central[name], 1, label="centralised"))
         charts.append(Chart(name, series, last_finite(curves[name])))
-    said = (
+    text = (
         f"A step of the centralised run ({escape(place)}) uses as many samples as all clients of a round together."
         if central
         else ""
     )
     figures = "".join(chart_figure(chart) for chart in charts)
-    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{figures}</div>'
+    return (f'<p class="legend">{text}</p>' if text else "") + f'<div class="charts">{figures}</div>'
 
 
 def line(name: str, points: Sequence[Point], colour: int, label: str) -> Series:
@@ -189,8 +189,8 @@ def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) ->
     """
 
     def value(here: Round, client: str) -> float | None:
-        said = here[field].get(client)
-        found = said.get(inner) if inner is not None and said is not None else said
+        values = here[field].get(client)
+        found = values.get(inner) if inner is not None and values is not None else values
         return float(found) if found is not None and math.isfinite(found) else None
 
     clients = names_of(rounds)
@@ -312,15 +312,15 @@ def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
         return ""
     points = [(here["clock"], float(here["epsilon"])) for here in spent]
     chart = Chart("ε spent", [Series(name="ε", points=points, dots=len(points) <= 40)], points[-1][1])
-    said = ""
+    text = ""
     if noise:
         budget = "no bound was set" if noise["epsilon"] is None else f"its bound is {noise['epsilon']:g}"
-        said = (
+        text = (
             f"After {len(spent):,} rounds ε is {points[-1][1]:.3g} at δ = {noise['delta']:g} ({budget}): it bounds what the weights of all "
             "rounds reveal about whether a client took part. The norms, losses and names on this page are not covered. Updates were clipped to "
             f"a norm of {noise['clip']:g}; the noise on their sum is {noise['multiplier']:g} times that, added by the {noise['by']}."
         )
-    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{chart_figure(chart)}</div>'
+    return (f'<p class="legend">{text}</p>' if text else "") + f'<div class="charts">{chart_figure(chart)}</div>'
 
 
 def round_table(rounds: Sequence[Round]) -> str:

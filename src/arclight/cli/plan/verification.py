@@ -58,8 +58,8 @@ def line(best: Estimate, shares: list[Share]) -> str:
     start = f"of {best.plan.world_size:,} processes, ranks {ranks} have {sizes} MiB of weights (as much of gradients and each moment)"
     wrong = [share for share in shares if share.bytes != share.predicted]
     if wrong:
-        said = ", ".join(f"{share.predicted / 2**20:,.1f} MiB of rank {share.rank:,}" for share in wrong)
-        return f"not verified: {start}; predicted were {said}"
+        differences = ", ".join(f"{share.predicted / 2**20:,.1f} MiB of rank {share.rank:,}" for share in wrong)
+        return f"not verified: {start}; predicted were {differences}"
     return f"verified: {start}, as predicted; {sum(share.seconds for share in shares):.0f} s of CPU"
 
 

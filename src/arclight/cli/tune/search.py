@@ -110,9 +110,9 @@ def user_options(parser: Parser, model: type, words: Sequence[str]) -> tuple[arg
     """Parse the options of a search over a user's own module; its help lists the constructors' arguments."""
     from arclight.cli.user_run import user_help
 
-    asked = [word for word in words if word not in ("-h", "--help")]
-    options, flags = parser.parse_known_args(asked)
-    if len(asked) < len(words):
+    words_without_help = [word for word in words if word not in ("-h", "--help")]
+    options, flags = parser.parse_known_args(words_without_help)
+    if len(words_without_help) < len(words):
         print(user_help(parser, model, options))
         raise SystemExit(0)
     check_short_flags(flags, UserRun)
@@ -224,7 +224,7 @@ def agree_with_folder(search: Search) -> None:
 
 
 def _described(search: Search) -> dict[str, Any]:
-    return {"monitor": search.monitor, "mode": search.mode, "space": [_said(one) for one in search.parameters]}
+    return {"monitor": search.monitor, "mode": search.mode, "space": [_describe(one) for one in search.parameters]}
 
 
 def _difference(search: Search, study: Any) -> str:
@@ -263,7 +263,7 @@ def _fields(text: str) -> dict[str, Any]:
     }
 
 
-def _said(parameter: Parameter) -> str:
+def _describe(parameter: Parameter) -> str:
     fields = dataclasses.asdict(parameter)
     name = fields.pop("field")
     shown = ":".join(str(value) for value in fields.values() if value not in (None, False))

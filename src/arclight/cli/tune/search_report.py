@@ -137,8 +137,8 @@ def _objective_axis(trials: Sequence[Any]) -> Axis:
 
 def _dot(one: Any, x: float, y: float, search: Search) -> str:
     colour = "c0" if one.state == studies.COMPLETE else "c7"
-    told = escape(f"trial {one.number}: {search.monitor} {number_text(one.value)}")
-    return f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{told}</title></circle>'
+    title = escape(f"trial {one.number}: {search.monitor} {number_text(one.value)}")
+    return f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{title}</title></circle>'
 
 
 def _figure(name: str, label: str, body: str, keys: str = "", value: str = "") -> str:

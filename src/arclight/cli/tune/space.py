@@ -245,7 +245,7 @@ def _built(subject: Subject, values: Mapping[str, str], problems: list[str]) -> 
     try:
         return subject.read([f"--{field}={value}" for field, value in values.items()])
     except RecipeError as error:
-        problems += [told for problem in error.problems if (told := _of_search(problem)) not in problems]
+        problems += [text for problem in error.problems if (text := _of_search(problem)) not in problems]
         return None
 
 

@@ -66,10 +66,10 @@ def run_trial(search: Search, *, own_process: bool = False) -> None:
         except optuna.TrialPruned:
             raise
         except (Exception, SystemExit) as error:
-            told = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
             if isinstance(error, Exception) and is_fault_of_use(error):
-                told = sentence(error)
-            trial.set_user_attr("error", told[:500].encode(errors="backslashreplace").decode())
+                text = sentence(error)
+            trial.set_user_attr("error", text[:500].encode(errors="backslashreplace").decode())
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
             if isinstance(error, SystemExit):
@@ -179,8 +179,10 @@ class TrialProcess:
         own = [one for one in study.get_trials(deepcopy=False) if one.user_attrs.get(studies.PROCESS) == self.identity]
         for one in [one for one in own if one.state == studies.RUNNING]:
             code = self.process.exitcode
-            told = f"its process was ended by signal {-code}" if code and code < 0 else f"its process ended with {code}"
-            studies.fail(study, one, error=told)
+            reason = (
+                f"its process was ended by signal {-code}" if code and code < 0 else f"its process ended with {code}"
+            )
+            studies.fail(study, one, error=reason)
             _keep_output(self._folder / str(one.number) / "output.txt")
         return bool(own)
 

@@ -162,8 +162,8 @@ class RemoteFiles:
                         name, f"{type(error).__name__}: {error}; check the address and the credentials"
                     ) from error
                 if left <= 0:
-                    told = f"{type(error).__name__}: {error}; tried again for {self.patience_s:g} s: check the network and the server"
-                    raise self._error(name, told) from error
+                    problem = f"{type(error).__name__}: {error}; tried again for {self.patience_s:g} s: check the network and the server"
+                    raise self._error(name, problem) from error
             _wait(cancel, min(pause * jitter.uniform(0.5, 1.0), left), f"{self.address}/{name}")
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -204,12 +204,12 @@ class RemoteFiles:
     def _key(self, name: str) -> str:
         return str(self._opened()._strip_protocol(f"{self.address}/{name}"))
 
-    def _error(self, name: str, told: str) -> RemoteReadError:
-        return RemoteReadError(f"{self.address}/{name}: {told}")
+    def _error(self, name: str, problem: str) -> RemoteReadError:
+        return RemoteReadError(f"{self.address}/{name}: {problem}")
 
-    def _changed(self, name: str, told: str) -> RemoteReadError:
+    def _changed(self, name: str, difference: str) -> RemoteReadError:
         return RemoteReadError(
-            f"{self.address}/{name} changed at its address: {told}; what its index lists must stay as it is"
+            f"{self.address}/{name} changed at its address: {difference}; what its index lists must stay as it is"
         )
 
 

@@ -70,8 +70,8 @@ class OpenVinoSession:
         """Count the operators that run, by kind and precision: ("Convolution", "bf16")."""
         found: Counter[tuple[str, str]] = Counter()
         for node in self._compiled.get_runtime_model().get_ordered_ops():
-            said = node.get_rt_info()
-            found[str(said["layerType"].value), str(said["runtimePrecision"].value)] += 1
+            info = node.get_rt_info()
+            found[str(info["layerType"].value), str(info["runtimePrecision"].value)] += 1
         return found
 
     def stored(self, key: str) -> str | None:

@@ -294,9 +294,9 @@ def _check_described(path: Path, contents: folder.Contents, session: Session) ->
         if len(described) != len(held) or not all(
             one.fits(other, named=named) for one, other in zip(described, held, strict=True)
         ):
-            told, found = (", ".join(map(str, specs)) for specs in (described, held))
+            expected, found = (", ".join(map(str, specs)) for specs in (described, held))
             raise ProgramError(
-                f"{path / folder.NAME} describes the {kind} {told}, and the model has {found}: export it again"
+                f"{path / folder.NAME} describes the {kind} {expected}, and the model has {found}: export it again"
             )
 
 

@@ -105,9 +105,9 @@ def _scale(new: Graph, norm: Node) -> Node:
 
 def _move_annotations(new: Graph, layer: Node, weight: Node, scaled: Node, bias: Any) -> None:
     annotation = pt2e.annotation_of(layer)
-    asked = annotation.input_qspec_map
+    specs = annotation.input_qspec_map
     annotation.input_qspec_map = {
-        scaled if source is weight else source: spec for source, spec in asked.items() if source is not bias
+        scaled if source is weight else source: spec for source, spec in specs.items() if source is not bias
     }
     for node in new.nodes:  # others may share the weight's range, or derive theirs from it
         if (other := pt2e.annotation_of(node)) is not None:

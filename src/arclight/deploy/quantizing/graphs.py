@@ -133,10 +133,10 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
         for reader in list(node.users):
             reader.replace_input_with(node, _read(graph, reader, name, like=node))
             for place, role in ((1, "scale"), (2, "zero_point")):
-                told = reader.args[place] if reader.target in DEQUANTIZE else None
-                if isinstance(told, Node):
-                    tensors[f"{name}_{role}"] = stored_tensor(graph, told)
-                    reader.update_arg(place, _read(graph, reader, f"{name}_{role}", like=told))
+                value = reader.args[place] if reader.target in DEQUANTIZE else None
+                if isinstance(value, Node):
+                    tensors[f"{name}_{role}"] = stored_tensor(graph, value)
+                    reader.update_arg(place, _read(graph, reader, f"{name}_{role}", like=value))
     for node in reversed(graph.graph.nodes):
         if not node.users and (node in sources or node.op == "get_attr"):
             graph.graph.erase_node(node)

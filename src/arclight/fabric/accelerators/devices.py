@@ -148,7 +148,7 @@ class CUDAAccelerator(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         check_kind(device, "cuda")
-        _tell_of_tensor_cores(device)
+        _suggest_tensor_cores(device)
         torch.cuda.set_device(device)
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 
 @cache
-def _tell_of_tensor_cores(device: torch.device) -> None:
+def _suggest_tensor_cores(device: torch.device) -> None:
     """Say once that float32 matrix products could be faster, where the user has not chosen either way."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] < 8:
         return

@@ -276,9 +276,9 @@ _previous_hooks: list[Any] = []
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show a traceback on the rank that failed first; the others fail because of it and say only that."""
-    told = explain_failure(error)
-    if told is not error:
-        kind, error, trace = type(told), told, None
+    explanation = explain_failure(error)
+    if explanation is not error:
+        kind, error, trace = type(explanation), explanation, None
     first = failed_first() if issubclass(kind, Exception) else None
     if first is None:
         _previous_hooks[-1](kind, error, trace)

@@ -215,9 +215,9 @@ class ParallelStrategy(Strategy):
         dist.all_gather(parts, own, group=group)
         if any(not torch.equal(part, own) for part in parts):
             given = [bytes(part.tolist()).decode().strip() for part in parts]
-            said = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(given))
+            values = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(given))
             raise ValueError(
-                f"{operation} needs tensors of one shape and type, but {said}: pad them to one shape (and cut the result), or gather "
+                f"{operation} needs tensors of one shape and type, but {values}: pad them to one shape (and cut the result), or gather "
                 "them as objects: torch.distributed.all_gather_object"
             )
 

@@ -142,7 +142,7 @@ def plan(
     values: keys that hold values themselves although ``form`` is "delta". Raises FederatedError for a contributor that is named
     twice, RefusedError for a weight that is not positive or a value that is not finite.
     """
-    told: dict[str, list[tuple[float, float | None]]] = {}
+    by_key: dict[str, list[tuple[float, float | None]]] = {}
     shrunk = set[str]()
     seen, whole = set[str](), set(values)
     for given in contributions:
@@ -160,11 +160,11 @@ def plan(
         for key, size in largest.items():
             if size is not None and not math.isfinite(size):
                 raise not_finite(given.client, key)
-            told.setdefault(key, []).append((given.weight, size))
+            by_key.setdefault(key, []).append((given.weight, size))
             if given.shrink != 1 and key.startswith(PREFIX):
                 shrunk.add(key)
     scales = {}
-    for key, of_key in sorted(told.items()):
+    for key, of_key in sorted(by_key.items()):
         try:
             weights, sizes = zip(*of_key, strict=True)
             scales[key] = scale_of(weights, sizes, "weights" if key in whole else form, key in shrunk)

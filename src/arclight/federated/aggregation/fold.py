@@ -147,12 +147,12 @@ class Fold:
     def _holders(self, key: str) -> list[Contribution]:
         return [given for given in self._given if key in given.keys]
 
-    def _record(self, terms: Terms, holders: Sequence[Contribution], told: _KeyStatistics) -> None:
-        key, of_mean = terms.key, _root(told.mean)
+    def _record(self, terms: Terms, holders: Sequence[Contribution], statistics: _KeyStatistics) -> None:
+        key, of_mean = terms.key, _root(statistics.mean)
         self._gathered.mean(key, of_mean / terms.divisor)
-        for given, size in zip(holders, told.sizes, strict=True):
+        for given, size in zip(holders, statistics.sizes, strict=True):
             self._gathered.client(key, given.client, _root(size) / terms.factor(given))
-        for given, size, crossed in zip(holders, told.sizes, told.products, strict=False):
+        for given, size, crossed in zip(holders, statistics.sizes, statistics.products, strict=False):
             lengths = (_root(size) / terms.factor(given) * terms.factor(given), of_mean / terms.divisor * terms.divisor)
             self._gathered.product(key, given.client, crossed / lengths[0] / lengths[1] if all(lengths) else 0.0)
 

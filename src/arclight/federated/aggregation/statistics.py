@@ -63,15 +63,17 @@ class StatisticsBuilder:
     def statistics(self) -> Statistics:
         means = {key: norm for key, norm in self.mean_by_key.items() if self.counts(key)}
         norms = {
-            told.client: math.hypot(*(of[told.client] for of in found if told.client in of))
-            for told in self.contributors
+            contributor.client: math.hypot(*(of[contributor.client] for of in found if contributor.client in of))
+            for contributor in self.contributors
             if (found := [self.by_key[key] for key in means if key in self.by_key])
         }
         return Statistics(
             norm=math.hypot(*means.values()),
             norms=norms,
             cosines={
-                told.client: c for told in self.contributors if (c := self._cosine(told.client, norms)) is not None
+                contributor.client: c
+                for contributor in self.contributors
+                if (c := self._cosine(contributor.client, norms)) is not None
             },
             norm_by_key=dict(self.mean_by_key),
             norms_by_key={key: dict(norms) for key, norms in self.by_key.items()},
@@ -94,12 +96,17 @@ class StatisticsBuilder:
 
     def _noise(self, keys: list[str]) -> float | None:
         shared = [key for key in keys if len(self.by_key.get(key, ())) == len(self.contributors)]
-        norms = [math.hypot(*(self.by_key[key][told.client] for key in shared)) for told in self.contributors]
+        norms = [
+            math.hypot(*(self.by_key[key][contributor.client] for key in shared)) for contributor in self.contributors
+        ]
         return noise_scale(
             norms,
             math.hypot(*(self.mean_by_key[key] for key in shared)),
-            weights=[told.weight for told in self.contributors],
-            samples=[told.weight if told.samples is None else told.samples for told in self.contributors],
+            weights=[contributor.weight for contributor in self.contributors],
+            samples=[
+                contributor.weight if contributor.samples is None else contributor.samples
+                for contributor in self.contributors
+            ],
         )
 
 

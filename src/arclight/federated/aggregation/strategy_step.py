@@ -158,8 +158,8 @@ class StrategyStep:
             given = {name: tensor.part(start, stop).view(cut) for name, tensor in before.items()}
             weight, made = strategy.step(weight, gradient, given, count)
             if set(made) != set(state):
-                said = f"{sorted(made)}, its state_keys are {sorted(state)}"
-                raise FederatedError(f"{type(strategy).__name__} gave the state {said}")
+                difference = f"{sorted(made)}, its state_keys are {sorted(state)}"
+                raise FederatedError(f"{type(strategy).__name__} gave the state {difference}")
             if not (math.isfinite(float(weight.sum())) or bool(torch.isfinite(weight).all())):
                 raise FederatedError(
                     f"the server's step would make {key} infinite or NaN (its mean change is at most "

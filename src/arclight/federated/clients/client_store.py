@@ -153,13 +153,13 @@ class FinishedUpdates:
         Return those that the server is to be asked about.
         """
         over = [one for one in self.rounds() if one <= round and self._is_over(one)]
-        asked = [one for one in over if self.is_in_doubt(one, session)]
+        in_doubt = [one for one in over if self.is_in_doubt(one, session)]
         for one in over:
-            if one not in asked:
+            if one not in in_doubt:
                 for slot in self._slots():
                     slot.settle(one)
                 self._remove(one)
-        return asked
+        return in_doubt
 
     def _is_over(self, committed: int) -> bool:
         try:
@@ -227,10 +227,10 @@ class ClientStore:
 
     def commit(self, round: int, session: str) -> list[int]:
         """Commit as `FinishedUpdates.commit`."""
-        asked = self.finished.commit(round, session)
+        in_doubt = self.finished.commit(round, session)
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
-        return asked
+        return in_doubt
 
     def held(self) -> list[HeldRound]:
         """List what a node reports of this client when it joins."""
@@ -247,13 +247,13 @@ class ClientStore:
     def _read(self, client: str, run: str) -> ClientRecord | None:
         path = self.folder / _FILE
         try:
-            said = json.loads(path.read_bytes())
-            version = said["version"]
+            table = json.loads(path.read_bytes())
+            version = table["version"]
             if version != VERSION:
                 raise FederatedError(
                     f"{path} is of version {version}, this arclight writes {VERSION}: use that which wrote it"
                 )
-            account = ClientRecord(**{**said, "begun": tuple(map(int, said["begun"]))})
+            account = ClientRecord(**{**table, "begun": tuple(map(int, table["begun"]))})
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -287,14 +287,14 @@ def read_json(path: Path) -> Mapping[str, Any]:
     Raises FederatedError for a damaged one.
     """
     try:
-        said = json.loads(path.read_bytes())
-        if not isinstance(said, dict):
+        table = json.loads(path.read_bytes())
+        if not isinstance(table, dict):
             raise ValueError("it is no table")
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise FederatedError(f"{path} is damaged ({error}): remove it") from error
-    return said
+    return table
 
 
 _ENTRY = "residuals"

@@ -62,9 +62,9 @@ class SecureSumClient:
         hold_s: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
-        asked = dict(order.privacy["secure"])
-        self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
-        self._settings = SecureSum(**asked)
+        settings = dict(order.privacy["secure"])
+        self._clients, self._attempt = int(settings.pop("clients")), int(settings.pop("attempt"))
+        self._settings = SecureSum(**settings)
         self._node, self._order, self._send, self._stopping, self._hold_s = node, order, send, stopping, hold_s
         self._identity = identity or Identity()
         self._me = Participant(order.client)
@@ -78,22 +78,24 @@ class SecureSumClient:
         own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
         if self._identity.sign is not None:
             own["signature"] = self._identity.sign(self._text(self._order.client, own))
-        said = self._until("cohort", "the other clients' keys", keys=own)
+        reply = self._until("cohort", "the other clients' keys", keys=own)
         cohort = Cohort(
             run=self._order.run,
             number=self._order.round,
-            clients=said.cohort or (),
+            clients=reply.cohort or (),
             partners=self._settings.partners,
             threshold=self._settings.threshold,
         )
-        keys = {name: self._keys(name, told) for name, told in said.keys.items()}
+        keys = {name: self._keys(name, sent) for name, sent in reply.keys.items()}
         encrypted_shares = {name: text.hex() for name, text in self._me.share(cohort, keys).items()}
-        said = self._until("encrypted_shares", "the other clients' encrypted shares", encrypted_shares=encrypted_shares)
-        received = {name: bytes.fromhex(text) for name, text in (said.encrypted_shares or {}).items()}
-        said = self._until(
+        reply = self._until(
+            "encrypted_shares", "the other clients' encrypted shares", encrypted_shares=encrypted_shares
+        )
+        received = {name: bytes.fromhex(text) for name, text in (reply.encrypted_shares or {}).items()}
+        reply = self._until(
             "maskers", "the other clients to read their encrypted shares", unreadable=self._me.unreadable(received)
         )
-        received = {name: text for name, text in received.items() if name in (said.maskers or ())}
+        received = {name: text for name, text in received.items() if name in (reply.maskers or ())}
         values = _Terms(
             update, blobs, self._weight(update), fixed_point_shift(self._settings, self._clients), self._settings
         )
@@ -120,26 +122,26 @@ class SecureSumClient:
     def _text(self, client: str, keys: Mapping[str, str]) -> bytes:
         return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
 
-    def _keys(self, client: str, told: Mapping[str, str]) -> PublicKeys:
+    def _keys(self, client: str, keys: Mapping[str, str]) -> PublicKeys:
         """Read a client's keys as the server passes them on.
 
         Raises ClientError where its node has not signed them.
         """
-        vouches, node = self._identity.vouches, told.get("node", "")
-        if vouches is not None and not vouches(node, client, self._text(client, told), told.get("signature", "")):
+        vouches, node = self._identity.vouches, keys.get("node", "")
+        if vouches is not None and not vouches(node, client, self._text(client, keys), keys.get("signature", "")):
             raise ClientError(
                 f"the keys of client {client} that the server has passed on are not signed by a node that may speak for it "
                 f"({node!r} is said to have given them): nothing is sent. Either the file of nodes here is old, or the server or "
                 "somebody behind it wants to read what is masked"
             )
-        return PublicKeys(client=client, **{what: bytes.fromhex(told[what]) for what in ("mask", "cipher", "seal")})
+        return PublicKeys(client=client, **{what: bytes.fromhex(keys[what]) for what in ("mask", "cipher", "seal")})
 
     def reveal(self) -> None:
         """Wait until the server names the survivors, and send this client's shares of their secrets."""
-        said = self._until("survivors", "the round to be closed", patience=None)
-        if said.survivors is None or said.finished:
+        reply = self._until("survivors", "the round to be closed", patience=None)
+        if reply.survivors is None or reply.finished:
             return
-        parts = self._me.reveal(said.survivors)
+        parts = self._me.reveal(reply.survivors)
         self._exchange(
             seed_shares={name: f"{part:x}" for name, part in parts.seeds.items()},
             key_shares={name: f"{part:x}" for name, part in parts.keys.items()},
@@ -160,7 +162,7 @@ class SecureSumClient:
         settled: Literal["cohort", "encrypted_shares", "maskers", "survivors"],
         what: str,
         patience: float | None = 3.0,
-        **said: Any,
+        **fields: Any,
     ) -> SecureSumReply:
         """Send, and poll until the server has settled what is waited for.
 
@@ -169,20 +171,20 @@ class SecureSumClient:
         until = None if patience is None else time.monotonic() + patience * self._settings.patience
         while True:
             began = time.monotonic()
-            told = self._exchange(waits_for=settled, hold_s=self._hold_s, **said)
-            if told.finished and patience is not None:
+            reply = self._exchange(waits_for=settled, hold_s=self._hold_s, **fields)
+            if reply.finished and patience is not None:
                 why = f"the secure sum of round {self._order.round} continues without {self._order.client}"
                 raise ClientError(why, retryable=True)
-            if told.finished or getattr(told, settled) is not None:
-                return told
+            if reply.finished or getattr(reply, settled) is not None:
+                return reply
             if self._stopping.wait(max(0.0, min(_POLL_S, self._hold_s) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
                 why = f"{self._order.client} has waited for {what} in round {self._order.round} in vain"
                 raise ClientError(why, retryable=True)
-            said = {}
+            fields = {}
 
-    def _exchange(self, **said: Any) -> SecureSumReply:
+    def _exchange(self, **fields: Any) -> SecureSumReply:
         answer = self._send(
             lambda session: SecureSumRequest(
                 node=self._node,
@@ -190,7 +192,7 @@ class SecureSumClient:
                 client=self._order.client,
                 round=self._order.round,
                 attempt=self._attempt,
-                **said,
+                **fields,
             )
         )
         if isinstance(answer, Close):

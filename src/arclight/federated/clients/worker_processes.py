@@ -173,11 +173,11 @@ class WorkerGroup:
 
         Raise what it raised.
         """
-        said = {"do": order.kind, "client": order.client, "order": order.to_json(), "weights": str(weights)}
+        message = {"do": order.kind, "client": order.client, "order": order.to_json(), "weights": str(weights)}
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self._launch()
-                self._send_command(said)
+                self._send_command(message)
                 return self._follow(order.client, progress)
             except WorkerDiedError as error:
                 self._kill()
@@ -271,10 +271,10 @@ class WorkerGroup:
 
     def _read(self, rank: int) -> dict[str, Any]:
         try:
-            said: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
+            message: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError) as error:
             raise self._died(rank) from error
-        return said
+        return message
 
     def _died(self, rank: int) -> WorkerDiedError:
         process = self._processes[rank]
@@ -291,12 +291,12 @@ class WorkerGroup:
             news: list[tuple[int, float | None]] = [(steps, None)]
             for pipe in wait(waiting, timeout=_POLL_S):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                said = self._read(rank)
-                if said["is"] == "progress":
-                    steps = said["steps"]
-                    news.append((steps, said["loss"]))
+                message = self._read(rank)
+                if message["is"] == "progress":
+                    steps = message["steps"]
+                    news.append((steps, message["loss"]))
                 else:
-                    answers[rank] = said  # from here on others may wait for it in an exchange that never comes
+                    answers[rank] = message  # from here on others may wait for it in an exchange that never comes
                     until = min(until, time.monotonic() + _STOP_TIMEOUT_S)
             if time.monotonic() > until:
                 break
@@ -310,17 +310,17 @@ class WorkerGroup:
         return self._outcome(client, answers, cancelled)
 
     def _outcome(self, client: str, answers: dict[int, dict[str, Any]], cancelled: CancelledError | None) -> Message:
-        failed = {rank: said for rank, said in sorted(answers.items()) if said["is"] == "failed"}
+        failed = {rank: message for rank, message in sorted(answers.items()) if message["is"] == "failed"}
         if len(answers) < len(self._pipes) or (failed and self._ranks > 1):
             self._kill()  # processes that are not all at one place cannot go on together
         if cancelled is not None and (failed or 0 not in answers):
             raise cancelled
         if failed:
-            said = failed.get(0) or next(iter(failed.values()))
-            if said["cancelled"]:
-                raise CancelledError(said["error"])
-            log.info("worker %d, client %s:\n%s", self._number, client, said["trace"])
-            raise ClientError(said["error"], retryable=said["retryable"])
+            message = failed.get(0) or next(iter(failed.values()))
+            if message["cancelled"]:
+                raise CancelledError(message["error"])
+            log.info("worker %d, client %s:\n%s", self._number, client, message["trace"])
+            raise ClientError(message["error"], retryable=message["retryable"])
         if 0 not in answers:
             raise ClientError(f"the worker of {client} did not answer", retryable=True)
         return read(answers[0]["message"])
@@ -411,13 +411,13 @@ class _Worker:
         from arclight.federated.blobs.folder import FolderStore
         from arclight.federated.protocol import Evaluate, Fit, read
 
-        asked, store = read(order["order"]), FolderStore(order["weights"])
-        if isinstance(asked, Fit):
-            message: Any = self._runners.fit(asked, store, self._progress)
-        elif isinstance(asked, Evaluate):
-            message = self._runners.evaluate(asked, store)
+        request, store = read(order["order"]), FolderStore(order["weights"])
+        if isinstance(request, Fit):
+            message: Any = self._runners.fit(request, store, self._progress)
+        elif isinstance(request, Evaluate):
+            message = self._runners.evaluate(request, store)
         else:
-            raise FederatedError(f"a worker was given a message {asked.kind!r}")
+            raise FederatedError(f"a worker was given a message {request.kind!r}")
         return None if message is None else message.to_json()
 
     def _progress(self, steps: int, loss: float | None) -> None:

@@ -54,8 +54,8 @@ class DeltaChain:
     def from_json(cls, text: str | bytes) -> DeltaChain:
         """Invert `to_json`. Raises ProtocolError."""
         try:
-            said = json.loads(text)
-            weights, changes = said["weights"], said["changes"]
+            table = json.loads(text)
+            weights, changes = table["weights"], table["changes"]
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(f"this is no chain of changes: {error!r}") from error
         return cls(weights=Manifest.from_dict(weights), changes=tuple(Manifest.from_dict(one) for one in changes))
@@ -78,8 +78,8 @@ def extend_chain(
         return chain
     if isinstance(codec, Raw) and 2 * sum(own[key].bytes for key in changed) > sum(own[key].bytes for key in own):
         return DeltaChain(weights=weights)
-    told = ((key, encode_change(key, own[key].parts[""], seen[key].parts[""], codec)) for key in changed)
-    delta = write_blobs(told, store, kind="delta", base=chain.weights.digest)
+    encoded = ((key, encode_change(key, own[key].parts[""], seen[key].parts[""], codec)) for key in changed)
+    delta = write_blobs(encoded, store, kind="delta", base=chain.weights.digest)
     after = write_blobs(_changed(seen, [open_manifest(delta, store)]), store, kind="weights")
     return DeltaChain(weights=after, changes=(*chain.changes, delta)[-longest:])
 
@@ -95,14 +95,14 @@ def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Cod
     return encode(key, weight.to(wide) - seen.to(wide), replace(codec, feedback=0.0))[0]
 
 
-def apply_change(key: str, seen: torch.Tensor, told: Encoded) -> torch.Tensor:
+def apply_change(key: str, seen: torch.Tensor, delta: Encoded) -> torch.Tensor:
     """Apply a change to ``seen``. Raises BlobError for one of another tensor."""
-    value = decode(key, told)
-    if value.shape != seen.shape or (told.codec == "raw" and value.dtype != seen.dtype):
+    value = decode(key, delta)
+    if value.shape != seen.shape or (delta.codec == "raw" and value.dtype != seen.dtype):
         raise BlobError(
             f"a change of {key} is {list(value.shape)} of {value.dtype}, it is {list(seen.shape)} of {seen.dtype}"
         )
-    if told.codec == "raw":
+    if delta.codec == "raw":
         return value
     wide = torch.promote_types(seen.dtype, torch.float32)
     return (seen.to(wide) + value.to(wide)).to(seen.dtype)
@@ -166,8 +166,8 @@ class WeightsReplica:
         """Apply deltas to reach ``digest``; False, and a warning, where other weights come of it."""
         held = self._known(str(route[0].base))
         assert held is not None  # the route begins with what is here
-        told = [open_manifest(one, self._remote) for one in route]
-        after = write_blobs(_changed(open_manifest(held, self._store), told), self._store, kind="weights")
+        manifests = [open_manifest(one, self._remote) for one in route]
+        after = write_blobs(_changed(open_manifest(held, self._store), manifests), self._store, kind="weights")
         for blob in {blob for one in route for blob in one.blobs}:
             self._remote.forget(blob)
         if after.digest == digest:
@@ -176,16 +176,18 @@ class WeightsReplica:
         return False
 
 
-def _changed(seen: Mapping[str, Encoded], told: Sequence[Mapping[str, Encoded]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _changed(
+    seen: Mapping[str, Encoded], deltas: Sequence[Mapping[str, Encoded]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors after some deltas, by name.
 
     The same order, and so the same blobs, wherever this is done.
     """
-    if strange := sorted({key for one in told for key in one} - set(seen)):
+    if strange := sorted({key for one in deltas for key in one} - set(seen)):
         raise BlobError(f"a change names {strange[0]}, which is none of the weights ({len(strange)} such tensors)")
     for key in sorted(seen):
         value = seen[key].parts[""]
-        for one in told:
+        for one in deltas:
             if key in one:
                 value = apply_change(key, value, one[key])
         yield key, value

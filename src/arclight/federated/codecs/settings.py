@@ -94,12 +94,12 @@ def from_table(table: Mapping[str, Any]) -> Codec:
 
     Raises ProtocolError for an invalid codec.
     """
-    said = dict(table)
-    kind = said.pop("kind", None)
+    fields = dict(table)
+    kind = fields.pop("kind", None)
     if kind not in KINDS:
         raise ProtocolError(f"there is no codec {kind!r}; there are {', '.join(KINDS)}")
     try:
-        return KINDS[kind](**said)
+        return KINDS[kind](**fields)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"the codec {kind!r} cannot be as it was asked for: {error}") from error
 

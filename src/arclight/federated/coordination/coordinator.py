@@ -52,13 +52,13 @@ _FREE = {
 
 def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
     """Return the SHA-256 of all settings that decide a run's result. Defaults do not count, so that fields may be added."""
-    said = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
+    parts = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
     usual = Federation(clients=settings.clients)
     for item in fields(settings):
         value = getattr(settings, item.name)
         if item.name not in _FREE and item.name != "clients" and value != getattr(usual, item.name):
-            said.append(f"{item.name}={value!r}")
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+            parts.append(f"{item.name}={value!r}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class Coordinator:

@@ -159,10 +159,10 @@ def _on_message(s: Situation, event: NodeMessage, now: float) -> Decision:
         case Leave():
             asks = tuple(answers.unknown_session(s, to) for to in node.asks)
             why = f"it has left: {message.reason}"
-            said = (ev.NodeLost(node=node.name, session=node.session, why=why),) if message.reason else ()
+            lost = (ev.NodeLost(node=node.name, session=node.session, why=why),) if message.reason else ()
             evicted = partial(cluster.evict, node, now, message.reason)
             return Decision(
-                event=event, now=now, before=contact, changes=(evicted,), commands=(*asks, answers.receipt(s, event.to), *said)
+                event=event, now=now, before=contact, changes=(evicted,), commands=(*asks, answers.receipt(s, event.to), *lost)
             )  # fmt: skip
     raise ProtocolError(f"a coordinator is not sent {message.kind!r} as it is")
 
@@ -252,13 +252,13 @@ def _on_rejected(s: Situation, event: ev.UpdateRejected, now: float) -> tuple[tu
     client, round = event.message.client, event.message.round
     if s.records.accepted(client, round) is not None or refusal(s, event.session, event.message, "") is not None:
         return (), ()  # it would not have been accepted anyway
-    said = UpdateRefused(round=round, client=client, reason=event.reason, message=event.why)
+    refused = UpdateRefused(round=round, client=client, reason=event.reason, message=event.why)
     work = Assignment("fit", round, client)
     attempts = s.cluster.attempts.get(work, 0) + 1
     if event.reason == "damaged" and attempts < s.settings.waiting.attempts:
-        return (said,), (partial(s.cluster.retry, work, now, keep=True),)
+        return (refused,), (partial(s.cluster.retry, work, now, keep=True),)
     why = f"its update was refused: {event.why}"
-    return (said, ClientFailed(round=round, client=client, message=why, redo=True)), ()
+    return (refused, ClientFailed(round=round, client=client, message=why, redo=True)), ()
 
 
 def _on_failed(
@@ -278,15 +278,15 @@ def _on_failed(
     opened = s.state.started_rounds.get(work.round) if work.kind == "fit" else None
     if opened is not None and message.attempt not in (None, opened.discarded):  # it is asked for another one
         return refused("stale", f"what client {client} failed in was discarded with its round {round}")
-    heard, why = answers.receipt(s, to), f"node {node.name} says: {message.error}"
+    receipt, why = answers.receipt(s, to), f"node {node.name} says: {message.error}"
     if message.retryable and cluster.attempts.get(work, 0) + 1 < s.settings.waiting.attempts:
-        return (), (partial(cluster.retry, work, now, keep=False),), (heard,)
+        return (), (partial(cluster.retry, work, now, keep=False),), (receipt,)
     if work.kind == "evaluate":
         skipped = partial(cluster.finish, work, node)
-        return (), (skipped,), (heard, ev.ClientNotEvaluated(client=client, round=round, why=why))
+        return (), (skipped,), (receipt, ev.ClientNotEvaluated(client=client, round=round, why=why))
     # In a secure sum whose clients have agreed on masks it cannot be tried again, but in another sum of the round.
     again = message.retryable and s.settings.secure is not None
-    return (ClientFailed(round=round, client=client, message=why, lost=again),), (), (heard,)
+    return (ClientFailed(round=round, client=client, message=why, lost=again),), (), (receipt,)
 
 
 def _on_evaluated(s: Situation, to: str, message: Evaluated, node: Node) -> tuple[tuple[Record, ...], Answer]:

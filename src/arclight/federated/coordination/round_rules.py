@@ -240,9 +240,11 @@ def give_up(
     If the former weights of a round that was to be skipped could not be written, the run ends in any case.
     """
     if s.settings.waiting.on_failed_round == "skip" and open.closed != ():
-        said = ev.LogMessage(text=f"round {open.round} is skipped, its weights stay those of the round before: {why}")
+        message = ev.LogMessage(
+            text=f"round {open.round} is skipped, its weights stay those of the round before: {why}"
+        )
         skipped = RoundSkipped(round=open.round, why=why)
-        return Decision(event=event, now=now, records=(*records, skipped), commands=(said,))
+        return Decision(event=event, now=now, records=(*records, skipped), commands=(message,))
     ended = answers.end(s, event, now, why, failed=True)
     return replace(ended, records=(*records, *ended.records))
 

@@ -468,9 +468,9 @@ def _former(folder: Path) -> tuple[list[tuple[int, int, str]], list[HistoryRow]]
     """Read journal and history of a former layout; none if there are no such files."""
     records, history = [], dict[int, HistoryRow]()
     if (folder / FORMER_JOURNAL).exists():
-        for number, text, told in _former_records(folder / FORMER_JOURNAL):
+        for number, text, notes in _former_records(folder / FORMER_JOURNAL):
             records.append(_record_row(number, text))
-            history = {entry["round"]: (True, entry) for entry in told} or history
+            history = {entry["round"]: (True, entry) for entry in notes} or history
     if (folder / HISTORY_LINES).exists():
         history |= {row[1]["round"]: row for row in _former_history(folder / HISTORY_LINES)}
     return records, [history[number] for number in sorted(history)]
@@ -495,13 +495,13 @@ def _former_records(path: Path) -> Iterator[tuple[int, str, list[dict[str, Any]]
             log.warning("%s: its last line was being written when its process died, and is left out", path)
             return
         due, table = int(number) + 1, json.loads(body)
-        told = table.pop("told", [])
+        notes = table.pop("told", [])
         if table["is"] == StateSaved.__name__:
             table["state"] = state = {_FORMER_FIELDS.get(name, name): value for name, value in table["state"].items()}
             for open in (*state.get("open", {}).values(), *state.get("started_rounds", {}).values()):
                 if "folds_failed" in open:
                     open["failed_aggregations"] = open.pop("folds_failed")
-        yield due - 1, json.dumps(table, separators=(",", ":")), told
+        yield due - 1, json.dumps(table, separators=(",", ":")), notes
 
 
 def _former_history(path: Path) -> list[HistoryRow]:

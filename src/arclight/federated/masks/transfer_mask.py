@@ -161,12 +161,12 @@ class TransferMask:
         own = (*self.masks.personal, *self.masks.randomised)
         lag = self.streaming.overlap if self.streaming is not None else 0
         folded = range(max(since - lag, 1), round - lag)
-        telling = {
+        extra = {
             *folded[-self.cycle :],
             *(n for n in folded[: len(self._fragment_names) or 1] if n <= (len(self._fragment_names) or 1)),
         }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
-        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
+        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in extra)]
 
     @cached_property
     def cycle(self) -> int:
@@ -287,8 +287,8 @@ def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
     """Count the first dimension of a model's stacks of ``masks.<what>``. Raises FederatedError where they do not agree."""
     counts = {entry.shape[0] if entry.shape else 0: k for k, entry in weights.tensors.items() if _stacked(k, experts)}
     if len(counts) > 1 or 0 in counts:
-        said = ", ".join(f"{key} has {count}" for count, key in counts.items())
-        raise FederatedError(f"masks.{what}.tensors must hold as many experts each: {said}")
+        counted = ", ".join(f"{key} has {count}" for count, key in counts.items())
+        raise FederatedError(f"masks.{what}.tensors must hold as many experts each: {counted}")
     return next(iter(counts))
 
 

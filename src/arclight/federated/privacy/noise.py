@@ -126,17 +126,17 @@ def expected_updates(federation: Federation) -> int:
 
 
 def clip_and_add_noise(
-    changes: Callable[[], Iterable[tuple[str, torch.Tensor]]], asked: Mapping[str, Any], secret: bytes | None = None
+    changes: Callable[[], Iterable[tuple[str, torch.Tensor]]], order: Mapping[str, Any], secret: bytes | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a client's changes, clipped to norm ``clip``, with its part of the noise.
 
-    changes: makes them; called twice, first for their norm. asked: as `order` gave it. ``least`` of it is the number of updates
+    changes: makes them; called twice, first for their norm. order: the table of `noise_for_clients`, whose ``least`` is the number of updates
     with which a round may close: so many parts make the noise that was asked for, more make more.
     """
-    settings = Noise(**{name: value for name, value in asked.items() if name != "least"})
+    settings = Noise(**{name: value for name, value in order.items() if name != "least"})
     norm = math.hypot(*(measure("this client", {key: tensor}).norm("") for key, tensor in changes()))
     shrink = min(1.0, settings.clip / norm) if norm else 1.0
-    deviation = settings.multiplier * settings.clip / math.sqrt(asked["least"])
+    deviation = settings.multiplier * settings.clip / math.sqrt(order["least"])
     secret = os.urandom(KEY_BYTES) if secret is None else secret
     for key, tensor in changes():
         if not key.startswith(PREFIX):
@@ -225,18 +225,18 @@ def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
     if "privacy" in trees:
         return Ledger(
             {
-                Release(multiplier=said["multiplier"], clients=said["clients"], drawn=said["drawn"]): said["rounds"]
-                for said in trees["privacy"]
+                Release(multiplier=spent["multiplier"], clients=spent["clients"], drawn=spent["drawn"]): spent["rounds"]
+                for spent in trees["privacy"]
             }
         )
     settings = trees.get("federation", {}).get("settings", {})
-    asked = settings.get("noise")
-    if asked is None or number < 1:
+    noise = settings.get("noise")
+    if noise is None or number < 1:
         return Ledger()
     parts = 1
-    if asked["by"] == "clients":
+    if noise["by"] == "clients":
         parts = math.ceil(settings["waiting"]["quorum"] * (settings["sampling"]["per_round"] or settings["clients"]))
-    return Ledger({Release(multiplier=asked["multiplier"] / math.sqrt(max(1, parts))): number})
+    return Ledger({Release(multiplier=noise["multiplier"] / math.sqrt(max(1, parts))): number})
 
 
 def privacy_budget(federation: Federation, clients: int) -> Budget | None:

@@ -75,18 +75,18 @@ class Manifest:
         return cls.from_dict(_json(text))
 
     @classmethod
-    def from_dict(cls, said: Any) -> Manifest:
+    def from_dict(cls, table: Any) -> Manifest:
         """Build a manifest from JSON values. Raises ProtocolError as `from_json`."""
         from pydantic import ValidationError
 
-        if not isinstance(said, Mapping):
-            raise ProtocolError(f"a manifest is a table, got {type(said).__name__}")
-        if said.get("version") != VERSION:
+        if not isinstance(table, Mapping):
+            raise ProtocolError(f"a manifest is a table, got {type(table).__name__}")
+        if table.get("version") != VERSION:
             raise ProtocolError(
-                f"a manifest of version {said.get('version')!r}: this side speaks {VERSION}; install the same arclight on both"
+                f"a manifest of version {table.get('version')!r}: this side speaks {VERSION}; install the same arclight on both"
             )
         try:
-            made = _adapter().validate_json(json.dumps(said), strict=True)
+            made = _adapter().validate_json(json.dumps(table), strict=True)
         except (ValidationError, ValueError) as error:
             raise ProtocolError(f"this is no manifest: {error}") from error
         if lost := [key for key, entry in made.tensors.items() if entry.blob not in made.blobs]:

@@ -194,9 +194,9 @@ class History:
                 here.train[record.client], here.bytes_up[record.client] = dict(record.metrics), record.bytes
                 here.seconds_by_client[record.client] = record.seconds
             case r.UpdateRefused():
-                told = {"client": record.client, "reason": record.reason, "message": record.message}
-                if told not in (refused := self.at(record.round).refused):
-                    refused.append(told)
+                entry = {"client": record.client, "reason": record.reason, "message": record.message}
+                if entry not in (refused := self.at(record.round).refused):
+                    refused.append(entry)
             case r.ClientFailed():
                 here = self.at(record.round)
                 here.failed[record.client] = record.message
@@ -247,10 +247,10 @@ class History:
             stored = map(_round, self._database.history(self._over))
             self._rounds = {here.round: here for here in stored if here.round <= newest}
 
-    def add_missing(self, told: Sequence[Mapping[str, Any]]) -> None:
+    def add_missing(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Add what a checkpoint keeps of rounds: all of those that nothing else tells of, else what records lack."""
         with self._lock:
-            for entry in told:
+            for entry in entries:
                 here = self._rounds.get(entry["round"])
                 if here is None and entry["round"] >= self._over:
                     self._rounds[entry["round"]] = _round(entry)
@@ -272,9 +272,9 @@ class History:
         return [self._rounds[number] for number in sorted(self._rounds)]
 
 
-def _round(told: Mapping[str, Any]) -> Round:
+def _round(entry: Mapping[str, Any]) -> Round:
     """Return a round from its table, also from one of another version."""
-    return Round(**{key: value for key, value in told.items() if key in _KNOWN})
+    return Round(**{key: value for key, value in entry.items() if key in _KNOWN})
 
 
 _KNOWN = frozenset(one.name for one in fields(Round))

@@ -98,8 +98,10 @@ class RoundWriter:
         due = self._left[entry][0] if self._left[entry] else None
         given = (tensor.dtype, tuple(tensor.shape))
         if name != due or given != self._layout[entry][name]:
-            said = f"{due} of {self._layout[entry][due]}" if due else "nothing more"
-            raise FederatedError(f"{entry} of round {self.path.name}: {said} is to be written, got {name} of {given}")
+            expected = f"{due} of {self._layout[entry][due]}" if due else "nothing more"
+            raise FederatedError(
+                f"{entry} of round {self.path.name}: {expected} is to be written, got {name} of {given}"
+            )
         self._behind.write(self._open[entry], tensor, done)
         del self._left[entry][0]
 

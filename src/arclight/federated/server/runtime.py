@@ -323,15 +323,15 @@ def retry_while_disk_full(
 
     Raises the OSError once the disk was full for so many ``seconds``.
     """
-    until, told = time.monotonic() + seconds, False
+    until, warned = time.monotonic() + seconds, False
     while True:
         try:
             return do()
         except OSError as error:
             if error.errno not in DISK_FULL or time.monotonic() > until:
                 raise
-            if not told:
+            if not warned:
                 log.error("%s waits, and continues when there is space: %s", what, error)
-            told = True
+            warned = True
             if pause():
                 raise

@@ -82,9 +82,9 @@ class _SumFile:
         self.path, self.state = path, _State()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if lines:
-            said = {_FORMER_FIELDS.get(name, name): value for name, value in json.loads(lines[0]).items()}
-            self.state = _State(**said)
-            if "maskers" not in said:  # an older version's, whose clients masked with all that had sent shares
+            fields = {_FORMER_FIELDS.get(name, name): value for name, value in json.loads(lines[0]).items()}
+            self.state = _State(**fields)
+            if "maskers" not in fields:  # an older version's, whose clients masked with all that had sent shares
                 self.state.maskers = self.state.sharers
             whole = len(lines[0])
             for line in lines[1:]:
@@ -154,12 +154,12 @@ class SecureSumRelay:
     def handle(self, message: SecureSumRequest) -> SecureSumReply:
         """Handle a client's message; answer what it waits for once that is settled, or its time is over."""
         until = time.monotonic() + min(max(message.hold_s, 0.0), _LONGEST_HELD)
-        asked = (message.round, message.attempt)
+        wanted = (message.round, message.attempt)
         with self._settled:
             here = self._at()
-            if asked < here or (asked > here and message.client not in self._expected(message.round)):
+            if wanted < here or (wanted > here and message.client not in self._expected(message.round)):
                 return SecureSumReply(finished=True)
-            if asked > here:
+            if wanted > here:
                 self._book.begin(_State(round=message.round, attempt=message.attempt))
                 self._since.clear()
                 self._sum = self._cohort = self._inbox = None
@@ -168,12 +168,12 @@ class SecureSumRelay:
                 self._look_at = 0.0
             while True:
                 self._settle()
-                if self._at() != asked or self._is_over(message.client):
+                if self._at() != wanted or self._is_over(message.client):
                     return SecureSumReply(finished=True)
-                told = self._reply_to(message.client, message.waits_for)
+                reply = self._reply_to(message.client, message.waits_for)
                 left = until - time.monotonic()
-                if told is not None or left <= 0 or self._closed:
-                    return told or SecureSumReply()
+                if reply is not None or left <= 0 or self._closed:
+                    return reply or SecureSumReply()
                 self._settled.wait(min(left, _LOOK))
 
     def _at(self) -> tuple[int, int]:
@@ -184,11 +184,11 @@ class SecureSumRelay:
     def _take(self, message: SecureSumRequest) -> bool:
         """Write what is new in a message; True if anything is. A client that sends invalid values is dropped."""
         state, client, write = self._book.state, message.client, self._book.write
-        said = {**(message.keys or {}), "node": message.node}
+        keys = {**(message.keys or {}), "node": message.node}
         if client in state.dropped:
             return False
         try:
-            if message.keys is not None and state.keys.get(client) != said:
+            if message.keys is not None and state.keys.get(client) != keys:
                 if state.cohort is not None:
                     raise _InvalidMessage(
                         "gave other keys than before: its node was started again"
@@ -196,7 +196,7 @@ class SecureSumRelay:
                         else "came late"
                     )
                 self._check_keys(client, message.keys)
-                write("keys", client, said)
+                write("keys", client, keys)
             elif (
                 message.encrypted_shares is not None and client not in state.encrypted_shares and state.sharers is None
             ):
@@ -217,45 +217,45 @@ class SecureSumRelay:
             write("dropped", client, str(wrong))
         return True
 
-    def _check_keys(self, client: str, said: Mapping[str, str]) -> None:
+    def _check_keys(self, client: str, keys: Mapping[str, str]) -> None:
         lengths = {"mask": KEY_BYTES, "cipher": KEY_BYTES, "seal": KEY_BYTES}
         strange = (
-            set(said) - {*lengths, "signature"}
-            or not set(lengths) <= set(said)
-            or len(said.get("signature", "")) > _SIGNATURE
+            set(keys) - {*lengths, "signature"}
+            or not set(lengths) <= set(keys)
+            or len(keys.get("signature", "")) > _SIGNATURE
         )
-        if strange or not all(_is_hex(said[name], size) for name, size in lengths.items()):
+        if strange or not all(_is_hex(keys[name], size) for name, size in lengths.items()):
             raise _InvalidMessage(
                 f"gave keys that are none: {', '.join(lengths)} of {KEY_BYTES} bytes are needed, in hexadecimal"
             )
         for name in ("mask", "cipher"):
             try:
-                PrivateKey().derive(bytes.fromhex(said[name]), b"")
+                PrivateKey().derive(bytes.fromhex(keys[name]), b"")
             except FederatedError as error:
                 raise _InvalidMessage(f"gave a key of which everybody knows the secrets: {error}") from error
             if any(
-                other[name].lower() == said[name].lower() for at, other in self._book.state.keys.items() if at != client
+                other[name].lower() == keys[name].lower() for at, other in self._book.state.keys.items() if at != client
             ):
                 raise _InvalidMessage("gave another client's keys as its own")
 
-    def _check_encrypted_shares(self, client: str, said: Mapping[str, str]) -> None:
+    def _check_encrypted_shares(self, client: str, shares: Mapping[str, str]) -> None:
         if client not in (self._book.state.cohort or ()):
             raise _InvalidMessage("sent encrypted shares and gave no keys")
         partners = self._cohort_of_round().partners_of(client)
-        if set(said) != set(partners) or not all(_is_hex(text, ENCRYPTED_SHARE_BYTES) for text in said.values()):
+        if set(shares) != set(partners) or not all(_is_hex(text, ENCRYPTED_SHARE_BYTES) for text in shares.values()):
             raise _InvalidMessage(
                 f"sent encrypted shares that are none: {ENCRYPTED_SHARE_BYTES} bytes to each of {len(partners)} partners are needed, in hexadecimal"
             )
 
-    def _take_revealed_shares(self, client: str, said: dict[str, dict[str, str]]) -> bool:
+    def _take_revealed_shares(self, client: str, shares: dict[str, dict[str, str]]) -> bool:
         if client not in (self._book.state.survivors or ()):
             return False
         try:
             if self._sum is not None:
-                self._sum.add(_revealed(client, said))
+                self._sum.add(_revealed(client, shares))
         except (FederatedError, ValueError) as error:
             raise _InvalidMessage(f"gave parts that cannot be: {error}") from error
-        self._book.write("revealed", client, said)
+        self._book.write("revealed", client, shares)
         self._revealed.notify_all()
         return True
 
@@ -353,8 +353,8 @@ class SecureSumRelay:
                 )
             keys = {name: _keys(name, state.keys[name]) for name in state.cohort}
             opened = self._sum = MaskedSum(self._cohort_of_round(), keys, state.maskers, names)
-            for client, told in state.revealed.items():  # of before a restart
-                opened.add(_revealed(client, told))
+            for client, shares in state.revealed.items():  # of before a restart
+                opened.add(_revealed(client, shares))
             self._book.write("survivors", None, names)
             self._settled.notify_all()
             self._revealed.wait_for(lambda: self._closed or not opened.missing(), self._settings.patience)
@@ -431,15 +431,15 @@ def refuse_unmasked_updates(federation: Federation) -> None:
         )
 
 
-def _revealed(client: str, told: dict[str, dict[str, str]]) -> RevealedShares:
-    if any(len(part) > 2 * key_agreement.SHARE_BYTES for parts in told.values() for part in parts.values()):
+def _revealed(client: str, shares: dict[str, dict[str, str]]) -> RevealedShares:
+    if any(len(part) > 2 * key_agreement.SHARE_BYTES for parts in shares.values() for part in parts.values()):
         raise ValueError(f"a part has at most {key_agreement.SHARE_BYTES} bytes")
-    seeds, keys = ({name: int(part, 16) for name, part in told[what].items()} for what in ("seeds", "keys"))
+    seeds, keys = ({name: int(part, 16) for name, part in shares[what].items()} for what in ("seeds", "keys"))
     return RevealedShares(client=client, seeds=seeds, keys=keys)
 
 
-def _keys(client: str, told: dict[str, str]) -> PublicKeys:
-    return PublicKeys(client=client, **{name: bytes.fromhex(told[name]) for name in ("mask", "cipher", "seal")})
+def _keys(client: str, keys: dict[str, str]) -> PublicKeys:
+    return PublicKeys(client=client, **{name: bytes.fromhex(keys[name]) for name in ("mask", "cipher", "seal")})
 
 
 class SecureFold(Fold):

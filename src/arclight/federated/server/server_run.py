@@ -127,27 +127,27 @@ class ServerRun:
 
     def _check_count(self, named: int) -> None:
         """Check settings that are made for a number of clients: a secure sum of more would overflow."""
-        asked = self.federation
-        made_for = next((what for what in (asked.secure, asked.robust) if what is not None), None)
-        if made_for is not None and named != asked.clients:
+        federation = self.federation
+        made_for = next((what for what in (federation.secure, federation.robust) if what is not None), None)
+        if made_for is not None and named != federation.clients:
             raise FederatedError(
-                f"federation.clients is {asked.clients}, and {named} clients are named: {type(made_for).__name__} is made for "
-                f"that number; set federation.clients = {named}, or name {asked.clients}"
+                f"federation.clients is {federation.clients}, and {named} clients are named: {type(made_for).__name__} is made for "
+                f"that number; set federation.clients = {named}, or name {federation.clients}"
             )
 
     def _fold_maker(self) -> Callable[..., Fold]:
-        asked = self.federation
-        if asked.secure is not None:
+        federation = self.federation
+        if federation.secure is not None:
             held = (
                 partial(noise.clamp_variance, former=self._former)
-                if asked.noise is not None
+                if federation.noise is not None
                 else lambda key, mean: mean
             )
-            return partial(SecureFold, asked.secure, most_clients(asked), self._unmasking, held)
+            return partial(SecureFold, federation.secure, most_clients(federation), self._unmasking, held)
         return (
-            robust.fold_maker(asked.robust)
-            if asked.noise is None
-            else noise.noisy_fold(asked.noise, former=self._former)
+            robust.fold_maker(federation.robust)
+            if federation.noise is None
+            else noise.noisy_fold(federation.noise, former=self._former)
         )
 
     def _former(self, key: str) -> torch.Tensor:
@@ -171,8 +171,8 @@ class ServerRun:
                 on_record=self._on_record, on_command=self._on_command, after=self._clean_up,
             )  # fmt: skip
             self._relay = None
-            if (asked := self.federation.secure) is not None:
-                self._relay = SecureSumRelay(asked, identity, self.folder / "secure.json", self.runtime.expected)
+            if (secure := self.federation.secure) is not None:
+                self._relay = SecureSumRelay(secure, identity, self.folder / "secure.json", self.runtime.expected)
             self.service = Service(
                 self.federation, identity, runtime=self.runtime, blobs=self.blobs, weights=self.weights, masks=self._masks,
                 quota=self._quota, history=self.history, validated=self._validated, relay=self._relay, recipe=self._recipe,
@@ -508,8 +508,8 @@ def recover(
 
     is_here: tells if an accepted update is on disk. It was not synced: a power failure loses it, and it is asked for again.
     """
-    said = database.records()
-    coordinator.replay(said)
+    records = database.records()
+    coordinator.replay(records)
     state = coordinator.state
     if state.committed < 0:
         return False
@@ -517,7 +517,7 @@ def recover(
     database.append(lost)
     coordinator.replay(lost)
     history.load(state.oldest, state.opened)
-    for record in (*said, *lost):
+    for record in (*records, *lost):
         history.note(record)
     return True
 

@@ -211,7 +211,7 @@ class Service:
         return _answered(plan)
 
     def _fit(self, plan: FitPlan, session: str) -> Fit:
-        asked, weights = self.federation, self._weights.known(plan.base)
+        federation, weights = self.federation, self._weights.known(plan.base)
         self._count_sent(plan.client, plan.round, plan.base, session)
         mask = self._masks.of(plan.client, plan.round, weights.own)
         return Fit(
@@ -223,20 +223,20 @@ class Service:
             base=plan.base,
             weights=weights.manifest,
             changes=weights.changes,
-            form=asked.send,
-            codec=to_table(asked.up),
-            weigh_by=asked.weigh_by,
+            form=federation.send,
+            codec=to_table(federation.up),
+            weigh_by=federation.weigh_by,
             seed=plan.seed,
             deadline_s=plan.deadline,
-            checkpoint_every_steps=asked.checkpoint_every_steps,
-            local_policy={"reset_optimizer": asked.reset_optimizer, **mask.to_table()},
+            checkpoint_every_steps=federation.checkpoint_every_steps,
+            local_policy={"reset_optimizer": federation.reset_optimizer, **mask.to_table()},
             privacy={
-                **noise.noise_for_clients(asked, plan.least),
-                **secure_sums.secure_sum_for_clients(asked, plan.discarded),
+                **noise.noise_for_clients(federation, plan.least),
+                **secure_sums.secure_sum_for_clients(federation, plan.discarded),
             },
             fragment=plan.fragment,
-            overlap=asked.overlap,
-            residual_slot=asked.residual_slot(plan.round),
+            overlap=federation.overlap,
+            residual_slot=federation.residual_slot(plan.round),
             attempt=plan.discarded,
             redo=plan.redo,
         )
@@ -294,24 +294,24 @@ class Service:
         opened = self._runtime.coordinator.state.started_rounds.get(update.round)
         if opened is None:
             raise RefusedError("stale", f"round {update.round} of {update.client} was not asked for, or is over")
-        weights, asked = self._weights.known(opened.base), self.federation
+        weights, federation = self._weights.known(opened.base), self.federation
         base = weights.manifest
         expected = ExpectedUpdate(
             base=base,
             weights=LazyTensors(base, self.blobs),
             travel=self._masks.of(update.client, update.round, weights.own),
             round=update.round,
-            form=asked.send,
-            masked=asked.secure is not None,
+            form=federation.send,
+            masked=federation.secure is not None,
             steps=opened.steps,
-            weigh_by=asked.weigh_by,
-            most_weight=None if asked.secure is None else asked.secure.most_weight,
+            weigh_by=federation.weigh_by,
+            most_weight=None if federation.secure is None else federation.secure.most_weight,
         )
         recent = self._runtime.recent()
         norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())
         baseline = Baseline(norms=norms, samples_per_step=samples, tokens_per_step=tokens)
         with self._validating:
-            return validate_update(update, expected, baseline, asked.checks, self.blobs)
+            return validate_update(update, expected, baseline, federation.checks, self.blobs)
 
     def _secure(self, message: SecureSumRequest) -> Message:
         if self._relay is None:
@@ -360,8 +360,8 @@ def _answered(plan: Any) -> Message:
 def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     """Return the reason to refuse an evaluation that cannot be averaged with others."""
     who = f"the evaluation of {message.client} for round {message.round}"
-    if (told := too_many_metrics(message.metrics)) is not None:
-        return "too_large", f"{who} {told}"
+    if (problem := too_many_metrics(message.metrics)) is not None:
+        return "too_large", f"{who} {problem}"
     if not 0 <= message.samples <= MOST_COUNTED:
         return "weight", f"{who} says {message.samples} samples"
     for name, value in message.metrics.items():

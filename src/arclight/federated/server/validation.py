@@ -83,10 +83,10 @@ class Baseline:
 
 def validate_message(message: Message) -> None:
     """Raise ProtocolError, with one sentence for the node, for impossible names and numbers."""
-    said = {one.name: getattr(message, one.name) for one in fields(message)}
+    table = {one.name: getattr(message, one.name) for one in fields(message)}
     for what in ("node", "session", "client", "process"):
-        if what in said:
-            _check_name(what, said[what])
+        if what in table:
+            _check_name(what, table[what])
     if isinstance(message, Join):
         if not message.node:
             raise ProtocolError("a node joins under a name: got none")
@@ -116,31 +116,31 @@ def _check_name(what: str, name: str) -> None:
 
 
 def validate_update(
-    update: Update, asked: ExpectedUpdate, seen: Baseline, limits: Checks, store: BlobStore
+    update: Update, expected: ExpectedUpdate, seen: Baseline, limits: Checks, store: BlobStore
 ) -> ValidUpdate:
     """Validate all of an update. Raises RefusedError with the reason."""
     who = f"the update of {update.client} for round {update.round}"
-    if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
+    if update.manifest.kind != "update" or update.manifest.base not in (None, expected.base.digest):
         raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
-    _check_numbers(who, update, asked, seen, limits)
-    weight = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[asked.weigh_by]
-    if asked.most_weight is not None and weight > asked.most_weight:
+    _check_numbers(who, update, expected, seen, limits)
+    weight = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[expected.weigh_by]
+    if expected.most_weight is not None and weight > expected.most_weight:
         raise RefusedError(
             "weight",
-            f"{who} says {asked.weigh_by} = {weight:,}, and a secure sum weighs up to {asked.most_weight:,} (secure.most_weight)",
+            f"{who} says {expected.weigh_by} = {weight:,}, and a secure sum weighs up to {expected.most_weight:,} (secure.most_weight)",
         )
-    _check_layout(who, update, asked, limits)
-    if asked.masked:
+    _check_layout(who, update, expected, limits)
+    if expected.masked:
         return _check_masked(who, update, store)
     try:
         tensors = LazyTensors(update.manifest, store)
         measured = measure(update.client, tensors)
-        norm = _norm_of_change(tensors, asked) if asked.form == "weights" else measured.norm()
+        norm = _norm_of_change(tensors, expected) if expected.form == "weights" else measured.norm()
     except RefusedError:
         raise
     except (FederatedError, FileNotFoundError) as error:
         raise RefusedError("damaged", f"{who}: {error}") from error
-    _check_norm(who, norm, asked, seen, limits)
+    _check_norm(who, norm, expected, seen, limits)
     return ValidUpdate(norm=norm, largest=measured.largest)
 
 
@@ -155,26 +155,27 @@ def _check_masked(who: str, update: Update, store: BlobStore) -> ValidUpdate:
     return ValidUpdate(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
 
 
-def _check_numbers(who: str, update: Update, asked: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
-    said = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
-    if wrong := [name for name, value in said.items() if not 0 <= value <= MOST_COUNTED]:
+def _check_numbers(who: str, update: Update, expected: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
+    numbers = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
+    if wrong := [name for name, value in numbers.items() if not 0 <= value <= MOST_COUNTED]:
         raise RefusedError(
-            "weight", f"{who} says {wrong[0]} = {said[wrong[0]]}: a count is not negative and at most {MOST_COUNTED:,}"
+            "weight",
+            f"{who} says {wrong[0]} = {numbers[wrong[0]]}: a count is not negative and at most {MOST_COUNTED:,}",
         )
-    if asked.weigh_by != "equal" and said[asked.weigh_by] < 1:
-        raise RefusedError("weight", f"{who} says {asked.weigh_by} = 0: by these it is to be weighed")
-    if update.steps > asked.steps or (update.steps < 1 and update.samples):
-        raise RefusedError("weight", f"{who} says {update.steps} steps: {asked.steps} were asked for")
+    if expected.weigh_by != "equal" and numbers[expected.weigh_by] < 1:
+        raise RefusedError("weight", f"{who} says {expected.weigh_by} = 0: by these it is to be weighed")
+    if update.steps > expected.steps or (update.steps < 1 and update.samples):
+        raise RefusedError("weight", f"{who} says {update.steps} steps: {expected.steps} were asked for")
     if not 0 <= update.seconds <= _LONGEST:
         raise RefusedError("weight", f"{who} says that it took {update.seconds} seconds")
-    if (told := too_many_metrics(update.metrics)) is not None:
-        raise RefusedError("too_large", f"{who} {told}")
+    if (problem := too_many_metrics(update.metrics)) is not None:
+        raise RefusedError("too_large", f"{who} {problem}")
     if wrong := [name for name, value in update.metrics.items() if not abs(value) <= LARGEST_METRIC]:
         raise RefusedError(
             "not_finite", f"{who} logs {wrong[0]} = {update.metrics[wrong[0]]}: its training has gone wrong"
         )
     for name, before in (("samples", seen.samples_per_step), ("tokens", seen.tokens_per_step)):
-        each = said[name] / max(update.steps, 1)
+        each = numbers[name] / max(update.steps, 1)
         usual = median_low(before) if before else 0.0
         if limits.weight_times and usual > 0 and each > limits.weight_times * usual:
             raise RefusedError(
@@ -193,9 +194,9 @@ def too_many_metrics(metrics: Mapping[str, float]) -> str | None:
     return None
 
 
-def _check_layout(who: str, update: Update, asked: ExpectedUpdate, limits: Checks) -> None:
+def _check_layout(who: str, update: Update, expected: ExpectedUpdate, limits: Checks) -> None:
     given = update.manifest.tensors
-    if strange := sorted(key for key in given if asked.entry(key) is None):
+    if strange := sorted(key for key in given if expected.entry(key) is None):
         raise RefusedError(
             "wrong_names", f"{who} has {strange[0]}, which was not asked for ({len(strange)} such tensors)"
         )
@@ -203,14 +204,14 @@ def _check_layout(who: str, update: Update, asked: ExpectedUpdate, limits: Check
         raise RefusedError("wrong_names", f"{who} has no tensor")
     whole = 0
     for key, entry in given.items():
-        base = asked.entry(key)
+        base = expected.entry(key)
         assert base is not None
         if tuple(entry.shape) != tuple(base.shape):
             raise RefusedError("wrong_shape", f"{who}: {key} is of shape {list(entry.shape)}, not {list(base.shape)}")
-        if asked.masked:
+        if expected.masked:
             fits = entry.dtype == "I64" and entry.codec == "raw" and DTYPES[base.dtype].is_floating_point
         else:
-            fits = _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], asked.form)
+            fits = _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], expected.form)
         if not fits:
             raise RefusedError("wrong_shape", f"{who}: {key} is of type {entry.dtype}, not {base.dtype}")
         whole += _bytes_of(base)
@@ -227,13 +228,13 @@ def most_bytes(weights: Manifest, federation: Federation) -> int:
     return int(federation.checks.bytes_times * whole * (1 + len(federation.moments))) + _SLACK
 
 
-def largest_message(weights: Manifest, federation: Federation, travel: TransferMask, asked: int) -> int:
+def largest_message(weights: Manifest, federation: Federation, travel: TransferMask, per_round: int) -> int:
     """Return the bytes of a node's largest message: an update's manifest, or a client's part in a secure sum."""
     parts = {
         key: entry.shape[0] if entry.shape and travel.is_stack(key) else 1 for key, entry in weights.tensors.items()
     }
     named = sum(count * (len(key) + _ENTRY) for key, count in parts.items()) * (1 + len(federation.moments))
-    return named + (asked * _ENTRY if federation.secure is not None else 0) + _SLACK
+    return named + (per_round * _ENTRY if federation.secure is not None else 0) + _SLACK
 
 
 def _bytes_of(entry: Entry) -> int:
@@ -246,24 +247,24 @@ def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
     return given == weight or change
 
 
-def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: ExpectedUpdate) -> float:
+def _norm_of_change(tensors: Mapping[str, torch.Tensor], expected: ExpectedUpdate) -> float:
     """Return the norm of the change of weights that were sent whole, one tensor at a time."""
-    squares, weights = [], ExpertParts(asked.weights)
+    squares, weights = [], ExpertParts(expected.weights)
     for key in tensors:
-        entry = asked.entry(key)
+        entry = expected.entry(key)
         if key.startswith("model/") and entry is not None and DTYPES[entry.dtype].is_floating_point:
             change = tensors[key].to(torch.float64) - weights[key]
             squares.append(float(change.square_().sum()))
     return math.sqrt(math.fsum(squares))
 
 
-def _check_norm(who: str, norm: float, asked: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
+def _check_norm(who: str, norm: float, expected: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
     if not limits.norm_times:
         return
     if seen.norms:
         usual, of = median(seen.norms), "the median of those accepted before"
     else:
-        usual, of = norm_of(asked.weights), "the weights' own, as nothing has been accepted yet"
+        usual, of = norm_of(expected.weights), "the weights' own, as nothing has been accepted yet"
     if usual > _LEAST_SEEN and norm > limits.norm_times * usual:
         raise RefusedError(
             "too_large",

@@ -125,16 +125,16 @@ class Sessions:
         if self.open:
             log.warning("no reply of SuperNodes %s after the run's end", sorted(self.open.values()))
 
-    def _start(self, node: int, said: Mapping[str, Any]) -> None:
+    def _start(self, node: int, settings: Mapping[str, Any]) -> None:
         """Let the SuperNode's key join for its clients, and send it the address."""
         name = _name(node)
-        self._register(name, line_of(name, str(said["key"]), str(said["clients"]).split(",")))
+        self._register(name, line_of(name, str(settings["key"]), str(settings["clients"]).split(",")))
         where = {"address": self.server.address, "fingerprint": self.server.fingerprint or "", "node": name}
         self.open[self._send(node, "train", where)] = node
 
-    def _send(self, node: int, kind: str, said: Mapping[str, str]) -> str:
+    def _send(self, node: int, kind: str, fields: Mapping[str, str]) -> str:
         app = _flower("app")
-        content = app.RecordDict({_SESSION: app.ConfigRecord(dict(said))})
+        content = app.RecordDict({_SESSION: app.ConfigRecord(dict(fields))})
         (sent,) = self.grid.push_messages([app.Message(content, dst_node_id=node, message_type=kind, ttl=self.ttl_s)])
         if sent is None:
             raise FederatedError(f"the SuperLink did not take the {kind} message for SuperNode {node}")
@@ -205,9 +205,9 @@ def client_app(build: BuildClient) -> Any:
         key = _key_in(_folder_of(context.node_config))
         return answered(message, {"key": key.public, "clients": ",".join(_clients_of(context.node_config))})
 
-    def answered(message: Any, said: Mapping[str, str]) -> Any:
+    def answered(message: Any, content: Mapping[str, str]) -> Any:
         records = _flower("app")
-        return records.Message(records.RecordDict({_SESSION: records.ConfigRecord(dict(said))}), reply_to=message)
+        return records.Message(records.RecordDict({_SESSION: records.ConfigRecord(dict(content))}), reply_to=message)
 
     app.train()(train)
     app.query()(query)
@@ -247,8 +247,8 @@ def _key_in(folder: Path) -> NodeKey:
 
 
 def _clients_of(site: Config) -> list[str]:
-    if said := site.get("clients") or site.get("client"):
-        return [name.strip() for name in str(said).split(",")]
+    if names := site.get("clients") or site.get("client"):
+        return [name.strip() for name in str(names).split(",")]
     if "partition-id" in site:
         return [str(site["partition-id"])]
     raise FederatedError(

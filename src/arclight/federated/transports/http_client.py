@@ -218,12 +218,12 @@ class HttpLink:
 
     def _challenge(self) -> tuple[str, str]:
         """Request the server's challenge, and the run that it serves."""
-        said = json.loads(self.request("GET", "/v1/challenge", then=self._body))
-        if said.get("version") != VERSION:
+        challenge = json.loads(self.request("GET", "/v1/challenge", then=self._body))
+        if challenge.get("version") != VERSION:
             raise ProtocolError(
-                f"the server speaks version {said.get('version')!r}, this node {VERSION}: install the same arclight"
+                f"the server speaks version {challenge.get('version')!r}, this node {VERSION}: install the same arclight"
             )
-        return said["challenge"], said["run"]
+        return challenge["challenge"], challenge["run"]
 
     def _body(self, response: BaseHTTPResponse) -> bytes:
         if response.status != 200 or not is_json(response):

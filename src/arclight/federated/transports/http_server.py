@@ -303,8 +303,8 @@ class App:
         return handle
 
     async def _challenge(self, request: Request) -> Response:
-        said = {"challenge": self._guard.challenge(), "version": VERSION, "run": self._guard.run}
-        return _response(json.dumps(said), "application/json")
+        content = {"challenge": self._guard.challenge(), "version": VERSION, "run": self._guard.run}
+        return _response(json.dumps(content), "application/json")
 
     async def _message(self, request: Request) -> Response:
         token = _token(request)
@@ -421,15 +421,15 @@ def _digest(request: Request) -> str:
         raise Refusal(400, str(error)) from error
 
 
-def _part(asked: str | None, size: int) -> tuple[int, int]:
+def _part(header: str | None, size: int) -> tuple[int, int]:
     """Return the first byte, and the one after the last, of a Range header."""
-    if asked is None:
+    if header is None:
         return 0, size
-    match = _RANGE.fullmatch(asked.strip())
+    match = _RANGE.fullmatch(header.strip())
     start = int(match[1]) if match else size
     stop = min(size, int(match[2]) + 1) if match and match[2] else size
     if start >= stop:
-        raise Refusal(416, f"a blob of {size} bytes has no {asked[:100]!r}", {"content-range": f"bytes */{size}"})
+        raise Refusal(416, f"a blob of {size} bytes has no {header[:100]!r}", {"content-range": f"bytes */{size}"})
     return start, stop
 
 
@@ -438,8 +438,8 @@ def _refused(request: Request, status: int, why: str, headers: dict[str, str] | 
 
     The rest of a short one is passed over, so that whoever sends it comes to read the answer; after others the connection ends.
     """
-    said = request.headers.get("content-length", "0" if request.method in ("GET", "HEAD") else "")
-    short = status != 408 and said.isdigit() and int(said) <= PART
+    length = request.headers.get("content-length", "0" if request.method in ("GET", "HEAD") else "")
+    short = status != 408 and length.isdigit() and int(length) <= PART
     ending = {} if short else {"connection": "close"}
     return _response(json.dumps({"error": why}), "application/json", status=status, headers=(headers or {}) | ending)
 

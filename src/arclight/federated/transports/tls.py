@@ -125,14 +125,14 @@ def _disbelief(fault: ssl.SSLCertVerificationError, address: str, host: str, por
     }
     if fault.verify_code in (_OTHER_NAME, _OTHER_ADDRESS):
         names = ", ".join(_shown_names(host, port)) or "no host at all"
-        told = f"its certificate is not for {host}, but for {names}: join it by such a name, or know it by its --fingerprint"
+        advice = f"its certificate is not for {host}, but for {names}: join it by such a name, or know it by its --fingerprint"
     else:
-        told = why.get(
+        advice = why.get(
             fault.verify_code,
             f"nothing here vouches for its certificate ({fault.verify_message}): give the server.pem that it uses as --ca, or "
             "its --fingerprint as `arclight federate keys server` printed it",
         )
-    return f"{address} did not prove to be the server, and nothing was sent to it: {told}"
+    return f"{address} did not prove to be the server, and nothing was sent to it: {advice}"
 
 
 def _shown_names(host: str, port: int) -> list[str]:

@@ -41,12 +41,12 @@ def length_of(request: Request, largest: int, what: str) -> int:
 
     Raises Refusal where it does not say, or is too large.
     """
-    said = request.headers.get("content-length")
-    if said is None:
+    header = request.headers.get("content-length")
+    if header is None:
         raise Refusal(411, f"{what} comes with a Content-Length")
-    if int(said) > largest:
-        raise Refusal(413, f"{what} of {said} bytes is larger than the {largest} that this server takes")
-    return int(said)
+    if int(header) > largest:
+        raise Refusal(413, f"{what} of {header} bytes is larger than the {largest} that this server takes")
+    return int(header)
 
 
 async def whole_body(request: Request, limits: Limits, largest: int) -> bytes:
@@ -76,8 +76,8 @@ class UploadHandler:
 
     def progress(self, digest: str) -> dict[str, str]:
         """Return the headers that describe how much of a blob has come, and whether more is coming."""
-        said = {RECEIVED: str(self._spool.received(digest))}
-        return said | ({BUSY: "1"} if digest in self._open else {})
+        headers = {RECEIVED: str(self._spool.received(digest))}
+        return headers | ({BUSY: "1"} if digest in self._open else {})
 
     async def receive(self, request: Request, digest: str, reserve_upload: UploadReservation) -> int:
         """Receive a blob, or the rest of one; return the status to answer with.
@@ -194,16 +194,16 @@ class UploadHandler:
             self._spool.remove(digest)
 
 
-def _place(said: str | None, length: int) -> tuple[int, int]:
+def _place(header: str | None, length: int) -> tuple[int, int]:
     """Return the body's offset in the blob, and the blob's bytes."""
-    if said is None:
+    if header is None:
         return 0, length
-    if length == 0 and (nothing := _NOTHING.fullmatch(said.strip())):
+    if length == 0 and (nothing := _NOTHING.fullmatch(header.strip())):
         return int(nothing[1]), int(nothing[1])
-    match = _RANGE.fullmatch(said.strip())
+    match = _RANGE.fullmatch(header.strip())
     start, last, total = map(int, match.groups()) if match else (0, 0, 0)
     if not match or last - start + 1 != length or last >= total:
-        raise Refusal(400, f"a body of {length} bytes cannot be the part {said[:100]!r} of a blob")
+        raise Refusal(400, f"a body of {length} bytes cannot be the part {header[:100]!r} of a blob")
     return start, total
 
 

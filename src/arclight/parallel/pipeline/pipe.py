@@ -258,12 +258,12 @@ def _home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
 
 
 def _traced(
-    model: nn.Module, asked: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[..., StageAssignment],
+    model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[..., StageAssignment],
     names: Mapping[str, str], reason: PlanError | None,
 ) -> Pipe:  # fmt: skip
-    """Stages of a traced graph. asked: arguments, and names of modules where stages begin. reason: why there are no stages of the model's own code."""
+    """Cut a traced graph. arguments: args, kwargs, names of modules where stages begin. reason: why the model's own code cannot be cut."""
     try:
-        args, kwargs, at = asked
+        args, kwargs, at = arguments
         traced = trace_model(model, args, kwargs)
         traced.refuse_inside(at)
         graph = traced.graph

@@ -64,12 +64,12 @@ def neighbours(
     ordered = sorted(
         found.values(), key=lambda one: abs(one.estimate.step_seconds - best.step_seconds) if one.estimate else 0.0
     )
-    said: dict[str, RejectedPlan] = {}
+    rejected: dict[str, RejectedPlan] = {}
     usual = Plan().schedule
     for plan, reason in refused:
         change = describe(plan) if plan.schedule == usual else f"schedule {plan.schedule}"
-        said.setdefault(reason, RejectedPlan(plan, change, reason))
-    return [*ordered[:NEAREST], *list(said.values())[:2], *ordered[NEAREST:]]
+        rejected.setdefault(reason, RejectedPlan(plan, change, reason))
+    return [*ordered[:NEAREST], *list(rejected.values())[:2], *ordered[NEAREST:]]
 
 
 _LABELS = {

@@ -83,16 +83,16 @@ class Batcher:
         self.most = most
         self.measured: BatchCost | None = None
         self._pace = pace or Pace()
-        self._told: Callable[[int], None] = lambda _: None
+        self._on_batch: Callable[[int], None] = lambda _: None
         self._gathered: list[tuple[Job, asyncio.Future[Encoded]]] = []
 
     def measure(self, program: Program) -> None:
         """Find the batch that costs least for each row; there is none where rows change each other, or where none pays."""
         self.measured = measure(program, self.most)
 
-    def tell(self, told: Callable[[int], None]) -> None:
-        """Give ``told`` the number of requests of each call, from any thread."""
-        self._told = told
+    def observe(self, on_batch: Callable[[int], None]) -> None:
+        """Call ``on_batch`` with the number of requests of every call, from any thread."""
+        self._on_batch = on_batch
 
     @property
     def rows(self) -> int:
@@ -184,7 +184,7 @@ class Batcher:
             for place in places:
                 self._compute(jobs, read, [place], found)
             return
-        self._told(len(places))
+        self._on_batch(len(places))
         begin = 0
         for place, values in zip(places, inputs, strict=True):
             end = begin + len(values[0]) if values else 0

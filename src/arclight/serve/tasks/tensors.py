@@ -67,14 +67,16 @@ def decode(body: bytes, json_size: str | None, program: Program, limits: Limits)
             f"The request's JSON is larger than {in_words(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
         )
     try:
-        asked = orjson.loads(body[:size])
+        request = orjson.loads(body[:size])
     except ValueError:
         raise Refusal(400, "The request is not JSON; send an object with a list 'inputs'.") from None
-    if not isinstance(asked, dict) or not _is_objects(asked.get("inputs")):
+    if not isinstance(request, dict) or not _is_objects(request.get("inputs")):
         raise Refusal(400, "The request has no list 'inputs' of objects; send one object for each input.")
-    if not isinstance(asked.get("id", ""), str):
+    if not isinstance(request.get("id", ""), str):
         raise Refusal(400, "The request's 'id' is not a text; leave it out or send a text.")
-    return TensorRequest(asked.get("id"), _inputs(asked["inputs"], body[size:], program), _outputs(asked, program))
+    return TensorRequest(
+        request.get("id"), _inputs(request["inputs"], body[size:], program), _outputs(request, program)
+    )
 
 
 def _json_size(text: str, most: int) -> int:
@@ -171,10 +173,10 @@ def _from_bytes(size: Any, binary: bytes, dtype: np.dtype[Any], name: str) -> tu
     return values.astype(dtype), binary[size:]
 
 
-def _outputs(asked: dict[str, Any], program: Program) -> dict[str, bool]:
+def _outputs(request: dict[str, Any], program: Program) -> dict[str, bool]:
     names = [spec.name for spec in program.outputs]
-    binary = _parameters(asked).get("binary_data_output", False) is True
-    wanted = asked.get("outputs")
+    binary = _parameters(request).get("binary_data_output", False) is True
+    wanted = request.get("outputs")
     if wanted is None or wanted == []:
         wanted = [{"name": name} for name in names]
     if not _is_objects(wanted):

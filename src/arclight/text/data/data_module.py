@@ -200,16 +200,16 @@ class TextDataModule(DataModule):
             if folder not in packed
         }
         listed = ", ".join(f"{folder} ({size_text(size)})" for folder, size in others.items())
-        told = (
+        hint = (
             f"what was packed for other runs takes room of blocks, delete what none needs: {listed}" if listed else ""
         )
         if used > bound:
             raise MisconfigurationError(
                 f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
-                f'packing = "concat", which needs none{told and "; " + told}'
+                f'packing = "concat", which needs none{hint and "; " + hint}'
             )
         if sum(others.values()) > bound // 4:
-            rank_zero_warn(f"remote_bytes = {size_text(bound)}: {told}")
+            rank_zero_warn(f"remote_bytes = {size_text(bound)}: {hint}")
 
     def _packed(self, shards: TokenShards) -> Packed:
         try:

@@ -230,8 +230,8 @@ class HFTokenizer(Tokenizer):
         return _write_config(folder, self._config)
 
     def _role(self, vocab: dict[str, int], role: str) -> int | None:
-        said = self._config.get(role)
-        name = said.get("content") if isinstance(said, dict) else said
+        value = self._config.get(role)
+        name = value.get("content") if isinstance(value, dict) else value
         if name is None:  # a lone tokenizer.json tells no roles, except by the names that ours have
             name = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}[role]
             return vocab.get(name)

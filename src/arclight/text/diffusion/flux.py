@@ -149,15 +149,15 @@ class DoubleBlock(nn.Module):
         self, text_BLD: Tensor, image_BND: Tensor, told_BD: Tensor, rotation: RotaryEmbedding
     ) -> tuple[Tensor, Tensor]:
         streams = ((self.text, text_BLD), (self.image, image_BND))
-        told = [stream.modulation(told_BD) for stream, _ in streams]
+        modulations = [stream.modulation(told_BD) for stream, _ in streams]
         heads = [
             stream.heads(modulated(x, shift, scale, stream.eps))
-            for (stream, x), (shift, scale, *_) in zip(streams, told, strict=True)
+            for (stream, x), (shift, scale, *_) in zip(streams, modulations, strict=True)
         ]
         q, k, v = (torch.cat(pair, 1) for pair in zip(*heads, strict=True))
         seen = attend(self.inner, q, k, v, rotation).split((text_BLD.shape[1], image_BND.shape[1]), 1)
         out = []
-        for (stream, x), (_, _, gate, shift, scale, gate_after), own in zip(streams, told, seen, strict=True):
+        for (stream, x), (_, _, gate, shift, scale, gate_after), own in zip(streams, modulations, seen, strict=True):
             x = x + gate * stream.wo(own)
             out.append(x + gate_after * stream.feed_forward(modulated(x, shift, scale, stream.eps)))
         return out[0], out[1]

@@ -28,8 +28,8 @@ def after_answer_is(text: str) -> str | None:
 
     Text without these words is an answer by itself, up to the end of its first line. None for an empty one.
     """
-    _, said, rest = text.partition("answer is ")
-    lines = (rest if said else text).strip().splitlines()
+    _, found, rest = text.partition("answer is ")
+    lines = (rest if found else text).strip().splitlines()
     answer = lines[0].strip().removesuffix(".") if lines else ""
     return answer or None
 

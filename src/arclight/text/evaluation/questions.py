@@ -83,8 +83,8 @@ def read_questions(path: str | Path, kind: Format) -> list[Question]:
 
 def prompt(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = (), head: str = "") -> str:
     """Write what stands before an answer: ``head``, the ``examples`` with theirs, and the question."""
-    shown = [_asked(example, kind, mode) + " " + _answered(example, mode) for example in examples]
-    return "\n\n".join([*([head] if head else []), *shown, _asked(item, kind, mode)])
+    shown = [_question_text(example, kind, mode) + " " + _answer_text(example, mode) for example in examples]
+    return "\n\n".join([*([head] if head else []), *shown, _question_text(item, kind, mode)])
 
 
 def question(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = (), head: str = "") -> Question:
@@ -95,7 +95,7 @@ def question(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = ()
     )
 
 
-def _asked(item: Item, kind: Format, mode: Mode) -> str:
+def _question_text(item: Item, kind: Format, mode: Mode) -> str:
     form = FORMS[kind]
     lines = [form.stem.format(item.stem)]
     if item.choices and mode != "cloze":
@@ -104,7 +104,7 @@ def _asked(item: Item, kind: Format, mode: Mode) -> str:
     return "\n".join([*lines, *([form.cue] if form.cue else [])])
 
 
-def _answered(item: Item, mode: Mode) -> str:
+def _answer_text(item: Item, mode: Mode) -> str:
     if mode == "generate":
         return item.solution or f"The answer is ({item.final})."
     return item.choices[item.answer] if mode == "cloze" else _LETTERS[item.answer]

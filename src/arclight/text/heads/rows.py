@@ -95,17 +95,23 @@ def read_squad(path: Path) -> list[QuestionRow]:
         found = []
         for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
             for paragraph in article["paragraphs"]:
-                for asked in paragraph["qas"]:
-                    place, context, answers = f"{path}, question {asked['id']}", paragraph["context"], asked["answers"]
+                for question in paragraph["qas"]:
+                    place, context, answers = (
+                        f"{path}, question {question['id']}",
+                        paragraph["context"],
+                        question["answers"],
+                    )
                     for answer in answers:
                         begin = answer["answer_start"]
                         if context[begin : begin + len(answer["text"])] != answer["text"]:
                             raise ValueError(f"{answer['text']!r} is not at {begin} of its context")
-                    if not answers and not asked.get("is_impossible", False):
+                    if not answers and not question.get("is_impossible", False):
                         raise ValueError("it has no answers: add one, or mark it with is_impossible")
                     texts = tuple(answer["text"] for answer in answers)
                     start = answers[0]["answer_start"] if answers else -1
-                    found.append(QuestionRow(place, asked["id"], asked["question"].strip(), context, texts, start))
+                    found.append(
+                        QuestionRow(place, question["id"], question["question"].strip(), context, texts, start)
+                    )
         return found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{place} is not laid out as SQuAD is: {type(error).__name__} {error}") from error

@@ -109,14 +109,14 @@ def normalised(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def exact_match(said: str, truths: Sequence[str]) -> float:
+def exact_match(predicted: str, truths: Sequence[str]) -> float:
     """Return 1 if an answer is one of the true ones after normalisation, else 0; no true ones: the empty answer is right."""
-    return float(any(normalised(said) == normalised(truth) for truth in _given(truths)))
+    return float(any(normalised(predicted) == normalised(truth) for truth in _given(truths)))
 
 
-def f1(said: str, truths: Sequence[str]) -> float:
+def f1(predicted: str, truths: Sequence[str]) -> float:
     """Return the best F1 over the true answers, of bags of words after normalisation."""
-    return max(_f1(normalised(said).split(), normalised(truth).split()) for truth in _given(truths))
+    return max(_f1(normalised(predicted).split(), normalised(truth).split()) for truth in _given(truths))
 
 
 def _given(truths: Sequence[str]) -> Sequence[str]:
@@ -124,8 +124,8 @@ def _given(truths: Sequence[str]) -> Sequence[str]:
     return [truth for truth in truths if normalised(truth)] or [""]
 
 
-def _f1(said: list[str], truth: list[str]) -> float:
-    if not said or not truth:
-        return float(said == truth)
-    common = sum((Counter(said) & Counter(truth)).values())
-    return 2 * common / (len(said) + len(truth))
+def _f1(predicted: list[str], truth: list[str]) -> float:
+    if not predicted or not truth:
+        return float(predicted == truth)
+    common = sum((Counter(predicted) & Counter(truth)).values())
+    return 2 * common / (len(predicted) + len(truth))

@@ -102,10 +102,10 @@ def _check_same(model: nn.Module, family: Family, ours: dict[str, Any]) -> None:
     for name in ("std", "head_dim"):  # how it began says nothing about how it computes; shapes are compared anyway
         other.pop(name, None)
     if other:
-        told = ", ".join(
+        names = ", ".join(
             f"{name} is {value!r} in the source, {own!r} in the model" for name, (value, own) in other.items()
         )
-        raise ValueError(f"the given model is another one: {told}")
+        raise ValueError(f"the given model is another one: {names}")
 
 
 def _blocks(theirs: dict[str, Any]) -> tuple[int, int] | None:

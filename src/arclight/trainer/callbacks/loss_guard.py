@@ -375,11 +375,11 @@ class LossGuard(Callback):
                 self._end(event, f"; it is the last of {self.in_a_row} bad updates in a row")
 
     def _end(self, event: Event, more: str) -> None:
-        said = _described(event)
+        description = _described(event)
         if math.isfinite(event.loss) and math.isfinite(event.grad_norm) and not more:
-            raise TrainingSpikeException(event.batches[-1][1], said)
+            raise TrainingSpikeException(event.batches[-1][1], description)
         raise NonFiniteLossError(
-            f"{said}{more}. The weights are those before it: look at these batches, or lower the rate"
+            f"{description}{more}. The weights are those before it: look at these batches, or lower the rate"
         )
 
     def _tell(self, trainer: Trainer, event: Event) -> None:

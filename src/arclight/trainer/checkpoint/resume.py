@@ -44,11 +44,11 @@ class CheckpointSelector:
         trainer, paths = self._trainer, self._trainer.paths
         self._newest_of_run = None
         if paths.run_folders and paths.opened is None:
-            asked = self.path if choice is None and self._given else choice
-            if asked == "last":
+            wanted = self.path if choice is None and self._given else choice
+            if wanted == "last":
                 self._newest_of_run = self._find_newest_of_run()
             elif (
-                asked in (None, "hpc")
+                wanted in (None, "hpc")
                 and self._may_be_requeued
                 and (found := trainer.requeue_checkpoints.newest()) is not None
             ):

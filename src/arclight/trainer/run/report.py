@@ -282,8 +282,8 @@ def plot_figure(file: Path, caption: str) -> str:
 
 def pixel_width(image: bytes) -> int:
     """Width in a PNG's or JPEG's header, or that an SVG says it has; 0 for anything else."""
-    if said := re.match(rb'<svg\s[^>]*?\bwidth="(\d+)"', image):
-        return int(said[1])
+    if match := re.match(rb'<svg\s[^>]*?\bwidth="(\d+)"', image):
+        return int(match[1])
     if image.startswith(b"\x89PNG\r\n\x1a\n"):
         return int.from_bytes(image[16:20])
     at = 2 if image.startswith(b"\xff\xd8") else len(image)

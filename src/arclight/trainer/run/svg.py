@@ -139,8 +139,8 @@ def stacked_bars(
                 f'width="{width:.1f}" height="{max(bottom - top, 0.0):.1f}"/>'
             )
             low += values[place]
-        said = ", ".join(f"{s.name} {format_value(values[place])}" for s, values in zip(stacks, parts, strict=True))
-        body.append(f"<g><title>{escape(f'{x_name} {name}: {said}'.strip())}</title>{''.join(bars)}</g>")
+        text = ", ".join(f"{s.name} {format_value(values[place])}" for s, values in zip(stacks, parts, strict=True))
+        body.append(f"<g><title>{escape(f'{x_name} {name}: {text}'.strip())}</title>{''.join(bars)}</g>")
     return f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>'
 
 

@@ -107,7 +107,7 @@ class SiteSplit:
         from arclight.vision.data.labels import DatasetError
 
         try:
-            said = json.loads(self._list.read_text("utf-8"))
+            table = json.loads(self._list.read_text("utf-8"))
         except OSError as error:
             raise DatasetError(
                 f"{self._list}: {error.strerror or error}; it says whose each image is. Where folders or names of images say it, "
@@ -115,9 +115,9 @@ class SiteSplit:
             ) from error
         except ValueError as error:
             raise DatasetError(f"{self._list} is no JSON: {error}") from error
-        if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
             raise DatasetError(f'{self._list} must be a table such as {{"images/train/1.jpg": "a merchant"}}')
-        return said
+        return table
 
     @cached_property
     def _home(self) -> dict[str, int]:

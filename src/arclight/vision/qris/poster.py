@@ -177,10 +177,10 @@ def to_pdf(shapes: Sequence[Shape]) -> bytes:
         if isinstance(shape, Text):
             size = _fitting(shape) * _PT_PER_MM
             x = WIDTH_MM / 2 * _PT_PER_MM - _width(shape.text) * size / 2
-            said = shape.text.encode("latin-1", "replace").decode("latin-1")
+            text = shape.text.encode("latin-1", "replace").decode("latin-1")
             for special in "\\()":
-                said = said.replace(special, "\\" + special)
-            drawn.append(f"BT /F1 {size:.3f} Tf {x:.3f} {(HEIGHT_MM - shape.y) * _PT_PER_MM:.3f} Td ({said}) Tj ET")
+                text = text.replace(special, "\\" + special)
+            drawn.append(f"BT /F1 {size:.3f} Tf {x:.3f} {(HEIGHT_MM - shape.y) * _PT_PER_MM:.3f} Td ({text}) Tj ET")
         else:
             corners = [(x * _PT_PER_MM, (HEIGHT_MM - y) * _PT_PER_MM) for x, y in shape.points]
             drawn.append(" ".join(f"{x:.3f} {y:.3f} {'l' if n else 'm'}" for n, (x, y) in enumerate(corners)) + " h f")

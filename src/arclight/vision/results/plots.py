@@ -355,8 +355,8 @@ def label_chart(labels: Sequence[Floats], names: Sequence[str]) -> str:
         marks.append(text(at + side / 2, top + side + 38, x_name, "muted", anchor="middle"))
         marks.append(text(at - 36, top + side / 2, y_name, "muted", anchor="middle", turn=-90))
     empty = sum(not len(of_image) for of_image in labels)
-    said = f"{_count(len(rows), 'box')} in {_count(len(labels), 'image')}, {empty:,} of them without any"
-    return standalone(first + 2 * side + gap + 24, top + side + 58, "Training labels", said, marks)
+    caption = f"{_count(len(rows), 'box')} in {_count(len(labels), 'image')}, {empty:,} of them without any"
+    return standalone(first + 2 * side + gap + 24, top + side + 58, "Training labels", caption, marks)
 
 
 def _class_bars(

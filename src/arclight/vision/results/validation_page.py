@@ -272,8 +272,8 @@ def calibration_section(calibration: Calibration) -> str:
         f"detector is surer than it should be. Boxes with a confidence of {CALIBRATION_FLOOR} or more; right means an overlap of 0.5 "
         "with an object of the class."
     )
-    said = f"calibration error {calibration.error:.3f}"
-    diagram = figure("Reliability", reliability_diagram(calibration), said, caption=caption)
+    text = f"calibration error {calibration.error:.3f}"
+    diagram = figure("Reliability", reliability_diagram(calibration), text, caption=caption)
     counts = stacked_bars(
         [f"{(low + high) / 2:.2f}" for low, high in pairwise(ends)],
         [Stack("boxes", 0, calibration.counts.tolist())],
@@ -296,9 +296,9 @@ def reliability_diagram(calibration: Calibration) -> str:
         confidence, precision = float(calibration.confidence[i]), float(calibration.precision[i])
         x = x_axis(i / CALIBRATION_BINS) + 2
         low, high = sorted((confidence, precision))
-        said = f"confidence {confidence:.3f}, right {precision:.3f}, {int(calibration.counts[i]):,} boxes"
+        caption = f"confidence {confidence:.3f}, right {precision:.3f}, {int(calibration.counts[i]):,} boxes"
         marks.append(
-            f"<g><title>{said}</title>{_bar(x, y_axis(low), width, y_axis(0) - y_axis(low), 'c0')}"
+            f"<g><title>{caption}</title>{_bar(x, y_axis(low), width, y_axis(0) - y_axis(low), 'c0')}"
             f"{_bar(x, y_axis(high), width, y_axis(low) - y_axis(high), 'c0' if precision > confidence else 'c1', opacity=0.4)}</g>"
         )
     marks.append(
@@ -383,8 +383,8 @@ def label_section(labels: LabelStatistics, names: Sequence[str]) -> str:
     mean = f"{labels.per_image.mean():.1f} on average"
     figures.append(_histogram("Boxes per image", places, counts, mean, noun="images"))
     sides = np.histogram(labels.side, bins=20, range=(0, 1))[0]
-    said = ", ".join(f"{count:,} {name}" for name, count in labels.sizes.items())
-    figures.append(_histogram("Box side over image side", [f"{i / 20:.2f}" for i in range(20)], sides, said))
+    text = ", ".join(f"{count:,} {name}" for name, count in labels.sizes.items())
+    figures.append(_histogram("Box side over image side", [f"{i / 20:.2f}" for i in range(20)], sides, text))
     if len(labels.aspect):
         aspects = np.histogram(np.clip(np.log2(labels.aspect), -3, 3), bins=24, range=(-3, 3))[0]
         low, high = np.quantile(labels.aspect, (0.25, 0.75))

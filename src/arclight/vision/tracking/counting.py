@@ -69,7 +69,7 @@ class LineCount:
         return {"to_right": dict(self.to_right), "to_left": dict(self.to_left)}
 
     def __str__(self) -> str:
-        return f"{said(self.to_right)} to the right, {said(self.to_left)} to the left"
+        return f"{format_counts(self.to_right)} to the right, {format_counts(self.to_left)} to the left"
 
 
 class ZoneCount:
@@ -103,7 +103,7 @@ class ZoneCount:
         }
 
     def __str__(self) -> str:
-        return f"{said(self.inside)} inside, {said(self.entered)} in all"
+        return f"{format_counts(self.inside)} inside, {format_counts(self.entered)} in all"
 
 
 Count = LineCount | ZoneCount
@@ -116,7 +116,7 @@ def tracked(found: Detections) -> list[tuple[int, str, Points]]:
     return list(zip(found.ids.tolist(), found.labels, found.boxes.xywh[:, :2].astype(np.float64), strict=True))
 
 
-def said(counts: Counter[str]) -> str:
+def format_counts(counts: Counter[str]) -> str:
     """Counts by class in words: "2 person, 1 dog", or "0"."""
     return ", ".join(f"{count} {label}" for label, count in sorted(counts.items()) if count) or "0"
 

@@ -277,14 +277,14 @@ def refine(
     where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
     """
     best = tuple(cuts)
-    value, asked = judge(best), {best}
+    value, evaluated = judge(best), {best}
     improved = True
     while improved:
         improved = False
         for change in _moves(best, count):
-            if change in asked or len(asked) >= most or not set(change[1:]).isdisjoint(closed):
+            if change in evaluated or len(evaluated) >= most or not set(change[1:]).isdisjoint(closed):
                 continue
-            asked.add(change)
+            evaluated.add(change)
             tried = judge(change)
             if tried < value:
                 best, value, improved = change, tried, True

@@ -28,8 +28,8 @@ class TensorSpec:
         return [list(self.shape), str(self.dtype).removeprefix("torch."), self.requires_grad, self.returns]
 
     @classmethod
-    def of_plain(cls, told: list[Any]) -> TensorSpec:
-        shape, dtype, requires_grad, returns = told
+    def of_plain(cls, values: list[Any]) -> TensorSpec:
+        shape, dtype, requires_grad, returns = values
         return cls(tuple(shape), getattr(torch, dtype), requires_grad, returns)
 
     def empty(self, device: torch.device) -> Tensor:

@@ -219,9 +219,9 @@ class Engine:
             return
         timeout = timeout_of(self.line.group, self.line.device)
         if not self._verified and self._statement is not None:
-            said = self._statement()
-            heard = self._board.exchange([said.plan, said.parameters], timeout)
-            verify_fingerprints([PipelineFingerprint(*one) for one in heard], self._shared, self._expected)
+            own = self._statement()
+            fingerprints = self._board.exchange([own.plan, own.parameters], timeout)
+            verify_fingerprints([PipelineFingerprint(*one) for one in fingerprints], self._shared, self._expected)
         self._verified = True
         shown = ", ".join(f"{x[0]} {x[1]}" if isinstance(x, tuple) else str(x) for x in shapes[0][2][1])
         others = self._board.exchange([shown, len(shapes), digest([shape[2] for shape in shapes])], timeout)

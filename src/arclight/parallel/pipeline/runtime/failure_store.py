@@ -156,15 +156,15 @@ class DeviceSteps:
 
     def wait(self, left: int = AHEAD - 1) -> None:
         """Wait until no more than ``left`` steps are under way. Raises StageLostError where another process has failed, or in time."""
-        began = asked = time.monotonic()
+        began = checked = time.monotonic()
         while len(self._events) > left:
             if self._events[0].query():
                 del self._events[0]
                 continue
             now = time.monotonic()
             late = now - began > self._timeout.total_seconds()
-            if now - asked >= BETWEEN_QUESTIONS or late:
-                asked = now
+            if now - checked >= BETWEEN_QUESTIONS or late:
+                checked = now
                 if (first := self._board.first_failure()) is not None:
                     raise StageLostError(f"process {self._board.rank} stops because of another: {first}")
             if late:

@@ -173,8 +173,8 @@ class ScaleMismatch:
         if not unlike.is_cuda:
             self.note(unlike, None)
         else:
-            told = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(unlike, non_blocking=True)
-            self.note(told, torch.cuda.current_stream(unlike.device).record_event())
+            copied = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(unlike, non_blocking=True)
+            self.note(copied, torch.cuda.current_stream(unlike.device).record_event())
         return largest.masked_fill(unlike, torch.nan)
 
     def note(self, unlike: Tensor, event: Any) -> None:

@@ -92,10 +92,10 @@ class PlaceholderTensor(Tensor):
     numpy = tolist = __array__ = data_ptr = _refuse
 
 
-def refusal(asked: PlaceholderTensor) -> DataDependentError:
-    """Return the error for code that asks ``asked`` for its data."""
+def refusal(tensor: PlaceholderTensor) -> DataDependentError:
+    """Return the error for code that asks ``tensor`` for its data."""
     return DataDependentError(
-        f"data-dependent control flow on what another stage computes: {asked.of}. Code between the parts of a model must "
+        f"data-dependent control flow on what another stage computes: {tensor.of}. Code between the parts of a model must "
         "take the same way whatever they return: move it into one of them, or use frontend='trace'"
     )
 

@@ -203,5 +203,5 @@ class _NamedParameters(nn.Module):
 def _statement(
     steps: PipelinedSteps, named: dict[int, nn.Module], plan: Plan, chosen: PipelineChoice
 ) -> PipelineFingerprint:
-    said = {"the plan": str(plan), "what was chosen": repr(chosen), "how steps are run": repr(steps.options)}
-    return PipelineFingerprint.of(named, said, steps.shared)
+    facts = {"the plan": str(plan), "what was chosen": repr(chosen), "how steps are run": repr(steps.options)}
+    return PipelineFingerprint.of(named, facts, steps.shared)

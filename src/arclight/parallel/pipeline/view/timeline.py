@@ -333,16 +333,16 @@ def figure(trace: Trace, predicted: Trace | None = None, title: str | None = Non
         f'<style>{_STYLE}</style><defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
         '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/></pattern></defs>'
         f'<text class="title" x="12" y="24">{escape(heading)}</text>'
-        f'<text class="muted" x="{WIDTH - RIGHT}" y="24" text-anchor="end">{escape(_said(trace, predicted))}</text>'
+        f'<text class="muted" x="{WIDTH - RIGHT}" y="24" text-anchor="end">{escape(_caption(trace, predicted))}</text>'
         f"{''.join(parts)}{_key(trace, height)}</svg>\n"
     )
 
 
-def _said(trace: Trace, predicted: Trace | None) -> str:
-    said = f"step {trace.seconds * 1000:,.1f} ms, bubble {bubble(trace):.1%}"
+def _caption(trace: Trace, predicted: Trace | None) -> str:
+    text = f"step {trace.seconds * 1000:,.1f} ms, bubble {bubble(trace):.1%}"
     if predicted is not None:
-        said += f"; above: predicted, {predicted.seconds * 1000:,.1f} ms and {bubble(predicted):.1%}"
-    return said
+        text += f"; above: predicted, {predicted.seconds * 1000:,.1f} ms and {bubble(predicted):.1%}"
+    return text
 
 
 def _axis(seconds: float, scale: float, height: int) -> Iterator[str]:

@@ -108,9 +108,9 @@ def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known
     else:
         moves = []
     if len(moves) > 1:
-        told = " or ".join(sorted(str(move) for move in moves))
+        renamed = " or ".join(sorted(str(move) for move in moves))
         raise ValueError(
-            f"{files.path} has {missing[0][0]} below more than one name ({told}): say which is meant by `prefix`"
+            f"{files.path} has {missing[0][0]} below more than one name ({renamed}): say which is meant by `prefix`"
         )
     found = []
     for names in groups:

@@ -212,6 +212,6 @@ def _together(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> list[
     outcomes = _gather((result, f"{type(error).__name__}: {error}" if error is not None else None), group)
     if error is not None:
         raise error
-    if failed := [(rank, told) for rank, (_, told) in enumerate(outcomes) if told is not None]:
+    if failed := [(rank, problem) for rank, (_, problem) in enumerate(outcomes) if problem is not None]:
         raise RuntimeError(f"rank {failed[0][0]} could not save its part, so nothing was saved: {failed[0][1]}")
     return [result for result, _ in outcomes]

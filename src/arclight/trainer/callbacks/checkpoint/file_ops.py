@@ -105,9 +105,9 @@ def _check_address(strategy: Strategy, io: CheckpointIO, folder: str, save_last:
             "as FolderCheckpointIO writes them, can lie at an address"
         )
     problem = capture_error(lambda: remote.check_writable(folder))[1] if strategy.local_rank == 0 else None
-    for rank, told in enumerate(strategy.all_gather_object(problem)):
-        if told is not None:
-            raise CheckpointError(f"no checkpoint could be written to {folder} by rank {rank}: {told}")
+    for rank, problem_there in enumerate(strategy.all_gather_object(problem)):
+        if problem_there is not None:
+            raise CheckpointError(f"no checkpoint could be written to {folder} by rank {rank}: {problem_there}")
 
 
 def find_checkpoints(folder: str | None, name: str, extension: str) -> set[str]:

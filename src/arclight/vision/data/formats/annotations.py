@@ -270,7 +270,7 @@ def locate(name: PurePosixPath, folders: Sequence[Path]) -> Path | None:
 
 
 def checked_size(
-    file: Path, said: tuple[int, int] | None, place: str, skipped: list[FileProblem]
+    file: Path, declared: tuple[int, int] | None, place: str, skipped: list[FileProblem]
 ) -> tuple[int, int] | None:
     """Return the size of an image, preferring what its annotations were made for; None, with the reason, if it cannot be read."""
     try:
@@ -279,10 +279,8 @@ def checked_size(
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         skipped.append(FileProblem(str(file), 0, reason))
         return None
-    if said is not None and said != size:
-        message = (
-            f"{place} says {said[0]} x {said[1]} pixels, the image has {size[0]} x {size[1]}: its objects are left out"
-        )
+    if declared is not None and declared != size:
+        message = f"{place} says {declared[0]} x {declared[1]} pixels, the image has {size[0]} x {size[1]}: its objects are left out"
         skipped.append(FileProblem(str(file), 0, message))
         return None
     return size

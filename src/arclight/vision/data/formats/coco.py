@@ -149,8 +149,8 @@ class _Reader:
             if (file := locate(name, folders)) is None:
                 self._skip(f"images[{place}]: {name} is not in {', '.join(map(str, folders))}")
                 continue
-            said = entry.get("width"), entry.get("height")
-            size = said if type(said[0]) is int and type(said[1]) is int else None
+            declared = entry.get("width"), entry.get("height")
+            size = declared if type(declared[0]) is int and type(declared[1]) is int else None
             if (actual := checked_size(file, size, f"{self.file.name}: images[{place}]", self.skipped)) is not None:
                 found[number] = (file, name, *actual)
         if names and not found:

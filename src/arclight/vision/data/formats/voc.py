@@ -180,8 +180,8 @@ class _Reader:
             self._skip(document.line, f"its image {candidates[0]} is not in {', '.join(map(str, places))}")
             return None
         size = document.find("size")
-        said = (size.value("width"), size.value("height")) if size is not None else ("", "")
-        width, height = map(_whole_number, said)
+        declared = (size.value("width"), size.value("height")) if size is not None else ("", "")
+        width, height = map(_whole_number, declared)
         known = (width, height) if width and height else None
         actual = checked_size(
             file, known, f"{self.file.name}:{size.line if size is not None else 0}", self.result.skipped

@@ -201,19 +201,19 @@ def _remains(around: Surroundings) -> dict[str, float]:
 
 def remarks(measured: Mapping[str, float]) -> list[str]:
     """Say in words what of the measurements stands out."""
-    said = []
+    found = []
     for band, (low, high) in enumerate(BANDS[:3]):
         sides = sum(measured[f"line_{band}_{rank}"] > 0.6 for rank in range(4))
         if sides >= 2:
-            said.append(f"straight edges on {sides} of its sides, {low:.2f} to {high:.2f} of its size away")
+            found.append(f"straight edges on {sides} of its sides, {low:.2f} to {high:.2f} of its size away")
             break
     if 0.8 < measured["turn_far"] < 8 and measured["sharp_far"] > 0.12:
-        said.append(f"its surroundings are turned by {measured['turn_far']:.1f} degrees")
+        found.append(f"its surroundings are turned by {measured['turn_far']:.1f} degrees")
     if measured["finder_first"] > 0.6:
-        said.append("a finder pattern of another code sticks out beside it")
+        found.append("a finder pattern of another code sticks out beside it")
     if measured["tone_near"] > 0.12:
-        said.append("its paper has another brightness than what is around it")
-    return said
+        found.append("its paper has another brightness than what is around it")
+    return found
 
 
 @dataclass(frozen=True)

@@ -210,14 +210,14 @@ def _of_print(photo: Image, code: Code, place: Place | None, *, match: bool, con
     measured = measure(photo, code.corners_px)
     odds = calibrated().log_odds(measured)
     if odds >= calibrated().threshold:
-        said = ": ".join(filter(None, ("the code looks pasted over something", "; ".join(remarks(measured)))))
+        message = ": ".join(filter(None, ("the code looks pasted over something", "; ".join(remarks(measured)))))
     else:
-        said = (
+        message = (
             "the code looks printed with its surroundings"
             if odds < 0
             else "it is unclear whether the code is pasted on"
         )
-    found = [Evidence("edges", said, 0.0 if match else max(odds, 0.0) if contradicted else odds)]
+    found = [Evidence("edges", message, 0.0 if match else max(odds, 0.0) if contradicted else odds)]
     if place is not None and place.poster is not None:
         found += _of_poster(photo, code, place.poster, match=match)
     return found
@@ -287,18 +287,18 @@ def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Eviden
     found: list[Evidence] = []
 
     def note(check: str, agrees: bool, given: object, registered: object, against: float) -> None:
-        said = f"{check} {given}, as registered" if agrees else f"{check} {given}; registered is {registered}"
-        found.append(Evidence(check, said, against if not agrees else -2.0 if check == "NMID" else -0.5))
+        listed = f"{check} {given}, as registered" if agrees else f"{check} {given}; registered is {registered}"
+        found.append(Evidence(check, listed, against if not agrees else -2.0 if check == "NMID" else -0.5))
 
     note("NMID", payload.nmid == place.nmid, payload.nmid, place.nmid, DECISIVE)
     pans = [one.value or one.fields.get("01", "") for one in payload.accounts if one.tag != QRIS_TAG]
-    said = ", ".join(pan or "none" for pan in pans) or "none"
+    listed = ", ".join(pan or "none" for pan in pans) or "none"
     if registered:
         agrees = bool(pans) and registered.issuperset(pans) and (place.pan is None or place.pan in pans)
-        note("PAN", agrees, said, ", ".join(sorted(registered)), DECISIVE)
+        note("PAN", agrees, listed, ", ".join(sorted(registered)), DECISIVE)
     else:
         found.append(
-            Evidence("PAN", f"PAN {said}; the registry has none for this place, so nothing shows whom it pays", 0.0)
+            Evidence("PAN", f"PAN {listed}; the registry has none for this place, so nothing shows whom it pays", 0.0)
         )
     if place.guids:
         given = guids_of(payload)

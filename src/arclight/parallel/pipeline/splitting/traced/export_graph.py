@@ -94,7 +94,7 @@ class Frame:
         for place, given, example in zip(self.places, leaves, self.leaves, strict=True):
             if _sort(given) != _sort(example):
                 raise PlanError(
-                    f"{place} of {self.name} is {_said(given)}, and it was traced with {_said(example)}: a traced graph is true for its "
+                    f"{place} of {self.name} is {_describe(given)}, and it was traced with {_describe(example)}: a traced graph is true for its "
                     'example only. Give micro-batches of that shape, split again with this example, or use frontend="slice"'
                 )
         return leaves
@@ -219,7 +219,7 @@ def _sort(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _said(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
@@ -274,9 +274,9 @@ def _errors_of(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         if not (isinstance(error, GuardOnDataDependentSymNode) or _NO_DATA in str(error)):
-            said = str(error).strip().splitlines()
+            lines = str(error).strip().splitlines()
             hint = ": call it with use_cache=False" if "Cache" in str(error) else ""
-            first = f"{type(error).__name__}: {said[0] if said else ''}{hint}"
+            first = f"{type(error).__name__}: {lines[0] if lines else ''}{hint}"
             raise PlanError(f"{name} cannot be traced{_place(error)}: {first}") from error
         raise PlanError(
             f"{name} goes a way that depends on values of tensors, which no graph has{_place(error)}: write it with torch.where or torch.cond; "
