@@ -21,7 +21,7 @@ from arclight.serve import Limits, models
 from arclight.serve.admission import Refusal, Turn
 from arclight.serve.app import build_app
 from arclight.serve.middleware import Access
-from arclight.serve.tasks.embeddings import EmbeddingRequest, embedded
+from arclight.serve.tasks.embeddings import EmbeddingRequest, embed
 from arclight.serve.tasks.text import ChatRequest, CompletionRequest
 from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.embedding_program import Embedder, export_embedding_model
@@ -157,10 +157,10 @@ def test_a_million_wrong_elements_are_one_error_of_each_form(kind):
 def test_the_deadline_ends_a_request_between_two_calls(path):
     embedder = Embedder(Program.load(path))
     turn = Turn(30)
-    assert len(embedded(embedder, [[1]] * 9, turn)) == 9
+    assert len(embed(embedder, [[1]] * 9, turn)) == 9
     turn.leave()
     with pytest.raises(Refusal, match="after 0 of 9 texts"):
-        embedded(embedder, [[1]] * 9, turn)
+        embed(embedder, [[1]] * 9, turn)
 
 
 def test_programs_that_embed_and_that_generate_are_not_confused(path, language_path):
@@ -245,4 +245,4 @@ def test_a_vector_that_is_no_number_is_a_fault(path):
     embedder = Embedder(Program.load(path))
     embedder.embed = lambda texts: np.full((len(texts), 64), np.nan, np.float32)
     with pytest.raises(Refusal, match="NaN"):
-        embedded(embedder, [[1]], Turn(30))
+        embed(embedder, [[1]], Turn(30))

@@ -121,7 +121,7 @@ def test_a_server_that_is_not_asked_to_writes_no_lines_but_identifies_requests(s
 
 
 def test_a_reader_that_stalls_holds_up_no_request_and_dropped_lines_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(RequestLog, "MOST_WAITING", 3)
+    monkeypatch.setattr(RequestLog, "MAX_WAITING", 3)
     monkeypatch.setattr(RequestLog, "PAUSE_S", 0)
     os.mkfifo(tmp_path / "pipe")
     gate, opened = threading.Event(), []

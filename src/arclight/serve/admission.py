@@ -65,7 +65,7 @@ def busy(sentence: str, retry_after_s: int, status: int = 429) -> Refusal:
     )
 
 
-MOST_FORM_PARTS = 16
+MAX_FORM_PARTS = 16
 
 
 class Buffered:
@@ -141,7 +141,7 @@ def file_field(body: bytes, content_type: str, field: str) -> bytes:
     def keep(part: Any) -> None:
         nonlocal parts
         parts += 1
-        if parts > MOST_FORM_PARTS:  # parsing is slow where every part is small
+        if parts > MAX_FORM_PARTS:  # parsing is slow where every part is small
             raise Refusal(400, f"The form has too many fields; send one file in the form field {field!r}.")
         if part.field_name == field.encode() and isinstance(part, multipart.File):
             part.file_object.seek(0)

@@ -65,11 +65,11 @@ def record_of(scope: MutableMapping[str, Any]) -> Record:
 class RequestLog:
     """Append lines to a file in a thread of its own, so that a slow disk or reader delays no request.
 
-    Lines are dropped while ``MOST_WAITING`` others wait, and if the disk is full; the next line that is written has their number as
+    Lines are dropped while ``MAX_WAITING`` others wait, and if the disk is full; the next line that is written has their number as
     ``dropped``.
     """
 
-    MOST_WAITING = 10_000
+    MAX_WAITING = 10_000
     PAUSE_S = 0.05
     """Pause between two writes, to write several lines together."""
 
@@ -77,7 +77,7 @@ class RequestLog:
         """Open ``file`` to append to it, "-" for standard output; raises OSError if that fails."""
         self.name = str(file)
         self._file = FileIO(os.dup(sys.stdout.fileno()) if self.name == "-" else file, "a")
-        self._lines: Queue[dict[str, Any] | None] = Queue(self.MOST_WAITING)
+        self._lines: Queue[dict[str, Any] | None] = Queue(self.MAX_WAITING)
         self._dropped = 0
         """Lines that did not fit into the queue; used by the threads of requests."""
         self._lost = 0

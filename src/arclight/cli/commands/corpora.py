@@ -227,7 +227,7 @@ def _facts(shards: Any) -> dict[str, Any]:
     }
 
 
-_MOST_FREQUENT = 8  # tokens that are shown of a source
+_MAX_FREQUENT = 8  # tokens that are shown of a source
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def _counted(shards: Any, names: list[str]) -> dict[str, Any] | None:
                 "entropy": round(one.entropy, 6),
                 "most_frequent": [
                     {"id": token, "token": names[token] if token < len(names) else None, "count": count}
-                    for token, count in one.most_frequent(_MOST_FREQUENT)
+                    for token, count in one.most_frequent(_MAX_FREQUENT)
                 ],
             }
             for one in sources

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from arclight.federated.protocol import Message
     from arclight.federated.transports.link import ServerApi
 
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Clients that a line names; of more it says how many."""
 QUIET_S = 30.0
 """Seconds of silence after which a log names the clients that the round waits for."""
@@ -225,8 +225,8 @@ class Progress:
 
 
 def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _columns() -> int:

@@ -20,7 +20,7 @@ from arclight.trainer.run.svg import Point, Series, Stack, stacked_bars
 
 Round = Mapping[str, Any]
 """A round as the history in the run's database has it."""
-MOST_CLIENTS = 8
+MAX_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
 PHASES = {"waiting": "client training", "fold": "aggregation", "evaluate": "evaluation"}
 """In order of time: until the updates have arrived, until the weights are committed, until they are evaluated."""
@@ -194,7 +194,7 @@ def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) ->
         return float(found) if found is not None and math.isfinite(found) else None
 
     clients = names_of(rounds)
-    if len(clients) <= MOST_CLIENTS:
+    if len(clients) <= MAX_CLIENTS:
         curves = [
             [(here["clock"], found) for here in rounds if (found := value(here, client)) is not None]
             for client in clients

@@ -20,7 +20,7 @@ from arclight.recipe import Imported, RecipeError, arguments_of, imported, read
 FORMS = "low:high, low:high:log, low:high:STEP, or choices a,b,c"
 OF_THE_RUN = ("name", "root", "search", "trainer.devices", "trainer.num_nodes")
 """Fields that a search sets itself: each trial is a run in the folder of the search, in one process."""
-MOST_WHOLE = 2**53
+MAX_WHOLE = 2**53
 """Largest integer below which a float64 is exact."""
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
@@ -225,7 +225,7 @@ def _parameter(field: str, given: _FieldWords, hint: Any, problems: list[str]) -
     step = float(rest[0]) if rest and NUMBER.fullmatch(rest[0]) else None
     if rest and not log and step is None:
         problems.append(f"--search.{field}: need {FORMS}, got {':'.join(parts)!r}")
-    elif not (math.isfinite(low) and math.isfinite(high)) or (integer and max(-low, high) > MOST_WHOLE):
+    elif not (math.isfinite(low) and math.isfinite(high)) or (integer and max(-low, high) > MAX_WHOLE):
         problems.append(f"--search.{field}: too large a number, got {parts[0]} and {parts[1]}")
     elif not low < high:
         problems.append(f"--search.{field}: low must be less than high, got {parts[0]} and {parts[1]}")

@@ -227,7 +227,7 @@ class Coordinator:
             self.cluster.arm(now + (waiting.deadline_s or waiting.join_timeout_s), "measure", round)
 
 
-_MOST_STEPS = 1_000_000
+_MAX_STEPS = 1_000_000
 
 
 class BrokenError(FederatedError):
@@ -243,7 +243,7 @@ def run_to_quiescence(
     the step has not happened. Run the iterator to its end under one lock, and again with `Tick` whenever
     `Coordinator.next_deadline` has come. Raises BrokenError if a step is in the journal and could not be applied.
     """
-    for number in range(_MOST_STEPS):
+    for number in range(_MAX_STEPS):
         decision = coordinator.decide(event if number == 0 else Tick(), now)
         if number and not decision:
             return

@@ -36,7 +36,7 @@ _ANSWER_MARGIN_S = 30.0
 """Seconds beyond a request's own wait after which a missing answer is a fault of the server."""
 _STALL_S = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
-_MOST_STALLS = 10
+_MAX_STALLS = 10
 """Standstills in a row that are compensated before one alarm."""
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class Runtime:
             return
         # Once for one alarm; again where little but a standstill is as late, but not for ever: time goes on however slow this machine is.
         self._stalls = 0 if due >= self._compensated_until else self._stalls
-        if self._stalls == 0 or (late > waiting.silence_s / 2 and self._stalls < _MOST_STALLS):
+        if self._stalls == 0 or (late > waiting.silence_s / 2 and self._stalls < _MAX_STALLS):
             self._stalls += 1
             if late > waiting.silence_s:
                 log.warning(

@@ -57,7 +57,7 @@ from arclight.federated.server.published_weights import PublishedWeights
 from arclight.federated.server.runtime import PausedError, Runtime
 from arclight.federated.server.validation import (
     LARGEST_METRIC,
-    MOST_COUNTED,
+    MAX_COUNTED,
     Baseline,
     ExpectedUpdate,
     ValidUpdate,
@@ -362,7 +362,7 @@ def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     who = f"the evaluation of {message.client} for round {message.round}"
     if (problem := too_many_metrics(message.metrics)) is not None:
         return "too_large", f"{who} {problem}"
-    if not 0 <= message.samples <= MOST_COUNTED:
+    if not 0 <= message.samples <= MAX_COUNTED:
         return "weight", f"{who} says {message.samples} samples"
     for name, value in message.metrics.items():
         if not abs(value) <= LARGEST_METRIC:

@@ -26,7 +26,7 @@ _ENTRY = 1 << 10
 """Bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum, and then some."""
 _VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
-MOST_COUNTED = 1 << 53
+MAX_COUNTED = 1 << 53
 """Of samples, tokens and steps: float64 holds such counts exactly, and sums of them over all clients and rounds stay finite."""
 _LONGEST = 1e10
 """Seconds of one round's training."""
@@ -157,10 +157,10 @@ def _check_masked(who: str, update: Update, store: BlobStore) -> ValidUpdate:
 
 def _check_numbers(who: str, update: Update, expected: ExpectedUpdate, seen: Baseline, limits: Checks) -> None:
     numbers = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
-    if wrong := [name for name, value in numbers.items() if not 0 <= value <= MOST_COUNTED]:
+    if wrong := [name for name, value in numbers.items() if not 0 <= value <= MAX_COUNTED]:
         raise RefusedError(
             "weight",
-            f"{who} says {wrong[0]} = {numbers[wrong[0]]}: a count is not negative and at most {MOST_COUNTED:,}",
+            f"{who} says {wrong[0]} = {numbers[wrong[0]]}: a count is not negative and at most {MAX_COUNTED:,}",
         )
     if expected.weigh_by != "equal" and numbers[expected.weigh_by] < 1:
         raise RefusedError("weight", f"{who} says {expected.weigh_by} = 0: by these it is to be weighed")

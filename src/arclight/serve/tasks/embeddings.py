@@ -15,16 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arclight.serve.admission import Refusal, Turn, busy, one_sentence
 from arclight.serve.settings import Limits
-from arclight.serve.tasks.text import MOST_ERRORS, read_json, wrong_field
+from arclight.serve.tasks.text import MAX_ERRORS, read_json, wrong_field
 from arclight.text.data.tokenizer import TokenizerError
 from arclight.text.embedding_program import BATCH, Embedder
 
-MOST_TEXTS = 2048
+MAX_TEXTS = 2048
 """Most texts of a request, as in OpenAI's API."""
 # fail_fast: a million wrong elements, each with an error of its own, would take gigabytes
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 
 
 class EmbeddingRequest(BaseModel):
@@ -93,7 +93,7 @@ def _encode(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]
 
 def _describe(error: ValidationError) -> str:
     """Describe what is wrong with a request; for ``input`` its forms instead of one error for each."""
-    if error.error_count() > MOST_ERRORS:
+    if error.error_count() > MAX_ERRORS:
         return wrong_field(error)
     fields = {
         str(one["loc"][0])
@@ -102,7 +102,7 @@ def _describe(error: ValidationError) -> str:
     }
     if fields == {"input"}:  # pydantic has an error for each form of it
         return (
-            f"The field 'input' must be a text, a list of texts, a list of token ids or a list of such lists, of at most {MOST_TEXTS} "
+            f"The field 'input' must be a text, a list of texts, a list of token ids or a list of such lists, of at most {MAX_TEXTS} "
             "texts, none of them empty."
         )
     return wrong_field(error)

@@ -25,7 +25,7 @@ DATATYPES = {
     "uint8": "UINT8", "bool": "BOOL",
 }  # fmt: skip
 _DTYPES = {datatype: np.dtype(dtype) for dtype, datatype in DATATYPES.items()}
-_MOST_DIMENSIONS = 32
+_MAX_DIMENSIONS = 32
 _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """What JSON may hold for a kind of data type."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
@@ -104,10 +104,10 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
         if not isinstance(name, str) or name not in specs or name in found:
             raise Refusal(400, f"The model takes the inputs {', '.join(specs)}, each once, not {str(name)[:40]!r}.")
         shape, datatype = item.get("shape"), item.get("datatype")
-        sizes = shape if isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS else [-1]
+        sizes = shape if isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS else [-1]
         if not all(type(size) is int and 0 <= size < 2**31 for size in sizes):
             raise Refusal(
-                400, f"The shape of input {name!r} must be a list of at most {_MOST_DIMENSIONS} whole numbers from 0."
+                400, f"The shape of input {name!r} must be a list of at most {_MAX_DIMENSIONS} whole numbers from 0."
             )
         dtype = _DTYPES.get(datatype) if isinstance(datatype, str) else None
         if dtype is None:

@@ -21,7 +21,7 @@ from arclight.serve.tasks.scheduler import Generation, Piece, Scheduler
 from arclight.text.data.tokenizer import Tokenizer, TokenizerError
 from arclight.text.generation import GenerationSettings, encode_prompt
 
-MOST_ERRORS = 100
+MAX_ERRORS = 100
 """Wrong fields of a request, of which the first is named."""
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 # the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
@@ -179,7 +179,7 @@ def read_json(
 
 def wrong_field(error: ValidationError) -> str:
     """Return a sentence on the first field that is wrong; of very many, which would take long to list, on their number."""
-    if (count := error.error_count()) > MOST_ERRORS:
+    if (count := error.error_count()) > MAX_ERRORS:
         return f"{count} fields of the request are wrong; GET /openapi.json describes it."
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(map(str, first["loc"]))[:80]

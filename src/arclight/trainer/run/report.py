@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _IMAGE_TYPES = {".svg": "svg+xml", ".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 _WIDE = 900
 """Pixels from which on an image has a row of its own."""
-_MOST_POINTS = 24_000
+_MAX_POINTS = 24_000
 """Points in all curves together, which keeps a page with many metrics below a megabyte."""
 
 
@@ -213,7 +213,7 @@ def thin_for_spark(points: Sequence[tuple[float, float]]) -> Sequence[tuple[floa
 def curve_charts(curves: Curves) -> str:
     lines = {name: points for name, points in curves.items() if len({x for x, _ in points}) > 1}
     single = {name: points for name, points in curves.items() if name not in lines and name != "epoch"}
-    most_points = min(600, max(40, _MOST_POINTS // max(1, 2 * len(lines))))
+    most_points = min(600, max(40, _MAX_POINTS // max(1, 2 * len(lines))))
     html = []
     for group in grouped(lines):
         figures = "".join(chart_figure(chart) for chart in charts_of(group, lines, most_points))

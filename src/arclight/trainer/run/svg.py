@@ -19,7 +19,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 560, 244
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 24
 COLOURS = 8
-MOST_BARS = 120
+MAX_BARS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def stacked_bars(
     """
     if not places or not any(value for stack in stacks for value in stack.values):
         return ""
-    group = -(-len(places) // MOST_BARS)
+    group = -(-len(places) // MAX_BARS)
     first = list(places[::group])
     parts = [_means(stack.values, group) for stack in stacks]
     tops = [sum(column) for column in zip(*parts, strict=True)]

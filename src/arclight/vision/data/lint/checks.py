@@ -266,7 +266,7 @@ def _with_look_alikes(report: LintReport, hashes: Hashes, cache: bool, progress:
     return replace(report, findings=(*report.findings, *more), look_alikes=groups, seconds=seconds)
 
 
-MOST_COMPARED_AT_FIT = 20_000
+MAX_COMPARED_AT_FIT = 20_000
 """Images above which a fit does not decode all of them to compare them: `arclight data lint` does."""
 _SAID_AT_FIT = ("corrupt-image", "malformed-row", "shared-label")
 
@@ -291,7 +291,7 @@ def log_before_fit(
         raise DatasetError(unusable[0].message)
     images = sum(found.report.images for found in report.splits.values())
     report = _with_look_alikes(
-        report, "none" if not cache else "all" if images <= MOST_COMPARED_AT_FIT else "cached", cache
+        report, "none" if not cache else "all" if images <= MAX_COMPARED_AT_FIT else "cached", cache
     )
     for name, found in report.by_check().items():
         if CHECKS[name].severity != "note" and name not in _SAID_AT_FIT:  # those are said when the data set is opened

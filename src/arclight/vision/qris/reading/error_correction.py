@@ -30,7 +30,7 @@ CORRECTION = {
     "H": ((17, 1), (28, 1), (22, 2), (16, 4), (22, 4), (28, 4), (26, 5), (26, 6), (24, 8), (28, 8), (24, 11), (28, 11), (22, 16), (24, 16), (24, 18), (30, 16)),
 }  # fmt: skip
 """Per level and version: codewords of correction in a block, and blocks (table 9)."""
-MOST_FLIPPED, THIRDS = 128, 16
+MAX_FLIPPED, THIRDS = 128, 16
 """Trusted bits, the least sure ones, of which pairs are flipped; and of which a third one is."""
 CHANCE_BITS = 24
 """Bits of correction left over once the errors found are described: of random blocks, one in 2^24 would be corrected."""
@@ -200,7 +200,7 @@ def _cheapest(checks: Bools, sums: Bools, doubted: Floats, trusted: Floats, spar
 
     ``checks`` (R, T) say which of the trusted bits each doubted one depends on, ``sums`` (R,) which doubted ones are off as it is.
     """
-    near = np.argsort(trusted)[:MOST_FLIPPED]
+    near = np.argsort(trusted)[:MAX_FLIPPED]
     signs = np.ones((len(sums), len(near) + 1), np.float32)  # the last one flips nothing
     signs[:, :-1][checks[:, near]] = -1
     extra = np.append(trusted[near], 0).astype(np.float32)

@@ -27,7 +27,7 @@ ENOUGH_GAIN = 1e-4
 """Gain in correlation of a step below which a grid has arrived."""
 LEAST_DEPTH = 0.15
 """Least depth of the nearest corner as a share of the farthest one's: what leans more is no code that can be read."""
-DAMPING, LEAST_DAMPING, MOST_DAMPING = 0.01, 1e-4, 10.0
+DAMPING, LEAST_DAMPING, MAX_DAMPING = 0.01, 1e-4, 10.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Climb:
         lean = self.tried_maps[:, 2, :2]  # the corners are at depths 1, 1 + g, 1 + h and 1 + g + h
         nearest, farthest = 1 + np.minimum(lean, 0).sum(1), 1 + np.maximum(lean, 0).sum(1)
         better = (worth > self.worth) & (nearest > LEAST_DEPTH * farthest)
-        open_ = np.where(better, worth - self.worth > ENOUGH_GAIN, self.damping * 10 < MOST_DAMPING)
+        open_ = np.where(better, worth - self.worth > ENOUGH_GAIN, self.damping * 10 < MAX_DAMPING)
         self.damping = np.where(better, np.maximum(self.damping / 5, LEAST_DAMPING), self.damping * 10)
         self.maps[better], self.bows[better] = self.tried_maps[better], self.tried_bows[better]
         self.score[better], self.worth[better] = score[better], worth[better]
