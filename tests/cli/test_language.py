@@ -189,7 +189,7 @@ def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
     words = "--diloco.sync_every 4 --diloco.outer_lr 1 --diloco.outer_momentum 0"
     status, _, err = typed(f"train {recipe} --plan.dp_shard 2 {words}")
     assert status == 2
-    assert "set plan.dp_replicate to how many there shall be" in err
+    assert "set plan.dp_replicate to their number" in err
     status, _, err = typed(f"train {recipe} --plan.dp_replicate 2 --plan.replicas apart")
     assert status == 2
     assert "add a table [diloco]" in err

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from arclight.data.token_shards import TokenShardError, TokenShards, write_index, write_shard
-from arclight.data.unigrams import UNIGRAMS, Unigrams, has_unigrams, read_unigrams, total, write_unigrams
+from arclight.data.unigrams import UNIGRAMS, Unigrams, has_unigrams, merge_counts, read_unigrams, write_unigrams
 
 VOCAB = 23
 SOURCES = {"web": 7, "code": 0, "books": 12, "last": 1}
@@ -47,7 +47,7 @@ def test_counts_are_those_of_a_plain_counter(shards: TokenShards) -> None:
         for one in found:
             assert {token: int(count) for token, count in enumerate(one.counts) if count} == expected[one.source]
             assert one.tokens == expected[one.source].total()
-    everything = total(read_unigrams(shards))
+    everything = merge_counts(read_unigrams(shards))
     assert everything.tokens == shards.tokens
     assert everything.documents == shards.documents
     total = sum(expected.values(), Counter())

@@ -55,7 +55,7 @@ class Unigrams:
         return [(int(token), int(self.counts[token])) for token in order if self.counts[token]]
 
 
-def total(sources: list[Unigrams]) -> Unigrams:
+def merge_counts(sources: list[Unigrams]) -> Unigrams:
     """Return the counts of all sources together."""
     return Unigrams("", sum(one.documents for one in sources), np.sum([one.counts for one in sources], 0, np.uint64))
 
@@ -153,9 +153,9 @@ def _parse(line: bytes) -> tuple[str, int, str, str, list[tuple[str, int, int]]]
     header = json.loads(line)
     vocab_size, corpus, sha256 = header["vocab_size"], header["corpus"], header["sha256"]
     if type(vocab_size) is not int or not 0 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size is {vocab_size!r}")
+        raise ValueError(f"vocab_size {vocab_size!r}, need an integer from 0 to 2**32")
     if not is_sha256(corpus) or not is_sha256(sha256):
-        raise ValueError("corpus or sha256 is not a SHA-256 digest")
+        raise ValueError("corpus or sha256 is no digest")
     sources = []
     for entry in header["sources"]:
         name, documents, tokens = entry["name"], entry["documents"], entry["tokens"]

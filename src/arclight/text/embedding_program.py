@@ -123,7 +123,7 @@ class Embedder:
         dimensions = shape[1] if len(shape) == 2 else None
         if not isinstance(dimensions, int) or len(program.inputs) != 2:
             raise ProgramError(
-                f"{program.path} is marked as an embedding program, but its inputs or outputs are others: export it again"
+                f"{program.path} is marked as an embedding program, but has other inputs or outputs: export it again"
             )
         self.dimensions = dimensions
         """Elements of an embedding."""

@@ -261,14 +261,14 @@ def _token_names(corpus: str, reader: BlockReader | None) -> list[str]:
 
 def _counted(shards: Any, names: list[str]) -> dict[str, Any] | None:
     """Return what is known of the frequencies of tokens, by source; None for a corpus of an older version."""
-    from arclight.data.unigrams import read_unigrams, total
+    from arclight.data.unigrams import merge_counts, read_unigrams
 
     try:
         sources = read_unigrams(shards)
     except FileNotFoundError:
         return None
     return {
-        "entropy": round(total(sources).entropy, 6),
+        "entropy": round(merge_counts(sources).entropy, 6),
         "sources": {
             one.source: {
                 "documents": one.documents,

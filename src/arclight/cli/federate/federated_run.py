@@ -276,7 +276,7 @@ class RoundLogging:
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     log.warning(
-                        "%s did not finish within %g s: some rounds may be missing there; metrics.csv has all of them",
+                        "%s is not done after %g s: some rounds may be missing there; metrics.csv has all of them",
                         type(logger).__name__,
                         self._patience_s,
                     )

@@ -161,7 +161,7 @@ def fork(options: Namespace) -> int:
     path = fork_round(options.path, options.target, options.round, name=options.name, dry_run=options.dry_run)
     print(f"{'would write' if options.dry_run else 'wrote'} {path}")
     if "://" in options.target:
-        print("to resume this run, fork it from the address into a local folder")
+        print("a run needs a folder: fork from the address into one to resume it")
     elif not options.dry_run:
         print(f"resume it: arclight federate RECIPE --resume {options.target}")
     return 0

@@ -58,7 +58,7 @@ def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int
             lines = part.stop - part.start
             there = index[first : first + lines * some].view(lines, some).to(torch.int64)
             if not bool((there[:, -1] < width).all()) or not bool((there[:, 1:] > there[:, :-1]).all()):
-                raise BlobError(f"indices in a block of {width} must increase and be below {width}")
+                raise BlobError(f"indices in a block of {width} must rise and be below {width}")
             means = level[row << (bits - 1) : (row + lines) << (bits - 1)].view(lines, -1)
             what = code[first : first + lines * some].view(lines, some).to(torch.int64)
             decoded[part, :width].scatter_(1, there, _signed(means).gather(1, what))

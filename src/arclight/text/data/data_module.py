@@ -28,7 +28,7 @@ from arclight.data.remote.ranges import is_address
 from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import BLOCK_BYTES, TokenShards
-from arclight.data.unigrams import read_unigrams, total
+from arclight.data.unigrams import merge_counts, read_unigrams
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.data.corpus import held_out, is_corpus, open_split, open_tokenizer, with_tails, write_corpus
@@ -365,7 +365,7 @@ class TextDataModule(DataModule):
         Raises FileNotFoundError for shards without counts.
         """
         sources = [one for layout in self._opened(self.train).layouts for one in read_unigrams(layout.shards)]
-        return total(sources).counts
+        return merge_counts(sources).counts
 
     def state_dict(self) -> dict[str, Any]:
         """Save the digests of vocabulary and tokens, and the state that the order of samples follows."""

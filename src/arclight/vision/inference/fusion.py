@@ -29,7 +29,7 @@ def refuse_parts(parts: Sequence[Detections]) -> None:
             "boxes of several looks are brought together without keypoints: use a detector, not a pose estimator"
         )
     if any(part.obb is not None for part in parts):
-        raise ValueError("boxes of several passes are fused without their angles: use a detector of upright boxes")
+        raise ValueError("boxes of several passes are fused without angles: use a detector of upright boxes")
 
 
 def concatenated(parts: Sequence[Detections]) -> Detections:
