@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 NAME = "arclight-torch"
-"""Its name on the public index, where another project is called arclight; what is said if nothing is installed."""
+"""Name of the distribution on the public index, where another project is called arclight; used in messages if none is installed."""
 
 
 def distribution() -> str:

@@ -38,7 +38,7 @@ class EntrySummary:
     """One top-level entry of a checkpoint's state."""
 
     file: str
-    """Where its tensors are; state.json for an entry without."""
+    """File with its tensors; state.json for an entry without tensors."""
     tensors: int
     """Distinct tensors."""
     elements: int

@@ -41,7 +41,7 @@ _STORAGES = {
     "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
 _REFUSED_OPCODES = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
-"""Of classes registered in this process, and of memory outside of the file."""
+"""Opcodes that refer to classes registered in this process, or to memory outside of the file."""
 
 
 class Record:
@@ -132,7 +132,7 @@ class PickledModule(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """Parameters and buffers by the names that its state dict would have."""
     attributes: dict[str, Any]
-    """Its plain values: numbers, text, lists and dicts of these, and tensors."""
+    """Plain values of the module: numbers, text, lists and dicts of these, and tensors."""
 
 
 def read_modules(path: Path) -> dict[str, PickledModule]:

@@ -79,7 +79,7 @@ class Slot:
     dtype: torch.dtype
     shape: list[int]
     begin: int
-    """Its first byte, counted from the start of the file."""
+    """First byte of the tensor, counted from the start of the file."""
     bytes: int
 
 

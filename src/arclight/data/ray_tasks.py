@@ -10,7 +10,7 @@ from typing import Any, Literal
 from arclight.fabric.extras import require
 
 Engine = Literal["local", "ray"]
-"""Where corpora are made: they are the same, bit for bit."""
+"""Engine that makes corpora; the results are equal bit for bit."""
 _RETRIES = 16
 """Times that Ray calls a function again whose node was lost."""
 

@@ -56,7 +56,7 @@ class ShardFacts:
     """Digest of the vocabulary."""
     vocab_size: int
     sha256: str
-    """Of everything behind the header."""
+    """Digest of everything after the header."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for what no shard can have: headers and indexes may come from anywhere."""

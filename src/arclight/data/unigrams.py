@@ -36,7 +36,7 @@ class Unigrams:
     source: str
     documents: int
     counts: npt.NDArray[np.uint64]
-    """By token id."""
+    """Counts by token id."""
 
     @property
     def tokens(self) -> int:

@@ -127,7 +127,7 @@ def as_copy_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 FreeDimensions = Sequence[Mapping[int, str]]
-"""For each input, the dimensions that may have any size, and their names; equal names stand for equal sizes."""
+"""Dynamic dimensions of each input with their names; equal names stand for equal sizes."""
 
 
 def free_dimensions(

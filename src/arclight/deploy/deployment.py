@@ -45,7 +45,7 @@ class Deployment:
     model: nn.Module
     """The network, in whatever mode and on whatever device: copies are exported."""
     example_inputs: Tensor | Sequence[Tensor]
-    """Its positional inputs, on which the program is compared with it."""
+    """Positional inputs of the model, on which the program is compared with it."""
     calibration: Iterable[Tensor | Sequence[Tensor]] = ()
     """Batches of such inputs; read once, and only by recipes that are calibrated."""
     capture_inputs: Tensor | Sequence[Tensor] | None = None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 _LOG = logging.getLogger("arclight")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Where launchers say which process this is, before any process group exists."""
+"""Variables in which launchers set the rank, before any process group exists."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

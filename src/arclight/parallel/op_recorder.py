@@ -57,7 +57,7 @@ class Work(NamedTuple):
     """Sum up the work of one phase."""
 
     seconds: float = 0.0
-    """Of computing."""
+    """Seconds of computing."""
     products: float = 0.0
     """Floating-point operations of matrix products."""
     attention: float = 0.0
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self.seconds, self.fused = seconds, fused
         self.live = self.peak = 0
         self.shares: dict[tuple[int, int], tuple[float, bool]] = {}
-        """By numbers of queries and keys: which part of all their pairs the mask leaves to attention, and whether it is causal."""
+        """Share of pairs that the mask leaves to attention, and whether it is causal, by numbers of queries and keys."""
         self._ops: list[Op] = []
         self._messages: list[Message] = []
         self._uncut = 0.0

@@ -22,7 +22,7 @@ class Address(NamedTuple):
 
 
 OTHER = Address("other")
-"""For addresses that clients make up: as labels, each would stay in memory for good."""
+"""Label for unknown addresses: as labels of their own, each would stay in memory for good."""
 
 
 class Metrics:

@@ -49,7 +49,7 @@ class ServedModel:
     batcher: Batcher = field(default_factory=Batcher)
     """What computes requests for tensors together; measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """When it was loaded, seconds since 1970."""
+    """Time of loading, seconds since 1970."""
 
     @property
     def version(self) -> str:

@@ -35,11 +35,11 @@ class Scores(NamedTuple):
 
     questions: int
     correct: int
-    """Where the right choice alone had the greatest log-likelihood: a tie is no answer."""
+    """Questions whose right choice alone had the greatest log-likelihood; a tie does not count."""
     correct_normalised: int
-    """Where it alone had the greatest for each byte of its text."""
+    """The same by log-likelihood per byte of its text."""
     log_likelihoods: list[list[float]]
-    """Of each choice of each question: the sum over its tokens, natural logarithm."""
+    """Log-likelihood of each choice of each question: the sum over its tokens, natural logarithm."""
 
     @property
     def accuracy(self) -> float:

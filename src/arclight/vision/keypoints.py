@@ -24,7 +24,7 @@ COCO_SKELETON = (
 AREA_SHARE = 0.53
 """Area of an object as a share of its box's, where no outline says it: persons of COCO fill as much."""
 BOX_CORNERS = ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5))
-"""Of a box, clockwise from its top left, from its centre in its width and height."""
+"""Corners of a box, clockwise from its top left, relative to its centre in its width and height."""
 SEEN = 0.5
 """Confidence from which a keypoint counts as there."""
 

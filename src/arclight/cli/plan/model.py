@@ -55,7 +55,7 @@ class Subject:
     function: str | None
     """The method that is a step; None: the forward."""
     example: Any
-    """Its arguments for one micro-batch: ``(args, kwargs)``."""
+    """Arguments of the model for one micro-batch: ``(args, kwargs)``."""
     parameters: int
 
 

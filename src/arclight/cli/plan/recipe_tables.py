@@ -27,7 +27,7 @@ BAR = 40
 LEAST = 1e-3
 """Share of the whole below which a row of zeros is left out."""
 REASONS = 12
-"""Of why not otherwise; all are in the JSON."""
+"""Reasons against other plans that are printed; all are in the JSON."""
 
 
 def show(chain: Chain, device: Hardware, limits: Limits, found: SearchResult) -> None:

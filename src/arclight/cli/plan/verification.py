@@ -26,10 +26,10 @@ class Share:
 
     rank: int
     bytes: int
-    """Of its weights, as `parallelize` makes them."""
+    """Bytes of its weights, as `parallelize` makes them."""
     predicted: int
     seconds: float
-    """Of the processor."""
+    """CPU seconds."""
 
 
 def verify(best: Estimate, model: str, overrides: dict[str, Any]) -> list[Share]:

@@ -34,7 +34,7 @@ class Search:
     subject: Subject
     parameters: tuple[Parameter, ...]
     folder: Path
-    """Of the search; its trials are runs in it, numbered as they are."""
+    """Folder of the search; its trials are runs in it, with their numbers as names."""
     storage: str
     study: str
     monitor: str

@@ -284,7 +284,7 @@ def reads_a_stream(loader: object) -> bool:
 
 
 def sized_len(loader: object) -> int | None:
-    """Its length; None where it has none, or does not know it."""
+    """Return the loader's length; None if it has none, or does not know it."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

@@ -42,7 +42,7 @@ class Row:
     """Samples of a call."""
     threads: int
     device: str | None
-    """Where it ran: cpu, or cuda:0 and the like; None for a callable, which knows it alone."""
+    """Device that it ran on, such as cpu or cuda:0; None for a callable, which does not say."""
     wall_ms: float
     """Median wall time (p50), milliseconds."""
     p99_ms: float

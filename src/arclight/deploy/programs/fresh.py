@@ -30,7 +30,7 @@ class FreshRun:
     """Outputs and cost of a program in a process of its own."""
 
     outputs: list[list[np.ndarray[Any, Any]]]
-    """For each call, its outputs."""
+    """Outputs of each call."""
     load_s: float
     """Seconds to check and load the program, without the imports of its runtime."""
     peak_bytes: int

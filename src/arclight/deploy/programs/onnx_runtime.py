@@ -17,7 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
 """Kernels of layers with weights that multiply 8-bit integers."""
 LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"}
-"""Those of linear layers whose activations have no fixed ranges."""
+"""Kernels of linear layers whose activations have no fixed ranges."""
 _DTYPES = {
     "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
     "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool",

@@ -15,7 +15,7 @@ _TOLD = {
     "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8", "amx_bf16", "amx_fp16",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 }  # fmt: skip
-"""Those that decide how fast, and how exactly, a program computes."""
+"""Instruction sets that decide how fast, and how exactly, a program computes."""
 _VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 

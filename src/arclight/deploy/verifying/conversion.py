@@ -31,7 +31,7 @@ class Conversion:
     reference: nn.Module
     """The float model, with trained weights where it was trained."""
     captured: GraphModule
-    """Its graph as it was captured: the operators that the quantizer saw, before batch norms were folded."""
+    """The captured graph: the operators that the quantizer saw, before batch norms were folded."""
     twin: GraphModule
     """The graph that was quantized, without rounding; its nodes have the names of those of ``program``."""
     program: GraphModule

@@ -73,7 +73,7 @@ class BackendReport:
     """A runtime's program of the quantized graph."""
 
     outputs: Mapping[str, Parity]
-    """Its outputs beside those of the quantized graph, the worst of all shapes."""
+    """Parity of its outputs with those of the quantized graph, the worst of all shapes."""
     kernels: Mapping[str, int]
     """Layers by kernel, among those that the runtime really runs."""
     integer_kernels: int

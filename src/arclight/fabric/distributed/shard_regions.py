@@ -26,10 +26,10 @@ class Region:
     """One box of a tensor that this process holds."""
 
     offset: tuple[int, ...]
-    """Where it begins in the whole tensor."""
+    """Start in the full tensor."""
     shape: tuple[int, ...]
     within: tuple[int, ...]
-    """Where it begins in this process's part."""
+    """Start in this process's shard."""
 
     @property
     def numel(self) -> int:

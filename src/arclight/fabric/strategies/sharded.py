@@ -108,7 +108,7 @@ class ShardedStrategy(ParallelStrategy):
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
-        """By name alone where processes hold different parameters."""
+        """Return the optimizer's state by parameter name only if processes hold different parameters."""
         named = add_parameter_names(optimizer, state, names)
         members = [group.get("param_names", len(group["params"])) for group in named["param_groups"]]
         everyones = self.all_gather_object(hashlib.sha256(repr(members).encode()).hexdigest())

@@ -47,7 +47,7 @@ class Contribution:
     """One client's contribution to a mean."""
 
     client: str
-    """Its name, or another text that is unique in the mean."""
+    """Name of the client, or another text that is unique in the mean."""
     weight: float
     """What it weighs: samples, tokens, 1; positive."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)

@@ -45,7 +45,7 @@ _AT_ONCE = 16
 """Contributors whose chunks are gone through together, at least one: a lane keeps a chunk of terms of each, and its file is open."""
 
 _HELD = 2
-"""Of these, how many tensors may be in memory as a whole."""
+"""Number of these tensors that may be in memory as a whole."""
 
 
 class WholeTensorSink:

@@ -17,13 +17,13 @@ class Statistics:
     """Statistics of one round. Norms are L2; ``model/`` keys of floating point count, but for ``norm_by_key``."""
 
     norm: float
-    """Of the mean change."""
+    """L2 norm of the mean change."""
     norms: dict[str, float]
-    """Of each contributor's change."""
+    """L2 norm of each contributor's change."""
     cosines: dict[str, float]
-    """Of each contributor's change with the mean: client drift. Contributors without a change have none."""
+    """Cosine of each contributor's change with the mean: client drift. Contributors without a change have none."""
     norm_by_key: dict[str, float]
-    """Of the mean change, each tensor."""
+    """L2 norm of the mean change of each tensor."""
     norms_by_key: dict[str, dict[str, float]]
     """Key to contributor to norm."""
     noise_scale: float | None

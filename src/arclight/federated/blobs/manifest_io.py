@@ -29,9 +29,9 @@ class Encoded:
     """A tensor as it travels."""
 
     parts: Mapping[str, torch.Tensor]
-    """By suffix: "" is what lies under the tensor's own key, "scale" what lies under ``key#scale``."""
+    """Parts by suffix: "" is stored under the tensor's own key, "scale" under ``key#scale``."""
     dtype: str
-    """Of the tensor once decoded, as safetensors names it."""
+    """Dtype of the decoded tensor, as safetensors names it."""
     shape: tuple[int, ...]
     codec: str
     settings: dict[str, Any] = field(default_factory=dict)

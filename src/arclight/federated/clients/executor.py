@@ -37,7 +37,7 @@ class Executor(Protocol):
     """Train some clients, as many at once as it has slots; called from one thread for each slot."""
 
     clients: tuple[str, ...]
-    """Those whose data are here alone; empty for a crew that trains any client of the run."""
+    """Clients whose data are only here; empty for workers that train any client of the run."""
     slots: int
 
     def open(self, folder: Path, run: str) -> None:

@@ -39,7 +39,7 @@ class Job:
     order: Fit | Evaluate | None = None
     """None for an update that was finished before the node was started."""
     stage: Stage = "fetching"
-    """Its weights are fetched; it waits for a worker, is with one; its outcome waits to be reported, is reported."""
+    """Stages in order: weights are fetched, it waits for a worker, runs, waits to be reported, is reported."""
     weights: FolderStore | None = None
     outcome: Update | Evaluated | Failed | None = None
     steps: int = 0

@@ -87,7 +87,7 @@ class UpdateValidated(NodeMessage):
 
     message: Update
     digest: str
-    """Of its manifest."""
+    """Digest of its manifest."""
     norm: float
     """L2 norm of the decoded change (of ``model/`` keys)."""
 
@@ -170,7 +170,7 @@ class FitPlan:
     discarded: int = 0
     """Times that the round was discarded before."""
     least: int = 0
-    """As `RoundOpened.least`."""
+    """See `RoundOpened.least`."""
     redo: bool = False
     """The client must train again: its finished update of this round is of no use."""
 

@@ -30,7 +30,7 @@ class RoundOpened(Record):
     base: str
     """Digest of the weights' manifest."""
     clients: tuple[str, ...]
-    """Those drawn, over-provisioned ones included."""
+    """Sampled clients, over-provisioned ones included."""
     wanted: int
     """How many updates the round is for."""
     clock: int
@@ -48,7 +48,7 @@ class UpdateAccepted(Record):
     """The round that it goes into; the client began ``staleness`` rounds earlier."""
     client: str
     digest: str
-    """Of its manifest, which is kept as a blob."""
+    """Digest of its manifest, which is kept as a blob."""
     samples: int
     tokens: int
     steps: int

@@ -36,7 +36,7 @@ class RoundState:
     fragment: int | None = None
     wanted: int = 0
     least: int = 0
-    """As `RoundOpened.least`."""
+    """See `RoundOpened.least`."""
     attempt: int = 0
     discarded: int = 0
     """Times that its updates were discarded."""

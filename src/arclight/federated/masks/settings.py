@@ -65,7 +65,7 @@ class Masks(Checked):
     """Personal tensors: initialised as ``personal_from`` says, then kept by the client, in its checkpoints, and never
     sent (FedPer, Arivazhagan et al. 2019)."""
     personal_from: Literal["server", "client"] = "server"
-    """Where personal tensors begin: "server": as the server's; "client": as each client initialises them. These may have other shapes
+    """Initial values of personal tensors: "server": the server's; "client": those of each client. These may have other shapes
     than the server's, as embeddings of a site's own vocabulary have (DEPT, Iacob et al. 2025)."""
     randomised: tuple[str, ...] = ()
     """Tensors that each client initialises again every ``randomise_every`` rounds and never sends (DEPT, Iacob et al. 2025)."""

@@ -26,9 +26,9 @@ class Cohort:
     run: str
     number: int
     clients: tuple[str, ...]
-    """Those that have given keys."""
+    """Clients that have sent keys."""
     partners: int | None = None
-    """Of each client, an even number; none: all others."""
+    """Partners of each client, an even number; None for all others."""
     threshold: float = 0.67
     """Share of a client's cohort (its partners and itself) that must stay."""
     _around: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -139,10 +139,10 @@ def decrypt_share(key: bytes, sealed: bytes, about: bytes) -> bytes | None:
 
 
 PRIME = 2**521 - 1
-"""Of the field; a Mersenne prime beyond any secret of 64 bytes."""
+"""Prime of the field; a Mersenne prime beyond any secret of 64 bytes."""
 
 SHARE_BYTES = 66
-"""That a part takes."""
+"""Bytes of a share."""
 
 
 def split_secret(secret: bytes, count: int, threshold: int) -> dict[int, int]:

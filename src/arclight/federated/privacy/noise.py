@@ -156,7 +156,7 @@ class Release:
     multiplier: float
     """Standard deviation of the noise that was on the sum of changes, over the clip."""
     clients: int = 0
-    """Those that the round's were drawn from, where chance counts."""
+    """Clients that the round's were sampled from, if sampling amplifies privacy."""
     drawn: int | None = None
     """How many were drawn, all of whom are in the mean; None: chance does not count."""
 

@@ -47,7 +47,7 @@ from arclight.federated.privacy.settings import SecureSum
 log = logging.getLogger(__name__)
 
 _BITS = 62
-"""Of the largest sum; the sign is one more."""
+"""Bits of the largest sum, without its sign."""
 
 OWN_MASK = "own"
 
@@ -61,9 +61,9 @@ class RevealedShares:
 
     client: str
     seeds: dict[str, int] = field(default_factory=dict)
-    """Of clients whose values have come."""
+    """Shares of the seeds of clients whose values have arrived."""
     keys: dict[str, int] = field(default_factory=dict)
-    """Of clients whose values have not."""
+    """Shares of the mask keys of clients whose values have not."""
 
 
 class Participant:

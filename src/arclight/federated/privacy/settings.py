@@ -70,7 +70,7 @@ class Noise(Checked):
     epsilon: PositiveFloat | None = None
     """Budget: no round starts that would exceed it. None: no bound, epsilon is only reported."""
     by: str = "server"
-    """Where noise is added: "server" (it sees the updates), or "clients", each a share of the variance of their sum."""
+    """Place where noise is added: "server" (which sees the updates), or "clients", each a share of the variance of their sum."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ class Entry:
     blob: str
     """SHA-256 of the file that holds it, 64 hexadecimal digits."""
     dtype: str
-    """Its type once decoded, as safetensors names types: "F32", "BF16"."""
+    """Dtype of the decoded tensor, as safetensors names it: "F32", "BF16"."""
     shape: tuple[int, ...]
     codec: str = "raw"
     """How its values are written: "raw" (as they are), "bf16", "int8", "int4", "topk"."""

@@ -86,14 +86,14 @@ class Round:
     train: dict[str, dict[str, float]] = field(default_factory=dict)
     """Logged values of training by client."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the evaluation: the server's own, or the clients' weighed by samples."""
+    """Metrics of the evaluation: the server's, or the clients' weighted by samples."""
     metrics_by_client: dict[str, dict[str, float]] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=dict)
     bytes_down: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: round (opened to committed), waiting (opened to closed), fold (with the server's step and its checkpoint), evaluate."""
+    """Seconds by phase: round (opened to committed), waiting (opened to closed), fold (with the server's step and its checkpoint), evaluate."""
     seconds_by_client: dict[str, float] = field(default_factory=dict)
-    """Of training, without transfers."""
+    """Seconds of training by client, without transfers."""
     refused: list[dict[str, str]] = field(default_factory=list)
     """Client, reason and message of each update that was not taken."""
     failed: dict[str, str] = field(default_factory=dict)

@@ -93,7 +93,7 @@ class EditReport:
     changes: dict[str, tuple[Any, Any]]
     """Dotted name to value before and after."""
     backup: Path | None
-    """Where the round as it was is kept; None if that was not wanted, or nothing has been done."""
+    """Backup of the unchanged round; None if none was wanted, or nothing was done."""
     done: bool
 
 

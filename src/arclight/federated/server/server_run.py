@@ -64,7 +64,7 @@ class InitialState:
     """The weights that a run starts from."""
 
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """By parameter name."""
+    """Weights by parameter name."""
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """``exp_avg/<parameter name>``."""
     clock: int = 0

@@ -39,7 +39,7 @@ class AcceptedUpdate:
     divided by stays (FedBuff, Nguyen et al. 2022), so that a buffer of stale updates makes a smaller step."""
     samples: int
     largest: Mapping[str, float | None] | None = None
-    """By key, as validation found it; None if another process has validated it."""
+    """Largest magnitude by key, from validation; None if another process has validated it."""
     norm: float | None = None
     """L2 norm of its change."""
 

@@ -27,7 +27,7 @@ _ENTRY = 1 << 10
 _VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
 MAX_COUNTED = 1 << 53
-"""Of samples, tokens and steps: float64 holds such counts exactly, and sums of them over all clients and rounds stay finite."""
+"""Largest count of samples, tokens and steps: float64 holds it exactly, and sums over all clients and rounds stay finite."""
 _LONGEST = 1e10
 """Seconds of one round's training."""
 LARGEST_METRIC = 1e250
@@ -69,7 +69,7 @@ class ValidUpdate:
     norm: float
     """L2 norm of its change of ``model/`` weights, in float64."""
     largest: dict[str, float | None]
-    """By key, for `arclight.federated.aggregation.fixed_point.plan`."""
+    """Largest magnitudes by key, for `arclight.federated.aggregation.fixed_point.plan`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class Links(Checked):
     latency: NonNegativeFloat = 0.04
     """Seconds from one end to the other, for every message and transfer."""
     spread: NonNegativeFloat = 0.0
-    """Of rates between clients; 0.5 is a factor of 1.6 for one in three."""
+    """Spread of rates between clients; at 0.5 one in three differs by a factor of 1.6 or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,15 @@ class Speeds(Checked):
     measured: tuple[PositiveFloat, ...] = ()
     """Seconds per step as measured on some clients: each client has one of them, instead of ``step`` and ``spread``."""
     spread: NonNegativeFloat = 0.0
-    """Between clients, as that of links."""
+    """Spread between clients, like that of links."""
     jitter: NonNegativeFloat = 0.0
-    """Between a client's rounds, as that of links."""
+    """Spread between a client's rounds, like that of links."""
     start: NonNegativeFloat = 0.0
     """Seconds of a client's round besides steps and transfers: decoding, binding weights, encoding."""
     stragglers: Fraction = 0.0
     """Share of the clients' rounds that are slowed down by others' work on the same machine."""
     slowdown: Annotated[float, Interval(ge=1, lt=math.inf)] = 5.0
-    """By which factor."""
+    """Factor by which it is slower."""
     evaluate: NonNegativeFloat = 0.0
     """Seconds of an evaluation."""
 
@@ -124,9 +124,9 @@ class Device:
     has: int = -1
     """The round whose weights it has; -1: none."""
     worker: float = 0.0
-    """When its worker is free."""
+    """Time at which its worker is free."""
     line: float = 0.0
-    """When its line to the server is."""
+    """Time at which its line to the server is free."""
     beats: int = 0
     jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 

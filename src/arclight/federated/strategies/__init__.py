@@ -13,4 +13,4 @@ from arclight.federated.strategies.server_optimizers import SparseLoCo as Sparse
 from arclight.federated.strategies.server_optimizers import Strategy as Strategy
 
 Strategies = FedAvg | FedMomentum | FedNesterov | FedAdam | FedYogi | DiLoCo | SparseLoCo
-"""Those that a recipe can name, in lower case."""
+"""Strategies that a recipe can name, in lower case."""

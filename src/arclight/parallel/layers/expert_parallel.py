@@ -42,9 +42,9 @@ class TokenGroups:
     """
 
     others: dist.ProcessGroup | None = None
-    """Those that read other tokens (data and context parallel)."""
+    """Processes that read other tokens (data and context parallel)."""
     same: dist.ProcessGroup | None = None
-    """Those that compute the same for the same tokens (tensor parallel)."""
+    """Processes that compute the same for the same tokens (tensor parallel)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGroups:
         """Return itself: a copy of a module runs beside the same processes, and groups of them cannot be copied."""

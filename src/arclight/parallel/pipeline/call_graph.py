@@ -29,9 +29,9 @@ class Call:
     """Describe one call of a module in a forward. Glue between calls (masks, positions, reshaping) belongs to none."""
 
     name: str
-    """Of the module, as in the model. A module that is called more than once has several calls."""
+    """Name of the module in the model. A module that is called more than once has several calls."""
     parameters: tuple[str, ...] = ()
-    """Of the parameters that it uses, in or directly before it, by the first of each parameter's names."""
+    """Parameters that it uses, in or directly before it, by their first names."""
     reads: frozenset[Value] = frozenset()
     """Values of earlier calls that it depends on, through glue alone."""
     outputs: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Call:
     modifies: frozenset[Value] = frozenset()
     """Values of earlier calls that it changes in place."""
     buffers: tuple[str, ...] = ()
-    """Its buffers (by their first names) that it changes in training."""
+    """Buffers, by first names, that it changes in training."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CallGraph:
     result_parameters: tuple[str, ...] = ()
     """Parameters that are used after the last call."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """For each further name of a parameter its first one (tied weights)."""
+    """First name of a parameter by each further name (tied weights)."""
     result_draws: frozenset[int] = frozenset()
     """Which random numbers, drawn by glue, the result depends on."""
     rewritten: frozenset[Value] = frozenset()
@@ -64,7 +64,7 @@ class CallGraph:
     buffers: frozenset[str] = frozenset()
     """Buffers of no part (by their first names) that glue changes in place."""
     repeated: frozenset[str] = frozenset()
-    """Of these those that are changed before the last call: a process would do so once for each stage that it has."""
+    """Those of them that are changed before the last call: a process would do so once for each of its stages."""
 
     @property
     def used(self) -> set[str]:
@@ -89,7 +89,7 @@ class CallGraph:
         return sum(self.calls[value.call].outputs[value.leaf] for value in self.live(at))
 
     def users(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """For each parameter the numbers of the stages that use it, where stage n begins with call ``cuts[n]``."""
+        """Map each parameter to the stages that use it; stage n begins with call ``cuts[n]``."""
         found: dict[str, set[int]] = {}
         for number, (begin, end) in enumerate(self.ranges(cuts)):
             for call in self.calls[begin:end]:
@@ -112,9 +112,9 @@ class CallGraph:
 def bind_function(
     function: str | Callable[..., Any] | None, root: nn.Module
 ) -> Callable[[nn.Module], Callable[..., Any]]:
-    """For a copy of ``root``, ``function`` of it.
+    """Return a function that gives ``function`` bound to a copy of ``root``.
 
-    That is its call (None), a method's name, a method bound to ``root``, or any callable that takes the root first.
+    function: None for the call of ``root``, a method's name, a method bound to ``root``, or any callable that takes the root first.
     """
     if function is None:
         return lambda copy: copy

@@ -104,7 +104,7 @@ class Pipe:
         self._model = meta_skeleton(model)
         self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, list(stages)
         self.shared: dict[str, tuple[int, ...]] = cuts.shared
-        """For each parameter that several stages have (by its first name) their numbers: their gradients are to be summed."""
+        """Stages of each parameter that several have, by its first name: their gradients must be summed."""
         self._names = dict(names)
         self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
 

@@ -34,7 +34,7 @@ class UnitCost:
 
     @property
     def seconds(self) -> float:
-        """Of all its work on a micro-batch."""
+        """Return the seconds of all its work on a micro-batch."""
         return self.forward + self.inputs + self.weights
 
     @classmethod
@@ -94,7 +94,7 @@ class ModelCosts:
     """Units before which there can be no cut: what they do with earlier ones is done once."""
     samples: int = 1
     source: str = ""
-    """Where the numbers come from, for a person."""
+    """Origin of the numbers, for people."""
 
     def before(self, unit: int) -> int:
         """Bytes that cross a cut before ``unit``; none before the first one and after the last."""

@@ -54,7 +54,7 @@ class Workload:
     samples: int
     sequence: int
     compute: torch.dtype = torch.bfloat16
-    """Of products and of gathered weights; the weights that are kept, gradients and moments are float32."""
+    """Dtype of products and gathered weights; stored weights, gradients and moments are float32."""
     compiled: bool = True
     """Whether blocks are compiled: then what is no matrix product is fused, and computed again where that is cheaper than keeping it."""
     moments: int = 2
@@ -91,9 +91,9 @@ class Parameters:
 
     shapes: tuple[tuple[int, ...], ...]
     replicated: tuple[tuple[int, ...], ...]
-    """Those of them whose gradients are summed over that dimension."""
+    """Shapes of those parameters whose gradients are summed over that dimension."""
     experts: tuple[tuple[int, ...], ...] = ()
-    """Those of experts that ``ep`` shares out, and that FSDP shards over fewer processes."""
+    """Shapes of experts' parameters, which ``ep`` distributes and FSDP shards over fewer processes."""
 
     @property
     def elements(self) -> int:
@@ -127,10 +127,10 @@ class Chain:
                 f"the model has blocks in several places ({places}); only one row of them can be planned for"
             )
         self.names = [name.rpartition(".")[2] for name, _ in found]
-        """Of the blocks, as the container has them."""
+        """Names of the blocks in their container."""
         seen: dict[Any, int] = {}
         self.kinds = [seen.setdefault(key, number) for number, key in enumerate(_signatures(found))]
-        """For each block the number of the first block that is like it."""
+        """Number of the first equal block, for each block."""
         self._traced: dict[Any, Any] = {}
 
     @cached_property

@@ -34,7 +34,7 @@ class Estimate:
 
     plan: Plan
     samples: int
-    """Of a micro-batch on one process."""
+    """Samples of a micro-batch on one process."""
     passes: int
     """Micro-batches that follow one another in a step."""
     layers: tuple[int, ...]
@@ -52,7 +52,7 @@ class Estimate:
     """Share of a step in which a process waits for other stages."""
     optimizer_seconds: float
     tokens: int
-    """Of all processes."""
+    """Tokens of all processes in a step."""
     model_flops: float
     """Floating-point operations that the model needs, by the rules that MFU is published by."""
     nominal: float

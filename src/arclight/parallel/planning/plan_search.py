@@ -16,7 +16,7 @@ from arclight.parallel.planning.fsdp_shards import MASTER
 from arclight.parallel.planning.sharded_shapes import LayerSharding
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBVZeroBubble", "V-Half", "V-Min")
-"""That are tried; others are predicted where they are asked for. GPipe and LoopedBFS hold more than 1F1B and Interleaved1F1B and wait as long,
+"""Schedules that are tried; others are predicted on request. GPipe and LoopedBFS hold more than 1F1B and Interleaved1F1B and wait as long,
 DualPipeV is for exchanges of experts that overlap, which is not predicted."""
 _COMPILED = "computes gradients of weights by themselves, which compiled blocks cannot (--eager leaves them uncompiled)"
 RECOMPUTE = ("none", "selective", "full")
@@ -36,7 +36,7 @@ class Limits:
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan that are decided, by name."""
     samples: int | None = None
-    """Of a micro-batch; None: to be chosen."""
+    """Samples of a micro-batch; None to choose them."""
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class StageTime:
     forward: float
     backward: float
     computing: float
-    """Of forward and backward."""
+    """Seconds of computing in forward and backward."""
     exposed: float
-    """Of forward and backward, waiting for messages of tp, cp and ep."""
+    """Seconds of forward and backward that wait for messages of tp, cp and ep."""
     once: float
     """Gathering and scattering that nothing hides, once in a step."""
 
@@ -91,7 +91,7 @@ class StageTime:
 
     @property
     def sharing(self) -> float:
-        """Of forward and backward, what gathering weights and scattering gradients adds."""
+        """Seconds that gathering weights and scattering gradients add to forward and backward."""
         return self.both - self.computing - self.exposed
 
 

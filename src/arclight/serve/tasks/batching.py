@@ -72,7 +72,7 @@ class BatchCost:
     together_ms: float
     """Milliseconds of ``rows`` rows in one call."""
     largest_difference: float
-    """Between a row alone and in a batch, of the largest element of that row; 0 where they are bit-equal."""
+    """Difference between a row alone and in a batch, as a share of its largest element; 0 if they are bit-equal."""
 
 
 class Batcher:

@@ -38,7 +38,7 @@ class ExpertMonitor(StepMonitor):
         super().__init__(every_n_steps)
         self._values: dict[str, float] = {}
         self.shares: dict[str, list[float]] = {}
-        """Of each layer's experts, in the newest step that was measured."""
+        """Shares of each layer's experts, in the newest step that was measured."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.strategy.in_stages or is_sharded(pl_module):

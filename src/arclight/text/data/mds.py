@@ -24,7 +24,7 @@ _UNPICKLED = "pkl"
 _NUMBERS = {f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items() for bits in sizes}  # fmt: skip
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
-"""Of arrays whose data type is written before each of them."""
+"""Data types by the code that is written before each array."""
 
 
 class MDSError(ValueError):

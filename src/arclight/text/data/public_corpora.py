@@ -26,9 +26,9 @@ class PublicCorpus:
     page: str
     licence: str
     size: str | None
-    """Of the files to fetch; None: not known."""
+    """Size of the files to fetch; None if not known."""
     documents: dict[str, int]
-    """By part, where known."""
+    """Number of documents by part, where known."""
     repository: str
     """Git repository with the files, large ones as Git LFS pointers."""
     revision: str | None

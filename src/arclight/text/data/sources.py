@@ -39,14 +39,14 @@ class Document(NamedTuple):
     """One text: a file, a row or a member of an archive."""
 
     id: str
-    """Where it was found: the file, and the row where there is one."""
+    """Place where it was found: the file, and the row if there is one."""
     text: str
     bytes: int
-    """Its length in UTF-8."""
+    """Length in UTF-8."""
     source: str = ""
     """The source that it is counted for (`arclight.data.unigrams`)."""
     ids: npt.NDArray[Any] | None = None
-    """Its tokens, where it was tokenized already."""
+    """Token ids, if it was tokenized already."""
 
 
 def documents(where: str | Path, field: str = "text") -> Iterator[Document]:

@@ -116,7 +116,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """As `digest`, but of the rules by which text is cut too: equal ones turn equal texts into equal tokens."""
+        """Return the digest of the vocabulary and of the rules that cut text: tokenizers with equal fingerprints give equal tokens."""
         return self.digest
 
     @cached_property

@@ -21,7 +21,7 @@ from arclight.text.model.layers import FeedForward, RMSNorm, RotaryEmbedding, ke
 from arclight.text.model.moe import MoE, MoEConfig
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever that of the others is."""
+"""Epsilon of the norms of latents, whatever that of other norms is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Rotation(RotaryEmbedding):
     interleaved: bool = False
     keys: RotaryEmbedding | None = None
     positions: int = 0
-    """Of xPos, those of the model; 0 for rotations that change no sizes."""
+    """Positions of the model, which xPos needs; 0 for plain rotations."""
 
     @property
     def of_keys(self) -> RotaryEmbedding:

@@ -27,7 +27,7 @@ class TokenOrder(NamedTuple):
     source: Tensor
     """Token of each row (R,), in the order of experts."""
     places: Tensor
-    """Where each token's rows are (N, K)."""
+    """Index of each token's rows (N, K)."""
 
 
 def conditional_product(

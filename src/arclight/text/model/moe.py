@@ -291,7 +291,7 @@ class Router(BaseRouter):
 
 
 class _Attach(torch.autograd.Function):
-    """Its first argument; the gradient of the second, a loss added to the model's own, is what ``scale`` is by then."""
+    """Return the first argument, and add the second to the model's loss: its gradient is ``scale``, as it is in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: Tensor, times: int, repeated: int) -> Tensor:
@@ -306,7 +306,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _Count(torch.autograd.Function):
-    """Its first argument; the backward pass adds ``counts`` to ``total``, in place."""
+    """Return the first argument; the backward pass adds ``counts`` to ``total``, in place."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, counts: Tensor, total: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig, width: int, std: float, std_out: float) -> None:
         super().__init__()
         self.active_share = config.top_k / config.experts
-        """Of the parameters here, those that one token meets."""
+        """Share of the parameters here that one token uses."""
         self.activation = ACTIVATIONS[config.activation]
         self.w1 = nn.Parameter(torch.empty(config.experts, config.hidden, width))
         self.w2 = nn.Parameter(torch.empty(config.experts, width, config.hidden))

@@ -84,7 +84,7 @@ class HeadMaps(nn.Module):
         """width: D, that the router sees. sizes: (in, out) of an expert. stds: of the router's first weights and of the experts'."""
         super().__init__()
         self.active_share = config.top_k / config.experts
-        """Of the parameters here, those that one token meets."""
+        """Share of the parameters here that one token uses."""
         self.router = HeadRouter(config, heads, width, stds[0])
         self.experts = nn.Parameter(torch.empty(heads * config.experts, sizes[1], sizes[0]))
         nn.init.normal_(self.experts, std=stds[1])

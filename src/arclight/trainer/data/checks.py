@@ -24,9 +24,9 @@ class _Share(NamedTuple):
     """The batches that the loaders of one process have."""
 
     lengths: list[Count]
-    """Of each of the user's loaders, before they are divided among ranks."""
+    """Length of each of the user's loaders, before they are divided among ranks."""
     counts: list[Count]
-    """Of each of them, within the limits and of this process's share."""
+    """Batches of each of them in this process, within the limits."""
     total: Count
 
 

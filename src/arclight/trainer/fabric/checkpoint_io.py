@@ -267,7 +267,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def refuse_nan(self) -> bool:
-        """As what writes has it."""
+        """Return the setting of the wrapped writer."""
         return bool(getattr(self.wrapped, "refuse_nan", True))
 
     @property

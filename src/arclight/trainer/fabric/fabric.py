@@ -222,7 +222,7 @@ class Fabric:
             cls.run = launched_run  # type: ignore[method-assign]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """For subclasses: what all processes do. It is launched by being called."""
+        """Run on all processes; for subclasses to override. Calling it launches them."""
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
         """Start the other processes. ``function(fabric, ...)`` runs in all of them where processes are spawned; its result on rank 0 comes back."""

@@ -116,7 +116,7 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """For a logger's ``experiment``: the real object on rank 0, one that ignores everything on the others."""
+    """Make a logger's ``experiment`` return the real object on rank 0, and one that ignores everything on other ranks."""
 
     @wraps(function)
     def experiment(self: Any) -> Any:

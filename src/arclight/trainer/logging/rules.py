@@ -193,7 +193,7 @@ def metric_items(collection: Any) -> Iterator[tuple[str, Any]]:
 
 
 def metric_attribute(module: nn.Module, name: str, metric: Any) -> str:
-    """Under which attribute ``module`` holds ``metric``, so that a checkpoint can save and restore it by that name.
+    """Return the attribute of ``module`` that holds ``metric``, by which a checkpoint saves and restores it.
 
     Raises MisconfigurationError if it holds it nowhere.
     """

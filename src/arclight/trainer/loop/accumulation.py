@@ -101,7 +101,7 @@ class GradientAccumulator:
         """Whether a window's total is only known at its end; losses then carry their weight as it is."""
 
     def take(self, index: int, batch: Any) -> tuple[Any, bool, bool]:
-        """For batch ``index``: the factor for its loss, whether it is the window's first, whether its last."""
+        """Add batch ``index`` to the window; return the factor of its loss, and whether it is the window's first and its last."""
         run, window = self.run, self.window
         if self.counts is not None:
             size = self.counts(batch)

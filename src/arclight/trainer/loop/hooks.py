@@ -59,7 +59,7 @@ def logging_as(module: Module, name: str, hook: Hook) -> Hook:
 
 
 def attach_log(callbacks: Iterable[Callback], module: nn.Module) -> None:
-    """For the time of a run, make ``self.log`` and ``self.log_dict`` of each callback the module's."""
+    """Make ``self.log`` and ``self.log_dict`` of each callback the module's, during a run."""
     for callback in callbacks:
         for name in ("log", "log_dict"):
             if not hasattr(callback, name):

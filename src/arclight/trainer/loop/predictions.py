@@ -22,11 +22,11 @@ class Predictions:
     """Whether outputs are kept for the caller."""
     keeps: bool = False
     outputs: list[list[Any]] = field(default_factory=list)
-    """For each loader the outputs of its batches, on the host."""
+    """Outputs of the batches of each loader, on the host."""
     current_batch_indices: Any = None
     """Places in the data set of the samples of the newest batch; None where the data have no such places."""
     epoch_batch_indices: list[list[Any]] = field(default_factory=list)
-    """For each loader those of every batch; kept for callbacks whose ``interval`` is the epoch."""
+    """Indices of every batch of each loader, kept for callbacks whose ``interval`` is the epoch."""
     _epochs: bool = False
 
     @classmethod

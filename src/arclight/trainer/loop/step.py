@@ -243,7 +243,7 @@ class StepBuilder:
         return step
 
     def _closure(self, forward: Step, optimizer: Optimizer) -> Step:
-        """For optimizers that evaluate the loss themselves, and modules that override ``optimizer_step``."""
+        """Build the step with a closure, for optimizers that evaluate the loss themselves and modules that override ``optimizer_step``."""
         run, module, skip = self.run, self.module, self._skip
         parts, windows = self.parts(optimizer, zero_first=True), self._accumulator(optimizer)
         managed = run.managed_optimizers[0]

@@ -127,7 +127,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most about ``most`` points: of each stretch the lowest and the highest, so that spikes stay."""
+    """Thin a curve to about ``most`` points: the lowest and the highest of each stretch, so that spikes stay."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / max(1, most // 2))

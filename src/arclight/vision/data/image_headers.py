@@ -37,7 +37,7 @@ class ImageHeader:
     truncated: bool = False
     """The file ends before the image does."""
     bits: int = 8
-    """Of each channel."""
+    """Bits of each channel."""
     cmyk: bool = False
     """Inks instead of light: cyan, magenta, yellow and black."""
     several: bool = False

@@ -44,7 +44,7 @@ class PublicSet:
     page: str
     size: str | None
     images: dict[str, int]
-    """By split, where known."""
+    """Number of images by split, where known."""
     layout: dict[str, str | list[str]]
     """``path``, and each split's place in it."""
     files: tuple[Archive, ...]

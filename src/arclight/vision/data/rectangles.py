@@ -17,9 +17,9 @@ class FramedIndex(NamedTuple):
     """A sample of a rectangular training batch."""
 
     sample: int
-    """Its number."""
+    """Number of the sample."""
     frame: Frame
-    """Of the whole batch, on all ranks."""
+    """Frame of the whole batch, on all ranks."""
 
 
 class BegunEpoch(NamedTuple):

@@ -57,7 +57,7 @@ class LiveInput:
     """One camera, address or monitor, as a user named it."""
 
     name: str
-    """For messages and results: an address is without its password."""
+    """Name in messages and results: an address without its password."""
     open: Callable[[], Capture]
     reconnects: bool = True
     """Whether it may be absent at first; cameras and monitors are there or not."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 _EXIT_TIMEOUT_S = 15.0
-"""At least what FFmpeg may take to open an address, and a camera to give a frame."""
+"""Longer than FFmpeg may take to open an address, and a camera to give a frame."""
 _POLL_S = 0.1
 
 _running: weakref.WeakSet[ReaderThread] = weakref.WeakSet()

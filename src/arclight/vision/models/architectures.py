@@ -254,7 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "yolov3-spp": Architecture(_yolov3(spp=True), Scale(), COCO_P5),
     "yolov3-tiny": Architecture(_YOLOV3_TINY, Scale(), COCO_TINY),
 }
-"""By name. Where YOLOv5 leaves anchors to a fit (p2, p34, p6, p7), those published for the nearest strides."""
+"""Architectures by name. Where YOLOv5 leaves anchors to a fit (p2, p34, p6, p7), those published for the nearest strides."""
 
 
 def is_table(name: str) -> bool:

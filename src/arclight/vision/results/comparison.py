@@ -52,7 +52,7 @@ class Interval(NamedTuple):
     a: float
     b: float
     low: float
-    """Of ``b - a``."""
+    """Lower end of the interval of ``b - a``."""
     high: float
 
     @property
@@ -70,7 +70,7 @@ class Comparison:
     """Scores of two detectors on the same images."""
 
     metrics: dict[str, Interval]
-    """By name in `METRICS`."""
+    """Intervals by name in `METRICS`."""
     classes: list[Interval | None]
     """mAP 50-95 of each class; None for one without true boxes."""
     labels: Ints
@@ -88,7 +88,7 @@ class Evaluated:
     stage_ms: Mapping[str, Sequence[float]]
     """Times of single images by stage of prediction (`analysis.stage_times`)."""
     size_bytes: int
-    """Of its weights."""
+    """Bytes of its weights."""
     image_size: int
 
 

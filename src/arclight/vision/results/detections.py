@@ -68,7 +68,7 @@ class Detections:
     image: NDArray[np.uint8] | None = None
     """The photo, RGB uint8 (height, width, 3), if it was kept."""
     path: str | None = None
-    """Where the photo came from, if from a file."""
+    """File of the photo, if it has one."""
     ids: NDArray[np.int64] | None = None
     """(k,) number of the track that each box belongs to, from 1, if objects are followed through a video."""
     masks: Masks | None = None

@@ -31,7 +31,7 @@ class Classification:
     image: NDArray[np.uint8] | None = None
     """The photo, RGB uint8 (height, width, 3), if it was kept."""
     path: str | None = None
-    """Where the photo came from, if from a file."""
+    """File of the photo, if it has one."""
 
     def __post_init__(self) -> None:
         probs = np.array(self.probs, dtype=np.float32)

@@ -42,7 +42,7 @@ class Teacher:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         self.digest = digest.hexdigest()
-        """Of its weights, by which a resumed run knows it again."""
+        """Digest of its weights, by which a resumed run recognises it."""
         one_to_one = isinstance(network.head, OneToOneHead)  # whose branch that only training reads teaches most
         self.network = (network if one_to_one else fuse(network)).eval().requires_grad_(False)
 

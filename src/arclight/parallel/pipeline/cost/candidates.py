@@ -15,7 +15,7 @@ from arclight.parallel.pipeline.schedule.table import ScheduleKind, order_of, sc
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, UnitCost
 
 Costs = ModelCosts | tuple[ModelCosts, ModelCosts]
-"""Of micro-batches of one size (others cost in proportion), or of two sizes (others lie on the line through them)."""
+"""Costs of micro-batches of one size (others cost in proportion), or of two sizes (others lie on the line through them)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PlanCandidate:
     """Describe one way to run a pipeline: processes, schedule, micro-batches, recomputation, replicas."""
 
     processes: int
-    """Of one pipeline."""
+    """Processes of one pipeline."""
     schedule: str
     micro_batches: int
     recompute: bool = False
@@ -43,13 +43,13 @@ class EvaluatedPlan:
 
     setting: PlanCandidate
     samples: int
-    """Of the largest micro-batch."""
+    """Samples of the largest micro-batch."""
     cuts: tuple[int, ...]
     """The first unit of each stage."""
     memory: tuple[int, ...]
     """Bytes that each process holds at most: weights, gradients, optimizer, activations."""
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     bubble: float
     """Share of a step in which a process waits for others, on average."""
     prediction: Prediction = field(repr=False, compare=False)
@@ -73,7 +73,7 @@ class PlanEvaluator:
         self.overhead, self.limit = overhead, limit
         one = costs[0] if isinstance(costs, tuple) else costs
         self.units = len(one.units) - len(one.closed)
-        """That a stage can begin with."""
+        """Units with which a stage can begin."""
         self._sizes: dict[tuple[int, bool], ModelCosts] = {}
 
     def at(self, samples: int, recompute: bool) -> ModelCosts:
@@ -126,7 +126,7 @@ class StageLayout:
 
     @property
     def number(self) -> int:
-        """Of stages."""
+        """Return the number of stages."""
         return self.setting.processes * self.kind.stages_per_process
 
     @cached_property

@@ -36,7 +36,7 @@ class MemoryLimit:
     cap: float
     """Bytes."""
     in_flight: tuple[float, ...]
-    """For each stage how many micro-batches it holds the activations of at once, at most."""
+    """Most micro-batches whose activations each stage holds at once."""
     states: float = 4.0
     """Bytes for each byte of parameters: weights, gradients and two moments of an optimizer."""
 
@@ -57,7 +57,7 @@ class Partition:
     cuts: tuple[int, ...]
     """The first unit of each stage."""
     seconds: float
-    """Of a step, by the formula above."""
+    """Seconds of a step, by the formula above."""
     stages: tuple[float, ...]
     """Seconds of each stage for one micro-batch, transfers included."""
     memory: tuple[float, ...]
@@ -126,7 +126,7 @@ def _does_not_fit(memory_limit: MemoryLimit, least: float, cuts: list[int], coun
 
 @dataclass(frozen=True)
 class _Table:
-    """For each range of units, from i up to but without j, in row i and column j; of what is no range, infinity."""
+    """Values of all ranges of units, from i up to but without j, in row i and column j; infinity for what is no range."""
 
     valid: Array
     waits: Array
@@ -240,7 +240,7 @@ def _least_sum(costs: list[Array], second: Array | None = None) -> tuple[float, 
 
 
 def _first_least(values: Array) -> Array:
-    """For each column the first row whose value is the least, but for rounding."""
+    """Return for each column the first row whose value is the least, up to rounding."""
     first: Array = (values <= values.min(axis=0) * (1 + EQUAL)).argmax(axis=0)
     return first
 

@@ -85,7 +85,7 @@ class Pass:
 
     model: nn.Module
     function: Callable[..., Any]
-    """Of the model: what is run."""
+    """Function of the model that is run."""
     graph: CallGraph
     meter: Meter
     saving: bool = False

@@ -79,7 +79,7 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
 
 
 def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, int, str]:
-    """For how many micro-batches the arguments are enough, the number of samples, and why they are fewer than ``number``; empty where they are not."""
+    """Return how many micro-batches the arguments allow, the number of samples, and why they are fewer than ``number`` (empty if not)."""
     count, samples, first, reason = number, 0, "", ""
     for name, leaf, dim in leaves:
         if dim is None:

@@ -66,7 +66,7 @@ class LruCache(Generic[T]):
 
 
 _Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
-"""By stage: what came in and what it gave, for one micro-batch."""
+"""Inputs and outputs of each stage, for one micro-batch."""
 
 
 class Engine:
@@ -86,7 +86,7 @@ class Engine:
         self._boundaries: LruCache[dict[int, Boundary]] = LruCache(SHAPES)
         self._schedules: LruCache[Schedule] = LruCache(SHAPES)
         self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
-        """Of this process's stages, each once."""
+        """Parameters of this process's stages, each once."""
         self._board = FailureStore(line.group, line.rank) if line.group is not None else None
         self._device: DeviceSteps | None = None
         if self._board is not None and line.group is not None and line.device.type == "cuda":
@@ -175,7 +175,7 @@ class Engine:
     # -- schedules and what crosses the cuts -----------------------------------------------------------------------
 
     def _schedule(self, micro_batches: list[Split], key: Hashable, backward: bool) -> Schedule:
-        """For micro-batches of these shapes, made when they first come."""
+        """Return the schedule for micro-batches of these shapes, built when they first come."""
         trains = tuple(p.requires_grad for p in self.parameters) if backward else ()
         return self._schedules.get((backward, key, trains), lambda: self._make(micro_batches, backward, trains))
 
@@ -234,7 +234,7 @@ class Engine:
                 )
 
     def _cross(self, micro_batch: Split, backward: bool) -> dict[int, Boundary]:
-        """By the number of the stage before it: what crosses each cut that this process has to do with.
+        """Return the boundary of each cut next to this process's stages, by the number of the stage before it.
 
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
         back. Replicas beside this pipeline may have no new shape, and hear nothing of it.

@@ -38,7 +38,7 @@ class SplitModel(Protocol):
     """First call of each stage."""
     stages: list[Any]
     shared: dict[str, tuple[int, ...]]
-    """For each parameter that several stages have, by its first name, their numbers."""
+    """Stages of each parameter that several have, by its first name."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Result:
     """Hold loss, count and outputs of a step or an evaluation, alike on every process."""
 
     loss: Tensor
-    """Of the whole batch, float64, without a graph; NaN where nothing counted, as where there was no loss."""
+    """Loss of the whole batch, float64, without a graph; NaN if nothing counted, or there was no loss."""
     count: Tensor
     """What it is the mean over."""
     outputs: Any = None
-    """Of the whole batch, as the model returns them, where they were asked for; None elsewhere."""
+    """Outputs of the whole batch, as the model returns them, on processes that requested them; else None."""
 
 
 @dataclass(frozen=True)

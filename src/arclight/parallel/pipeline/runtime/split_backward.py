@@ -20,7 +20,7 @@ class _Branch:
     """Weights, and what leads to them alone."""
 
     begins: list[tuple[Node, tuple[Tensor | None, ...]]] = field(default_factory=list)
-    """Where it hangs on what ran in the first half, and the gradients that arrived there."""
+    """Nodes that continue the first half, and the gradients that arrived there."""
     given: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     """Outputs of the stage that it computes by itself, and their gradients."""
     weights: list[nn.Parameter] = field(default_factory=list)

@@ -72,7 +72,7 @@ class Stage(StageBase):
         self.bwd_cache: dict[int, Any] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        """Of the outputs, received from the next stage."""
+        """Gradients of the outputs, received from the next stage."""
         self._rests: dict[int, Callable[[], None]] = {}
         """What is left of a split backward, by micro-batch: the gradients of the weights (W)."""
 

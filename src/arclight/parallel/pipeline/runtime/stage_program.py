@@ -16,7 +16,7 @@ from arclight.parallel.pipeline.schedule.table import ScheduleKind
 from arclight.parallel.step_protocol import Split
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor]]
-"""Of a micro-batch: the sum of its losses, and how much counts in it. Given the last stage's output, and targets."""
+"""Function of the last stage's output and targets of a micro-batch: the sum of its losses, and the number of terms."""
 
 
 class StageProgram(nn.Module):

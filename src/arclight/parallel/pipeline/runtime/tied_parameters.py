@@ -30,7 +30,7 @@ class TiedParameters:
     ) -> None:
         """users: numbers of the stages that have a parameter, by the first of its names. All processes of the pipeline call this."""
         self.elsewhere: set[nn.Parameter] = set()
-        """Those of this process that count where an earlier stage has them."""
+        """Parameters of this process that are counted at an earlier stage."""
         self._line = line
         self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         self._copies: list[tuple[nn.Parameter, list[nn.Parameter]]] = []

@@ -49,7 +49,7 @@ class Progress:
     computing: tuple[int, Kind, int] | None = None
     """Stage, kind and micro-batch of what runs; None between actions."""
     awaited: tuple[int, Kind, int] | None = None
-    """For what something was last asked of another process."""
+    """Action for which another process was last waited for."""
     done: int = 0
     """Actions that are over."""
 

@@ -35,7 +35,7 @@ class Action:
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""For each process of a pipeline its actions, in the order in which it does them."""
+"""Actions of each process of a pipeline, in the order of execution."""
 
 
 def write_csv(order: Order) -> str:

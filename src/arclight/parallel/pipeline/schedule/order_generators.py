@@ -199,10 +199,10 @@ class _Block:
     """Time one micro-batch's turns on each process, and count the passes that a process then holds."""
 
     times: tuple[dict[tuple[Kind, int], int], ...]
-    """For each process, by kind and place (0 for its earlier stage)."""
+    """Times of each process, by kind and place (0 for its earlier stage)."""
     held: int
     each: tuple[tuple[int, int], ...]
-    """For each process the same of its two stages by themselves."""
+    """The same for the two stages of each process separately."""
     length: int
 
 

@@ -140,7 +140,7 @@ def first_of(order: Order, micro_batches: int) -> Order:
 
 
 def held_at_most(order: Order) -> list[int]:
-    """For each process the most passes of a micro-batch through one of its stages that it holds the activations of at once, each until
+    """Return for each process the most passes (micro-batch, stage) whose activations it holds at once, each until
     its backward is over (that of the weights, where they are apart).
     """
     change: Mapping[str, int] = {"F": 1, "B": -1, "I": 0, "W": -1}

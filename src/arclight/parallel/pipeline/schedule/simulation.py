@@ -29,7 +29,7 @@ class Prediction(Trace):
     """A step as :func:`simulate` predicts it."""
 
     ends: tuple[float, ...] = ()
-    """For each process when its gradients are reduced and its optimizer is done. Seconds since the step began."""
+    """Times at which each process has reduced its gradients and its optimizer is done, in seconds since the step began."""
 
     @property
     def step_seconds(self) -> float:
@@ -235,7 +235,7 @@ def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -
 
 
 def idle_seconds(schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float) -> float:
-    """For which a process does nothing in a step of equal stages that split backward alike, without communication.
+    """Return the seconds in which a process is idle in a step of equal stages that split backward alike, without communication.
 
     forward, inputs, weights: seconds of a process's whole share of F, I, W.
     """

@@ -75,7 +75,7 @@ class Idle:
     communication: float
     """Waiting because what was computed arrives later."""
     overhead: float
-    """Between actions, with nothing to wait for from another process."""
+    """Seconds between actions that wait for no other process."""
     cool_down: float
     """After its last action, until the step is over: the pipeline drains."""
 
@@ -126,7 +126,7 @@ def peak_bytes(trace: Trace) -> list[int]:
 
 
 def idle(trace: Trace) -> list[Idle]:
-    """For each process its idle seconds by cause. With :func:`busy` they add up to the seconds of the step.
+    """Return the idle seconds of each process by cause. With :func:`busy` they add up to the seconds of the step.
 
     Raises PlanError for a trace in which a process waits for what none of them does.
     """

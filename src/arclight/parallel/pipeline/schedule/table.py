@@ -48,7 +48,7 @@ class ScheduleKind:
     """A schedule: how its orders are made, where its stages lie, and which numbers of micro-batches it takes."""
 
     name: str
-    """By which :func:`order_of` knows it: a name of :data:`SCHEDULES` (with ``:4`` for another number of stages), or a file."""
+    """Name for :func:`order_of`: one of :data:`SCHEDULES` (with ``:4`` for another number of stages), or a file."""
     generate: Callable[[int, int, int], Order] | None
     """Give the order of (processes, micro-batches, stages of each process); None for a file, which has one."""
     stages_per_process: int = 1

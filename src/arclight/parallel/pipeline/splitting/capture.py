@@ -154,7 +154,7 @@ class _DrawMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()
-        """Of which tensors, by their ``id``."""
+        """Tensors that were read, by ``id``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +183,7 @@ class _Observer:
         self.first_read: dict[str, int] = {}
         self.counted: dict[str, int] = {}
         self.writes: dict[str, list[int]] = {}
-        """For each buffer of no part before which calls it is written."""
+        """Calls before which each buffer that belongs to no part is written."""
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallGraph:
         real = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and not x.is_meta]

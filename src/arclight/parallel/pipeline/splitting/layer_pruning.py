@@ -15,7 +15,7 @@ from arclight.parallel.pipeline.unit_costs import UnitCost
 from arclight.parallel.plan import PlanError
 
 LAYERS, LAST = "layers", ("norm", "output")
-"""Where a model keeps its blocks, and what comes after them; all else of it comes before."""
+"""Attribute of a model's blocks, and the modules after them; all others come before."""
 
 
 @dataclass(frozen=True)

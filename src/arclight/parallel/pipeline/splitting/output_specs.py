@@ -33,7 +33,7 @@ class OutputSpec:
     writes_data: bool
     """Whether it changes tensors in the arguments that are not placeholders."""
     memories: tuple[int, ...]
-    """For each leaf the tensor of the arguments that it is a view of, or a negative number that leaves of one memory share."""
+    """For each leaf the index of the argument tensor that it views, or a negative number shared by leaves of one memory."""
 
 
 class OutputSpecs:
@@ -181,7 +181,7 @@ class OutputSpecs:
         return self.home if tensor.device.type == "meta" and self.home is not None else tensor.device
 
     def _run_on_zeros(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> OutputSpec:
-        """For a part whose own way depends on data: run on zeros and on ones, which must give the same."""
+        """Run a part with data-dependent control flow on zeros and on ones, which must give the same specs."""
         results = []
         for fill in (0.0, 1.0):
 

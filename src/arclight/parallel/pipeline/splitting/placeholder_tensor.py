@@ -49,7 +49,7 @@ class Memory:
 
     writes: int = 0
     values: list[Value] = field(default_factory=list)
-    """Those of which it is the memory, where it is that of a call's result."""
+    """Values whose memory it is, if it is that of a call's result."""
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class PlaceholderTensor(Tensor):
     payload: Tensor
     origin: Origin
     of: str
-    """For messages: the call or parameter that it first came from."""
+    """The call or parameter that it first came from, for messages."""
 
     __torch_function__: Any = (
         torch._C._disabled_torch_function_impl
@@ -130,7 +130,7 @@ class _Rule:
     writes: tuple[tuple[int, str], ...]
     """Arguments that it changes, by position and name."""
     returns: tuple[tuple[int, str] | None, ...]
-    """For each result the argument whose memory it has."""
+    """The argument whose memory each result has."""
     needs_data: bool
     draws: bool
     known: bool

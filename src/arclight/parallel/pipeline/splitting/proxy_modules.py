@@ -184,7 +184,7 @@ def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, origina
 
 
 def parameter_names(root: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
-    """For each name of a parameter its first one, and each parameter by its first name. Tied ones are one object, or one memory."""
+    """Map each name of a parameter to its first one, and first names to parameters. Tied ones are one object, or share memory."""
     first: dict[Any, str] = {}
     names: dict[str, str] = {}
     parameters: dict[str, nn.Parameter] = {}
@@ -201,7 +201,7 @@ def parameter_names(root: nn.Module) -> tuple[dict[str, str], dict[str, nn.Param
 
 
 def first_buffers(root: nn.Module) -> dict[str, str]:
-    """For each name of a buffer the one under which its module is met first."""
+    """Map each name of a buffer to the one under which its module is met first."""
     first: dict[nn.Module, str] = {}
     names = {}
     for path, module in walk(root):

@@ -72,7 +72,7 @@ class StageInterpreter:
         self.training = True
         self.run: StageRun | None = None
         self.own: dict[str, tuple[nn.Module, str]] = {}
-        """For the path of a part the module above it, and its name there: it may be wrapped or replaced later."""
+        """Parent module and name there of each part, by its path; the part may be wrapped or replaced later."""
 
     def call(self, proxy: ModuleProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, path = self.run, proxy.proxy_path

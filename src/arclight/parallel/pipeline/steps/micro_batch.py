@@ -26,7 +26,7 @@ class MicroBatch:
     kwargs: dict[str, Any]
     samples: int
     weight: float
-    """Of its loss."""
+    """Weight of its loss."""
     counts: float
     """What it counts among the batch's: for means of logged values."""
     seed: int

@@ -106,7 +106,7 @@ class PipelinedSteps:
         self.shared: dict[str, tuple[int, ...]] = {}
         """Parameters that several stages have, by their first names."""
         self.stages_of: dict[str, tuple[int, ...]] = {}
-        """For each parameter, by its first name, the stages that have it."""
+        """Stages of each parameter, by its first name."""
         self.everybodys: frozenset[str] = frozenset()
         """Buffers that belong to no part."""
         self._calls: dict[str, list[int]] = {}
@@ -232,7 +232,7 @@ class PipelinedSteps:
         return next(iter(self._sliced.values()))
 
     def names_of(self) -> dict[str, tuple[int, ...]]:
-        """For each parameter and buffer that the module has, by each of its names, the stages of this process that have it.
+        """Return the stages of this process for each parameter and buffer of the module, by each of its names.
 
         Buffers of no part are the last stage's, or everybody's.
         """

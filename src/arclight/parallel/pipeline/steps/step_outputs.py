@@ -49,7 +49,7 @@ class LogRecorder:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.calls: dict[int, list[_Call]] = {}
-        """By micro-batch."""
+        """Calls by micro-batch."""
         self.micro_batch = 0
         """The one that is running."""
 

@@ -178,7 +178,7 @@ def _legend(shown: _Figures, compared: bool) -> str:
 
 
 def _bars(shown: _Figures, before: _Figures | None) -> str:
-    """For each process a bar of its whole step: what it did, then why it did nothing."""
+    """Draw a bar of the step for each process: its actions, then its idle time by cause."""
     scale = max(one.seconds for one in (shown, before) if one is not None)
     rows = []
     for rank in range(shown.trace.ranks):

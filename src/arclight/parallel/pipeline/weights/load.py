@@ -24,7 +24,7 @@ class LoadReport:
     """Report what was loaded for some stages."""
 
     names: dict[str, str]
-    """For each tensor, by the first of its names, the name that it has in the files."""
+    """Name of each tensor in the files, by the first of its names."""
     files: tuple[Path, ...]
     """The files that were opened."""
     bytes: int
@@ -99,7 +99,7 @@ def _type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known: list[str]) -> list[list[str]]:
-    """For each tensor, by all its names, those under which it is in ``files``: more than one where tied weights are stored twice."""
+    """Return the names in ``files`` of each tensor, given by all its names: several if tied weights are stored twice."""
     if prefix is not None:
         moves = [_given(known, files, prefix.rstrip("."))]
     elif missing := [names for names in groups if not any(name in files for name in names)]:

@@ -100,7 +100,7 @@ class ModelPruning(Callback):
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
         self._restored: dict[str, Any] = {}
         self._original_layers: dict[int, dict[str, Any]] = {}
-        """By module identity: a copy (``data``) from before training, and the ``names`` that are pruned, with their places."""
+        """By ``id`` of a module: its copy from before training (``data``), and the pruned ``names`` with their places."""
 
     def filter_parameters_to_prune(self, parameters_to_prune: Parameters = ()) -> Parameters:
         """Override to leave out some."""

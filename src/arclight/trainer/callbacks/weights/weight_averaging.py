@@ -315,7 +315,7 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def tensor_owners(module: nn.Module, buffers: bool) -> dict[str, dict[str, Any]]:
-    """For each tensor of ``module.state_dict()``, the dict that holds it in its submodule."""
+    """Map each tensor of ``module.state_dict()`` to the dict that holds it in its submodule."""
     saved = module.state_dict().keys()
     owners: dict[str, dict[str, Any]] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):  # tied modules are saved under each name

@@ -89,7 +89,7 @@ CHECKS: dict[str, Check] = {
     "cut-box": Check("note", "boxes cut at the edge of their image"),
     "missing-label": Check("note", "images without a label file; they count as background"),
 }
-"""By name, in the order of reports."""
+"""Checks by name, in the order of reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Finding:
     check: str
     path: str
     line: int = 0
-    """Of the file, from 1; 0 means the file as a whole."""
+    """Line of the file, from 1; 0 means the file as a whole."""
     message: str
     split: str = ""
     image: str = ""

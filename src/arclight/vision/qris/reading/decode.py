@@ -202,7 +202,7 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
 STRAIGHT_SIDE = 200
 """Side of a straightened view, pixels."""
 STRAIGHT_QUAD = np.array([[36, 36], [164, 36], [164, 164], [36, 164]], np.float32)
-"""Where the corners lie in it; more is seen around them, as they are only about right."""
+"""Corners in the straightened picture; there is a margin around them, as they are only approximate."""
 
 
 def straightened(grey: Grey, corners: Floats) -> StraightView:

@@ -68,7 +68,7 @@ class Grid:
 
     @property
     def corners(self) -> Floats:
-        """Of the code, clockwise from its own top left, (4, 2) pixels."""
+        """Return the code's corners, clockwise from its own top left, (4, 2) pixels."""
         return self.shape[:4]
 
     @property

@@ -43,7 +43,7 @@ class Stiffness:
 
 
 FREE = Stiffness()
-"""As the search is: any perspective, straight edges."""
+"""Stiffness of the search: any perspective, straight edges."""
 
 
 @dataclass(frozen=True)

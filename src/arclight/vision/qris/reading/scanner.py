@@ -67,10 +67,10 @@ class Code:
     """One code in a photo; ``text`` is None where it was detected but not read."""
 
     corners_px: tuple[tuple[float, float], ...]
-    """Of the code, clockwise from its own top left (x, y); the box's corners where it was not read."""
+    """Corners of the code (x, y), clockwise from its own top left; those of the box if it was not read."""
     box_xyxy_px: Box
     confidence: float
-    """Of the detector, in [0, 1]; 1 for a code that was read without being detected."""
+    """Confidence of the detector, in [0, 1]; 1 for a code that was read without being detected."""
     text: str | None = None
     """What it says; bytes that are no text appear as ISO 8859-1 characters."""
     kind: Kind = "other"
@@ -101,7 +101,7 @@ class DetectorBox:
     grid_is_plain: bool = False
     """Whether a module grid was found here beyond doubt, so that a wider box shows nothing else."""
     corners: Floats | None = None
-    """Of the code (4, 2), about right, clockwise from any, where the detector finds them."""
+    """Approximate corners of the code (4, 2), clockwise from any, if the detector finds them."""
 
 
 def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never) -> list[Code]:

@@ -65,18 +65,18 @@ class CodeTrack:
 
     id: int
     box: Box
-    """Where it is in the latest frame, moved along with the camera while it is not seen."""
+    """Box in the latest frame, moved with the camera while the code is not seen."""
     frames: list[int] = field(default_factory=list)
     """Numbers of the frames in which it was detected or read."""
     texts: Counter[str] = field(default_factory=Counter)
     """Frames in which each text was read; modules that were decoded together count as one."""
     best: Code | None = None
-    """Its largest sighting that was read as the text of most frames, or its latest sighting of none."""
+    """The largest sighting that was read as the text of most frames, or the latest one if none was read."""
     sums: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
-    """By version, the sums of soft votes on its modules, (n, n)."""
+    """Sums of soft votes on the modules (n, n), by version of the code."""
     votes: int = 0
     clearness: float = 0.0
-    """Of its clearest sighting that was tried: see `_clearness`."""
+    """Clearness of the clearest sighting that was tried: see `_clearness`."""
 
     @property
     def text(self) -> str | None:

@@ -17,9 +17,9 @@ from arclight.vision.qris.scenes.drawing import Sprite, blank, contrasting, cv2,
 from arclight.vision.qris.scenes.symbols import Colour
 
 CONCENTRATION = 0.35
-"""Of the Dirichlet distributions that a merchant's surroundings and carriers are drawn from: a few of each are usual."""
+"""Concentration of the Dirichlet distributions of a merchant's surroundings and carriers: few of each are common."""
 CARRIER_KINDS = 12
-"""As many as scenes know of."""
+"""Number of kinds of carriers in scenes."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class MerchantStyle:
     sizes: tuple[float, float]
     """Sides of codes, from smallest to largest, as shares of the picture's."""
     gains: tuple[float, float, float]
-    """Of red, green and blue, under this place's lamps."""
+    """Gains of red, green and blue under this place's lamps."""
     gamma: float
-    """Of brightness: above 1 the place is dim."""
+    """Gamma of brightness: above 1 the place is dim."""
     brand: tuple[Colour, Colour]
     emblem: int
     """Which shape its logo has."""

@@ -48,9 +48,9 @@ class ExportedGraph:
     """Parameters and buffers, by the first of each one's names."""
     parameters: frozenset[fx.Node]
     persistent: frozenset[fx.Node]
-    """Of the states, what is a buffer that is saved."""
+    """States that are persistent buffers."""
     first: dict[str, str]
-    """For each name of a parameter or buffer the first name of the same one."""
+    """First name of each parameter or buffer, by each of its names."""
     constants: dict[fx.Node, Tensor]
     inputs: dict[fx.Node, int]
     """Leaves of ``(args, kwargs)``, by number."""
@@ -61,7 +61,7 @@ class ExportedGraph:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """For each further name of a parameter or buffer its first one."""
+        """Map each further name of a parameter or buffer to its first one."""
         return {name: first for name, first in self.first.items() if name != first}
 
 
@@ -72,7 +72,7 @@ class Frame:
     name: str
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """Of the example: tensors without memory, and all else as it is."""
+    """Leaves of the example: tensors without memory, and other values unchanged."""
     places: tuple[str, ...]
     skeleton: nn.Module
     """The model without memory, in the mode in which it was traced."""
@@ -176,7 +176,7 @@ def _read(model: nn.Module, program: Any, frame: Frame) -> ExportedGraph:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For each name of a parameter or buffer the first name of the same one. Raises PlanError for two that are one memory."""
+    """Map each name of a parameter or buffer to its first one. Raises PlanError for two that share memory."""
     names, _ = parameter_names(model)
     for name, first in names.items():
         if model.get_parameter(name) is not model.get_parameter(first):

@@ -127,11 +127,11 @@ class TracedCalls:
 
     graph: CallGraph
     members: tuple[tuple[Node, ...], ...]
-    """Of each call, in order."""
+    """Nodes of each call, in order."""
     glue: tuple[Node, ...]
     """What is in no call, in order."""
     written: dict[Node, tuple[Node, ...]]
-    """For what is in no call and written to in place: who writes to it, or to what it is a view of."""
+    """Nodes that write in place to each node outside of calls, or to the tensor that it views."""
     nodes: dict[Value, Node]
     inside: dict[str, str]
     """Names of modules that begin within a call, and why."""
