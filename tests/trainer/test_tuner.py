@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.same import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -236,6 +237,57 @@ def test_evaluation_goes_on_with_the_size_found(tmp_path: Path) -> None:
     runner.test(model)
     assert model.sizes == [8] + [8] * 8
     assert runner.limit_test_batches == 1.0
+
+
+def test_a_resumed_fit_keeps_the_size_that_its_run_had_found(tmp_path: Path) -> None:
+    finder = BatchSizeFinder(steps_per_trial=1)
+    runner = trainer(tmp_path, callbacks=finder, max_epochs=1)
+    runner.fit(Hungry(room=20))
+    runner.save_checkpoint(tmp_path / "kept")
+    model, finder = Hungry(room=40), BatchSizeFinder(steps_per_trial=1)
+    runner = trainer(tmp_path, callbacks=finder)
+    runner.fit(model, ckpt_path=tmp_path / "kept")
+    assert model.sizes == [16] * 4
+    assert finder.optimal_batch_size == model.batch_size == 16
+    runner.save_checkpoint(tmp_path / "kept-again")
+    runner = trainer(tmp_path, callbacks=finder, max_epochs=1)
+    runner.fit(model := Hungry(room=40))  # a fit of its own
+    assert finder.optimal_batch_size == model.batch_size == 32
+    runner.test(Hungry(room=8), ckpt_path=tmp_path / "kept-again")  # an evaluation has a size of its own, too
+    assert finder.optimal_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    "finder",
+    [
+        lambda: BatchSizeFinder(init_val=3, max_trials=1, steps_per_trial=1),
+        lambda: LearningRateFinder(num_training_steps=20, attr_name="rate"),
+    ],
+    ids=["batch", "rate"],
+)
+def test_a_resumed_fit_has_the_bits_of_one_that_was_never_stopped(tmp_path: Path, finder: Any) -> None:
+    class Rated(Stateful):
+        rate = 1e-2
+
+    def run(steps: int, **options: Any) -> tuple[al.Trainer, Rated, Any]:
+        al.seed_everything(7)
+        model, callback = Rated(), finder()
+        runner = trainer(tmp_path, callbacks=callback, max_steps=steps)
+        runner.fit(model, **options)
+        return runner, model, callback
+
+    run(5)[0].save_checkpoint(tmp_path / "stopped")
+    resumed, model, found = run(11, ckpt_path=tmp_path / "stopped")
+    whole, expected, first = run(11)
+    assert_same(model.state_dict(), expected.state_dict())
+    assert_same(resumed.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
+    assert_same(resumed.callback_metrics, whole.callback_metrics)
+    assert (model.rate, model.hparams.batch_size) == (expected.rate, expected.hparams.batch_size)
+    if isinstance(found, LearningRateFinder):
+        assert found.optimal_lr is not None
+        assert first.optimal_lr is not None
+        assert found.optimal_lr.results == first.optimal_lr.results
+        assert found.optimal_lr.suggestion() == model.rate != 1e-2
 
 
 class SeveralSets(Hungry):

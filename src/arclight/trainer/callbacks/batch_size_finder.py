@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arclight._intervals import PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback
 from arclight.trainer.hparams import find_attribute_owners, has_setting
 from arclight.trainer.loop.progress import StopRun, TrainerFn
-from arclight.trainer.tuner.batch_size_scaling import Search, scale_batch_size
+from arclight.trainer.tuner.batch_size_scaling import Search, scale_batch_size, use_batch_size
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -25,8 +25,8 @@ class BatchSizeFinder(Callback):
     * ``batch_arg_name``: the attribute or hyper-parameter of module or data module that their loaders go by.
     * ``margin``: the share by which a ``binsearch`` result is reduced, in [0, 1).
 
-    ``optimal_batch_size`` is the size found. To search at other moments override the hooks and call
-    :meth:`scale_batch_size`. A trial leaves no trace; the module's hooks run in it, those of callbacks do not.
+    ``optimal_batch_size`` is the size found. A resumed fit keeps the size of its run, without a search. To search at other moments
+    override the hooks and call :meth:`scale_batch_size`. A trial leaves no trace; the module's hooks run in it, those of callbacks do not.
     Raises ValueError for arguments out of range, MisconfigurationError for several processes, for loaders that were passed
     ready made, for several evaluation loaders, and where nothing has the setting.
     """
@@ -61,8 +61,18 @@ class BatchSizeFinder(Callback):
             max_val=max_val,
         )
         self._early_exit = False
+        self._found: int | None = None
+        """Of a fit."""
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._found is None else {"batch_size": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._found, self._resumed = state_dict["batch_size"], True
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str | None = None) -> None:
+        self._resumed = False
         if trainer.num_devices * trainer.num_nodes > 1:
             raise MisconfigurationError(
                 "The Batch size finder is not supported with distributed strategies. Search on one device, and give what it "
@@ -73,6 +83,8 @@ class BatchSizeFinder(Callback):
         """Search now, for the entry point under way."""
         self._check(trainer, pl_module)
         self.optimal_batch_size = scale_batch_size(trainer, pl_module, self._search)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._found = self.optimal_batch_size
         if self._early_exit:
             raise StopRun
 
@@ -97,7 +109,14 @@ class BatchSizeFinder(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self.scale_batch_size(trainer, pl_module)
+        resumed, self._resumed = self._resumed, False
+        if not resumed or self._found is None or self._early_exit:
+            self.scale_batch_size(trainer, pl_module)
+            return
+        self._check(trainer, pl_module)
+        use_batch_size(trainer, pl_module, self._search, self._found)
+        self.optimal_batch_size = self._found
+        trainer.say(f"the resumed run keeps the batch size that it had found: {self._found}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arclight._intervals import NonNegativeFloat, PositiveFloat, PositiveInt, check
 from arclight.trainer.callback import Callback
 from arclight.trainer.loop.progress import StopRun
-from arclight.trainer.tuner.lr_finder import LRFinder, lr_find
+from arclight.trainer.tuner.lr_finder import LRFinder, lr_find, use_suggestion
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -22,8 +22,9 @@ class LearningRateFinder(Callback):
     * ``early_stop_threshold``: end the search when the smoothed loss is this many times its best; None to go on to the end.
     * ``update_attr``: set the module's ``lr`` or ``learning_rate`` (or ``attr_name``) and its optimizer's rate, its schedules' too.
 
-    ``optimal_lr`` is an :class:`arclight.trainer.tuner.LRFinder`. To search at other moments override ``on_fit_start`` and call
-    :meth:`lr_find`. The search leaves no trace but the rate; the module's hooks run in it, those of callbacks do not.
+    ``optimal_lr`` is an :class:`arclight.trainer.tuner.LRFinder`. A resumed fit keeps that of its run, without a search. To search at
+    other moments override ``on_fit_start`` and call :meth:`lr_find`. The search leaves no trace but the rate; the module's hooks run in
+    it, those of callbacks do not.
     Raises ValueError for another mode, MisconfigurationError for several optimizers, AttributeError where there is no
     attribute to set. ``weights_only`` is taken for the sake of code that has it: nothing is read from a file.
     """
@@ -54,15 +55,32 @@ class LearningRateFinder(Callback):
         self._update_attr, self._attr_name = update_attr, attr_name
         self._early_exit = False
         self.optimal_lr: LRFinder | None = None
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.optimal_lr is None else dict(self.optimal_lr.results)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimal_lr, self._resumed = self._unused(), True
+        self.optimal_lr.results = dict(state_dict)
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._resumed = False
+
+    def _unused(self) -> LRFinder:
+        return LRFinder(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
 
     def lr_find(self, trainer: Trainer, pl_module: Module) -> None:
         """Search now."""
-        finder = LRFinder(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
         self.optimal_lr = lr_find(
-            trainer, pl_module, finder, self._early_stop_threshold, self._update_attr, self._attr_name
+            trainer, pl_module, self._unused(), self._early_stop_threshold, self._update_attr, self._attr_name
         )
         if self._early_exit:
             raise StopRun
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self.lr_find(trainer, pl_module)
+        resumed, self._resumed = self._resumed, False
+        if not resumed or self.optimal_lr is None or self._early_exit:
+            self.lr_find(trainer, pl_module)
+        elif self._update_attr:
+            use_suggestion(trainer, pl_module, self.optimal_lr, self._attr_name)

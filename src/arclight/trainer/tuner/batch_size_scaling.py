@@ -15,7 +15,6 @@ from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import Run, trials
 
 if TYPE_CHECKING:
-    from arclight.trainer.data.stage_data import DataConnector
     from arclight.trainer.trainer import Trainer
 
 
@@ -40,7 +39,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
     if trainer.fast_dev_run:
         trainer.warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
         return None
-    stages = ["train", "validate"] if trainer.stage == "train" else [trainer.stage]
+    stages = _stages(trainer)
     before = get_setting(module, search.batch_arg_name)
     try:
         with trials(trainer, module) as run:
@@ -50,10 +49,23 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
         raise
     finally:
         free_memory()
-    set_setting(module, search.batch_arg_name, size)
-    _reload(trainer.data, stages)
+    use_batch_size(trainer, module, search, size)
     trainer.say(f"Finished batch size finder, will continue with full run using batch size {size}")
     return size
+
+
+def use_batch_size(trainer: Trainer, module: Module, search: Search, size: int) -> None:
+    """Give module and data the batch size, and make the loaders of the entry point under way anew."""
+    set_setting(module, search.batch_arg_name, size)
+    data = trainer.data
+    for stage in _stages(trainer):
+        data.stages[stage].loaded = False
+        if data.stages[stage].defined:
+            data.load(stage)
+
+
+def _stages(trainer: Trainer) -> list[str]:
+    return ["train", "validate"] if trainer.stage == "train" else [trainer.stage]
 
 
 class _Finder:
@@ -159,10 +171,3 @@ class _Finder:
         else:
             fits = True
         return fits
-
-
-def _reload(data: DataConnector, stages: list[str]) -> None:
-    for stage in stages:
-        data.stages[stage].loaded = False
-        if data.stages[stage].defined:
-            data.load(stage)

@@ -110,7 +110,8 @@ def lr_find(
     if trainer.fast_dev_run:
         trainer.warn("Skipping learning rate finder since `fast_dev_run` is enabled.")
         return None
-    name = _attribute(module, attr_name) if update_attr else ""
+    if update_attr:
+        _attribute(module, attr_name)
     if len(trainer.optimizers) != 1:
         raise MisconfigurationError(
             f"`configure_optimizers()` gave {len(trainer.optimizers)} optimizers, but the learning rate finder only works "
@@ -123,11 +124,19 @@ def lr_find(
     if len(ramp.losses) < finder.num_training:
         trainer.say(f"LR finder stopped early after {len(ramp.losses)} steps due to diverging loss.")
     finder.results = trainer.strategy.broadcast({"lr": ramp.rates, "loss": ramp.losses})
-    if update_attr and (rate := finder.suggestion()) is not None:
-        set_setting(module, name, rate)
-        _apply(rate, trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
-        trainer.say(f"Learning rate set to {rate}")
+    if update_attr:
+        use_suggestion(trainer, module, finder, attr_name)
     return finder
+
+
+def use_suggestion(trainer: Trainer, module: Module, finder: LRFinder, attr_name: str) -> None:
+    """Give the module and its optimizer the rate that a search suggests, if it does."""
+    name = _attribute(module, attr_name)
+    if (rate := finder.suggestion()) is None:
+        return
+    set_setting(module, name, rate)
+    _apply(rate, trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
+    trainer.say(f"Learning rate set to {rate}")
 
 
 def _attribute(module: Module, name: str) -> str:
