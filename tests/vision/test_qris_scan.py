@@ -96,6 +96,14 @@ def test_several_codes_are_told_apart() -> None:
     assert codes[2].box_xyxy_px == pytest.approx((300, 400, 360, 460))
 
 
+@pytest.mark.parametrize(("version", "read"), [("M1", []), ("M2", ["12345"])])
+def test_micro_codes_are_read_if_they_correct_errors(version: str, read: list[str]) -> None:
+    image = 255 * (1 - np.array(segno.make("12345", version=version).matrix, np.uint8))
+    assert [
+        code.text for code in scan(np.kron(np.pad(image, 4, constant_values=255), np.ones((8, 8), np.uint8)))
+    ] == read
+
+
 def test_a_forged_payload_is_not_called_a_payment_code() -> None:
     forged = QRIS.replace("KOPI SENJA", "KOPI SENYA")
     (code,) = scan(placed(forged, TILTED))
