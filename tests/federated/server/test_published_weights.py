@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest
+from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
 from arclight.federated.codecs.settings import Codec, Int8, Raw
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.settings import Masks
@@ -21,9 +23,11 @@ from arclight.federated.settings import Federation
 class Run:
     """Rounds of an embedding that is each client's own, and a trunk."""
 
-    def __init__(self, folder: Path, down: Codec | None = None, personal_from: str = "client") -> None:
+    def __init__(
+        self, folder: Path, down: Codec | None = None, personal_from: str = "client", address: str | None = None
+    ) -> None:
         self.folder, self.rounds = folder, Rounds(folder)
-        self.blobs = FolderStore(folder / "blobs")
+        self.blobs = MirroredStore(folder / "blobs", address) if address else FolderStore(folder / "blobs")
         masks = Masks(personal=("embedding.",), personal_from=personal_from)  # type: ignore[arg-type]
         self.federation = Federation(masks=masks, down=down or Raw(), evaluate_on="clients")
         self.published = self.opened()
@@ -56,6 +60,29 @@ def test_what_clients_initialise_themselves_is_offered_to_nobody(tmp_path: Path,
     run.published.collect_garbage({found.manifest.digest}, [], [], [], run.blobs.remove)
     assert set(run.blobs) == run.offered
     assert run.opened().restore(2, found.manifest.digest) == found
+
+
+@pytest.mark.parametrize("personal_from", ["server", "client"])
+@pytest.mark.parametrize("down", [Raw(), Int8()])
+def test_an_address_gets_what_nodes_are_offered_and_no_more(tmp_path: Path, down: Codec, personal_from: str) -> None:
+    address = f"memory://{uuid.uuid4().hex}/blobs"
+    run = Run(tmp_path, down, personal_from, address)
+    for number in (0, 1, 2):
+        run.write(number, trunk=0.5 + number)
+        newest = run.published.publish(number)
+        there = ObjectStore(address, tmp_path / f"node-{number}")
+        assert set(there) == run.offered
+        assert open_manifest(newest.manifest, there)["model/trunk.weight"].parts[""].shape == (80, 80)
+    for digest in list(there):
+        there.remove(digest)
+    for digest in list(run.blobs):
+        run.blobs.here.remove(digest)
+    run.write(3, trunk=4.0)
+    newest = run.opened().publish(3)  # knows no round before
+    for digest in newest.chain.blobs:
+        there.remove(digest)
+    assert run.opened().restore(3, newest.manifest.digest) == newest
+    assert set(there) >= newest.chain.blobs
 
 
 def test_blobs_that_are_lost_are_made_again_at_a_restart(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ class FolderStore:
     def __repr__(self) -> str:
         return f"FolderStore({str(self.folder)!r})"
 
+    @property
+    def here(self) -> FolderStore:
+        """The store of what is on this machine alone."""
+        return self
+
     def __iter__(self) -> Iterator[str]:
         """Yield the digests of all blobs that are there."""
         for entry in os.scandir(self.folder):

@@ -146,7 +146,12 @@ class MirroredStore(FolderStore):
 
     def __init__(self, folder: str | Path, address: str) -> None:
         super().__init__(folder)
-        self._there = ObjectStore(address, FolderStore(folder))
+        self._here = FolderStore(folder)
+        self._there = ObjectStore(address, self._here)
+
+    @property
+    def here(self) -> FolderStore:
+        return self._here
 
     def size(self, digest: str) -> int | None:
         here = super().size(digest)

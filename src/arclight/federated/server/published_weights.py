@@ -66,8 +66,9 @@ class PublishedWeights:
     def publish(self, number: int, *, all_changed: bool = False) -> Weights:
         """Publish a round's weights: link its files as blobs without reading them, and append a link to the delta chain.
 
-        Tensors that each client initialises itself are left out; the others of the same file are then written as blobs of their own.
-        all_changed: every tensor differs from the round before, so that they need not be compared.
+        Nodes are offered the blobs of that chain alone: a round's own files are put at no other address where a lossy chain leads past
+        them. Tensors that each client initialises itself are left out; the others of the same file are then written as blobs of their
+        own. all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)
         offered = self._link_blobs(number, own)
@@ -78,6 +79,7 @@ class PublishedWeights:
             if whole
             else extend_chain(former, offered, self._federation.down, self._federation.down_changes, self._blobs)
         )
+        self._put(offered.blobs.keys() & chain.blobs)
         if chain.changes or chain.weights != own:
             replace_text(self._file(number), chain.to_json())
         found = self._offer(number, chain, own)
@@ -90,8 +92,8 @@ class PublishedWeights:
         """Publish a committed round's weights again after a restart. Raises FederatedError if the folder lacks them."""
         own, file = self._rounds.weights(number), self._file(number)
         if own.digest == base:  # with tensors that clients initialise themselves, as older versions published them
-            self._link_files(number, own.blobs)
             chain = DeltaChain(weights=own)
+            self._link_files(number, chain.blobs)
         elif file.exists():
             chain = DeltaChain.from_json(file.read_bytes())
             self._link_files(number, chain.blobs)
@@ -99,6 +101,7 @@ class PublishedWeights:
                 self._link_blobs(number, own)
         else:
             chain = DeltaChain(weights=self._link_blobs(number, own))
+        self._put(chain.blobs)
         if chain.weights.digest != base:
             raise FederatedError(
                 f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
@@ -157,7 +160,7 @@ class PublishedWeights:
         stored = {MODEL + name: tensor for name, tensor in self._rounds.stored(number, "model").items()}
         stored |= self._rounds.stored(number, "moments")
         rest = [key for key, entry in own.tensors.items() if entry.blob in cut and key not in left_out]
-        made = write_blobs(((key, plain(stored[key])) for key in rest), self._blobs, kind="weights")
+        made = write_blobs(((key, plain(stored[key])) for key in rest), self._blobs.here, kind="weights")
         return Manifest(
             kind="weights",
             tensors={key: made.tensors.get(key, entry) for key, entry in own.tensors.items() if key not in left_out},
@@ -170,7 +173,13 @@ class PublishedWeights:
     def _link_files(self, number: int, blobs: Collection[str]) -> None:
         for entry, record in self._rounds.open(number).files.items():
             if record.sha256 in blobs:
-                self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
+                self._blobs.here.adopt(record.sha256, self._rounds.path(number) / entry)
+
+    def _put(self, blobs: Iterable[str]) -> None:
+        """Put blobs where nodes get them, if that is not this machine's folder."""
+        for digest in blobs:
+            if self._blobs.here.size(digest) is not None:
+                self._blobs.put(digest, self._blobs.here.file(digest))
 
     def _offer(self, number: int, chain: DeltaChain, own: Manifest) -> Weights:
         made = self._weights[chain.weights.digest] = Weights(number, chain, own)
