@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal --durations 10
 
 test-all: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n 3 --dist worksteal --durations 20
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks
