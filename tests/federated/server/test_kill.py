@@ -72,12 +72,18 @@ def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    "streaming", [None, pytest.param(Streaming(fragments=2, overlap=1), marks=pytest.mark.slow, id="streaming")]
+    ("streaming", "skip"),
+    [
+        pytest.param(None, 14, id="whole"),
+        pytest.param(Streaming(fragments=2, overlap=1), 4, marks=pytest.mark.slow, id="streaming"),
+    ],
 )
-def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path, streaming: Streaming | None) -> None:
+def test_killed_here_and_there_it_comes_to_the_same_weights(
+    tmp_path: Path, streaming: Streaming | None, skip: int
+) -> None:
     _, undisturbed, *_ = through(tmp_path / "a", 3, -1, streaming)
-    kills, disturbed, _, anew = through(tmp_path / "b", 3, 4, streaming)
-    assert kills >= 15
+    kills, disturbed, _, anew = through(tmp_path / "b", 3, skip, streaming)
+    assert kills >= 12
     assert anew >= 3, "no kill while a state was saved"
     assert disturbed == undisturbed
 
