@@ -53,15 +53,15 @@ def loss_of(weights: Any) -> dict[str, float]:
         return {"val/loss": float(nn.functional.cross_entropy(model(x), y))}
 
 
-def run(folder: Path, rounds: int = 4, clients: int = 2, **given: Any) -> Server:
+def run(folder: Path, rounds: int = 4, clients: int = 2, module: type[Wide] = Wide, **given: Any) -> Server:
     """Clients on nodes of their own, in threads."""
     torch.manual_seed(1)
     federation = Federation(clients=clients, rounds=rounds, local_steps=6, keep_rounds=0, **given)
-    server = Server(federation, Wide(), folder=folder / "run", evaluate=loss_of, seed=3)
+    server = Server(federation, module(), folder=folder / "run", evaluate=loss_of, seed=3)
     with server.opened() as opened:
         nodes = []
         for name in map(str, range(clients)):
-            client = Client(name, Wide(), Rows(seed=int(name), count=96), trainer={"accelerator": "cpu"}, seed=7)
+            client = Client(name, module(), Rows(seed=int(name), count=96), trainer={"accelerator": "cpu"}, seed=7)
             nodes.append(Node(InProcessLink(opened.service), [client], folder / f"node-{name}", f"n{name}", hold_s=0.5))
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
         for thread in threads:
@@ -146,6 +146,29 @@ def test_what_clients_initialise_themselves_is_not_downloaded(
     own = {name for name in Wide().state_dict() if name.startswith(personal)}
     (held,) = filter(Path.is_file, (tmp_path / "less" / "node-0").rglob(less.history[2].base))
     assert not own & {key.removeprefix("model/") for key in Manifest.from_json(held.read_bytes()).tensors}
+
+
+class Headed(Wide):
+    """With a large head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = nn.Linear(256, 128)
+
+
+def test_what_clients_keep_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the rounds have the same bits; headers are 1 kB at most."""
+    given: dict[str, Any] = {
+        "clients": 1, "rounds": 3, "evaluate_on": "clients", "evaluate_every": 0, "module": Headed, "masks": Masks(personal=("blocks.2.",)),
+    }  # fmt: skip
+    less = run(tmp_path / "less", **given)
+    monkeypatch.setattr(PublishedWeights, "_kept_by_clients", lambda self, own: set())
+    whole = run(tmp_path / "whole", **given)
+    for server, expected in ((whole, [404_000] * 3), (less, [404_000, 272_400, 272_400])):
+        assert [sum(here.bytes_down.values()) for here in server.history][1:] == pytest.approx(expected, abs=1000)
+    for number in range(4):
+        digests = [server.rounds.open(number).files["model.safetensors"].sha256 for server in (whole, less)]
+        assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest
 from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
+from arclight.federated.codecs.delta_chain import WeightsReplica
 from arclight.federated.codecs.settings import Codec, Int8, Raw
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.settings import Masks
@@ -24,9 +25,14 @@ class Run:
     """Rounds of an embedding that is each client's own, and a trunk."""
 
     def __init__(
-        self, folder: Path, down: Codec | None = None, personal_from: str = "client", address: str | None = None
+        self,
+        folder: Path,
+        down: Codec | None = None,
+        personal_from: str = "client",
+        address: str | None = None,
+        words: int = 50,
     ) -> None:
-        self.folder, self.rounds = folder, Rounds(folder)
+        self.folder, self.rounds, self.words = folder, Rounds(folder), words
         self.blobs = MirroredStore(folder / "blobs", address) if address else FolderStore(folder / "blobs")
         masks = Masks(personal=("embedding.",), personal_from=personal_from)  # type: ignore[arg-type]
         self.federation = Federation(masks=masks, down=down or Raw(), evaluate_on="clients")
@@ -35,10 +41,10 @@ class Run:
     def opened(self) -> PublishedWeights:
         return PublishedWeights(self.folder, self.rounds, self.blobs, self.federation)
 
-    def write(self, number: int, trunk: float) -> None:
-        weights = {"embedding.weight": torch.ones(50, 8), "trunk.weight": torch.full((80, 80), trunk)}
+    def write(self, number: int, trunk: float, moment: float = 0.0) -> None:
+        weights = {"embedding.weight": torch.ones(self.words, 8), "trunk.weight": torch.full((80, 80), trunk)}
         trees = {"round": {"clock": number}, "federation": {}, "clients": {}, "sampler": {}, "history": []}
-        write_first_round(self.rounds, number, weights, {"exp_avg/trunk.weight": torch.zeros(80, 80)}, trees)
+        write_first_round(self.rounds, number, weights, {"exp_avg/trunk.weight": torch.full((80, 80), moment)}, trees)
 
     @property
     def offered(self) -> set[str]:
@@ -60,6 +66,55 @@ def test_what_clients_initialise_themselves_is_offered_to_nobody(tmp_path: Path,
     run.published.collect_garbage({found.manifest.digest}, [], [], [], run.blobs.remove)
     assert set(run.blobs) == run.offered
     assert run.opened().restore(2, found.manifest.digest) == found
+
+
+class Counting(ObjectStore):
+    """Notes the bytes that are fetched."""
+
+    fetched = 0
+
+    def file(self, digest: str) -> Path:
+        self.fetched += self.size(digest) or 0
+        return super().file(digest)
+
+
+def test_what_clients_keep_is_fetched_once_and_by_those_who_join(tmp_path: Path) -> None:
+    """As personal tensors that begin with the server's values; the moments of the trunk lie in a file of their own."""
+    embedding, trunk, moments, header = 4 * 1000 * 8, 4 * 80 * 80, 4 * 80 * 80, 300
+    address = f"memory://{uuid.uuid4().hex}/blobs"
+    run = Run(tmp_path, personal_from="server", address=address, words=1000)
+
+    def fetched(node: str) -> int:
+        remote = Counting(address, tmp_path / node / "cache")
+        replica = WeightsReplica(FolderStore(tmp_path / node / "held"), remote)  # a process that begins again
+        read = replica.fetch(newest.manifest, newest.changes)
+        assert {key: float(read[key].parts[""].mean()) for key in read} == {
+            "model/embedding.weight": 1.0, "model/trunk.weight": number + 1.0, "exp_avg/trunk.weight": number + 1.0,
+        }  # fmt: skip
+        replica.tidy()
+        return remote.fetched
+
+    for number in (0, 1, 2):
+        run.write(number, trunk=number + 1.0, moment=number + 1.0)
+        newest = run.published.publish(number)
+        assert set(newest.manifest.tensors) == set(newest.own.tensors)
+        first = 0 if number else embedding
+        assert fetched("site") == pytest.approx(first + trunk + moments, abs=header)
+        run.published.collect_garbage({newest.manifest.digest}, [], [], [], run.blobs.remove)
+        assert set(ObjectStore(address, tmp_path / "all")) == run.offered
+    assert fetched("late") == pytest.approx(embedding + trunk + moments, abs=header)
+    for digest in run.offered:
+        run.blobs.remove(digest)
+    assert run.opened().restore(2, newest.manifest.digest) == newest
+    assert fetched("later") == pytest.approx(embedding + trunk + moments, abs=header)
+
+
+def test_a_small_part_that_clients_keep_is_left_in_its_file(tmp_path: Path) -> None:
+    """It would cost the server more to write all weights twice than nodes to fetch it again."""
+    run = Run(tmp_path, personal_from="server")
+    run.write(0, trunk=1.0)
+    newest = run.published.publish(0)
+    assert newest.manifest == newest.own
 
 
 @pytest.mark.parametrize("personal_from", ["server", "client"])

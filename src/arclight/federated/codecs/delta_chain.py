@@ -154,12 +154,13 @@ class WeightsReplica:
     def _route(self, weights: Manifest, changes: Sequence[Manifest]) -> Sequence[Manifest]:
         """Return the deltas to apply.
 
-        None where the whole weights are fewer bytes, or no base is here.
+        None where what the weights lack here is fewer bytes, or no base is here.
         """
+        lacking = sum(size for blob, size in weights.blobs.items() if self._store.size(blob) is None)
         for first in reversed(range(len(changes))):
             if self._known(str(changes[first].base)) is not None:
                 route = changes[first:]
-                return route if sum(one.size for one in route) < weights.size else ()
+                return route if sum(one.size for one in route) < lacking else ()
         return ()
 
     def _follow(self, route: Sequence[Manifest], digest: str) -> bool:

@@ -6,12 +6,14 @@ to offer and serve them. A resumed run must find the same manifest digests: what
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from arclight.checkpoint.tensorfile import DTYPES
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.aggregation.strategy_step import plain
 from arclight.federated.blobs.folder import FolderStore
@@ -19,6 +21,7 @@ from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.codecs.delta_chain import DeltaChain, extend_chain
 from arclight.federated.codecs.settings import Raw
 from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.masks.settings import matches
 from arclight.federated.masks.transfer_mask import MODEL
 from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
@@ -26,6 +29,8 @@ from arclight.federated.settings import Federation
 
 ORPHAN_S = 3600.0
 """Seconds for which an unreferenced blob may be part of an update that is still being uploaded."""
+KEPT_SHARE = 1 / 8
+"""Smallest share of tensors that clients keep to get blobs of their own, for which the server writes all weights a second time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class PublishedWeights:
 
         Nodes are offered the blobs of that chain alone: a round's own files are put at no other address where a lossy chain leads past
         them. Tensors that each client initialises itself are left out; the others of the same file are then written as blobs of their
-        own. all_changed: every tensor differs from the round before, so that they need not be compared.
+        own. So are, where weights come whole, tensors that clients keep after the first round: their blob stays the same, and nodes
+        fetch it once. all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)
         offered = self._link_blobs(number, own)
@@ -79,6 +85,9 @@ class PublishedWeights:
             if whole
             else extend_chain(former, offered, self._federation.down, self._federation.down_changes, self._blobs)
         )
+        if chain.weights == own and (kept := self._kept_by_clients(own)):
+            offered = self._split(number, own, kept)
+            chain = DeltaChain(weights=offered)
         self._put(offered.blobs.keys() & chain.blobs)
         if chain.changes or chain.weights != own:
             replace_text(self._file(number), chain.to_json())
@@ -97,8 +106,10 @@ class PublishedWeights:
         elif file.exists():
             chain = DeltaChain.from_json(file.read_bytes())
             self._link_files(number, chain.blobs)
-            if any(self._blobs.size(digest) is None for digest in chain.blobs):
+            if self._missing(chain):
                 self._link_blobs(number, own)
+            if self._missing(chain) and (kept := self._kept_by_clients(own)):
+                self._split(number, own, kept)
         else:
             chain = DeltaChain(weights=self._link_blobs(number, own))
         self._put(chain.blobs)
@@ -107,12 +118,15 @@ class PublishedWeights:
                 f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
                 f"({chain.weights.digest[:12]}, not {base[:12]}): put the folder back, or fork a new run from an earlier round"
             )
-        if lost := [digest for digest in chain.blobs if self._blobs.size(digest) is None]:
+        if lost := self._missing(chain):
             raise FederatedError(
                 f"blob {lost[0][:12]} of the weights of round {number} is missing: put the folder back, or fork a new run from "
                 "one of its rounds"
             )
         return self._offer(number, chain, own)
+
+    def _missing(self, chain: DeltaChain) -> list[str]:
+        return [digest for digest in chain.blobs if self._blobs.size(digest) is None]
 
     def collect_garbage(
         self,
@@ -153,10 +167,17 @@ class PublishedWeights:
         The other tensors of a file with such tensors are written as blobs of their own.
         """
         left_out = self._initialised_by_clients(own)
+        self._link_files(number, own.blobs.keys() - {own.tensors[key].blob for key in left_out})
+        return self._write_without(number, own, left_out) if left_out else own
+
+    def _split(self, number: int, own: Manifest, kept: Set[str]) -> Manifest:
+        """Write a round's weights as blobs in which no ``kept`` tensor is beside others, and return their manifest."""
+        rest, apart = (self._write_without(number, own, out) for out in (kept, own.tensors.keys() - kept))
+        return Manifest(kind="weights", tensors=rest.tensors | apart.tensors, blobs=rest.blobs | apart.blobs)
+
+    def _write_without(self, number: int, own: Manifest, left_out: Set[str]) -> Manifest:
+        """Return the manifest of a round's weights but those ``left_out``: the others of their files are written as blobs."""
         cut = {own.tensors[key].blob for key in left_out}
-        self._link_files(number, own.blobs.keys() - cut)
-        if not cut:
-            return own
         stored = {MODEL + name: tensor for name, tensor in self._rounds.stored(number, "model").items()}
         stored |= self._rounds.stored(number, "moments")
         rest = [key for key, entry in own.tensors.items() if entry.blob in cut and key not in left_out]
@@ -169,6 +190,18 @@ class PublishedWeights:
 
     def _initialised_by_clients(self, own: Manifest) -> set[str]:
         return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
+
+    def _kept_by_clients(self, own: Manifest) -> set[str]:
+        """Return the tensors that clients keep after the first round, if they are large enough to be written apart.
+
+        Lossy chains need no such blobs: a node's first weights come whole, and then changes, of which these are none.
+        """
+        masks = self._federation.masks
+        if not isinstance(self._federation.down, Raw) or masks.personal_from != "server":
+            return set()
+        kept = {key for key in own.tensors if matches(key.partition("/")[2], masks.personal)}
+        size = {key: math.prod(entry.shape) * DTYPES[entry.dtype].itemsize for key, entry in own.tensors.items()}
+        return kept if sum(map(size.__getitem__, kept)) >= KEPT_SHARE * sum(size.values()) else set()
 
     def _link_files(self, number: int, blobs: Collection[str]) -> None:
         for entry, record in self._rounds.open(number).files.items():

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,8 +108,8 @@ class Service:
         self._lock = threading.Lock()
         self._validating = threading.BoundedSemaphore(os.cpu_count() or 1)
         """Validations are no faster when more than the processors can do at once take memory each."""
-        self._sent: dict[str, str] = {}
-        """Session to the digest of the weights that it was sent, the least recent session first."""
+        self._sent: dict[str, tuple[str, Set[str]]] = {}
+        """Session to the digest of the weights that it was sent and their blobs, the least recent session first."""
         self._limits: tuple[Manifest, int, int] | None = None
 
     # -- uploads -----------------------------------------------------------------------------------------------------
@@ -334,19 +334,16 @@ class Service:
         return Receipt(accepted=False, reason=reason, message=why) if known else receipt
 
     def _count_sent(self, client: str, number: int, base: str, session: str) -> None:
-        """Count the bytes that a node has to fetch for an order: none if it was sent these weights before."""
+        """Count the bytes that a node has to fetch for an order: not blobs of the weights that it was sent before."""
         weights = self._weights.known(base)
         with self._lock:
-            had = self._sent.pop(session, None)
-            self._sent[session] = base
+            had, blobs = self._sent.pop(session, (None, frozenset()))
+            self._sent[session] = (base, weights.manifest.blobs.keys())
             if len(self._sent) > _SESSIONS:
                 del self._sent[next(iter(self._sent))]
-            if had == base:
-                size = 0
-            elif had is not None and had in (chain := [change.base for change in weights.changes]):
-                size = sum(change.size for change in weights.changes[chain.index(had) :])
-            else:
-                size = weights.manifest.size
+        size = sum(size for blob, size in weights.manifest.blobs.items() if blob not in blobs)
+        if had != base and had in (chain := [change.base for change in weights.changes]):
+            size = min(size, sum(change.size for change in weights.changes[chain.index(had) :]))
         self.history.sent(number, client, size)
 
 
