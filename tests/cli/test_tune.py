@@ -292,6 +292,18 @@ def test_a_trial_that_was_killed_before_it_named_its_process_is_failed(tmp_path:
     assert [one.state for one in study.trials] == [studies.FAILED, studies.RUNNING]
 
 
+def test_a_trial_of_another_machine_that_was_killed_at_its_beginning_is_failed(tmp_path: Path) -> None:
+    """Before the thread of its heartbeats was started; nobody's clock but the database's says when it began."""
+    search = a_search(tmp_path, Range("lr", 0, 1))
+    study = search.open()
+    study.sampler = studies.TrialSampler(study, "tpe", 0, search.parameters, parallel=False)
+    study.ask().set_user_attr("process", ["another-host", 1, ""])
+    assert studies.fail_stale_trials(study) == 0
+    overdue(tmp_path, 0)
+    assert studies.fail_stale_trials(study) == 1
+    assert study.trials[0].state == studies.FAILED
+
+
 def test_a_trial_names_its_process_before_anything_is_drawn(tmp_path: Path) -> None:
     search = a_search(tmp_path, Range("lr", 0, 1))
     study = search.open()
