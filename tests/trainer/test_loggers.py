@@ -511,6 +511,44 @@ def test_rows_that_a_full_disk_does_not_take_wait_for_room(tmp_path: Path, monke
     assert [value for _, value in read_metrics(tmp_path / "full/version_0/metrics.csv")["value"]] == list(range(10))
 
 
+def test_rows_that_wait_for_room_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.trainer.loggers.csv_logger.MAX_WAITING_ROWS", 5)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    logger = in_folder(tmp_path)
+    logger.log_metrics({"value": 0.0}, 0)
+    with monkeypatch.context() as patch:
+        for name in ("replace_text", "append_whole"):
+            patch.setattr(f"arclight.trainer.loggers.csv_logger.{name}", full)
+        with pytest.warns(UserWarning, match="its rows wait in memory until there is room, the newest 5 of them"):
+            logger.log_metrics({"value": 1.0}, 1)
+        for step in range(2, 101):
+            logger.log_metrics({"value": float(step)}, step)
+            assert len(logger.experiment.metrics) == min(step, 5)
+        assert full.call_count == 1  # the disk is not asked for each row
+        with pytest.warns(UserWarning, match="rows are missing|rows of steps") as told:
+            logger.finalize("interrupted")
+        assert [str(one.message).partition(" from ")[0] for one in told] == [
+            "the disk is full: 5 rows are missing",
+            "95 rows of steps 1 to 95 are missing",
+        ]
+        for step in (101, 102):
+            logger.log_metrics({"value": float(step)}, step)
+    logger._again_at = 0.0
+    with pytest.warns(UserWarning, match="^2 rows of steps 96 to 97 are missing from .*the disk was full"):
+        logger.log_metrics({"value": 103.0}, 103)
+    logger.finalize("success")
+    kept = [step for step, _ in read_metrics(tmp_path / "metrics.csv")["value"]]
+    assert kept == [0, 98, 99, 100, 101, 102, 103]
+
+
+def test_rows_that_are_to_be_written_together_may_be_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.trainer.loggers.csv_logger.MAX_WAITING_ROWS", 5)
+    logger = CSVLogger(tmp_path, "x", 0, flush_logs_every_n_steps=20)
+    for step in range(20):
+        logger.log_metrics({"value": float(step)}, step)
+    assert len(read_metrics(tmp_path / "x/version_0/metrics.csv")["value"]) == 20
+
+
 def test_training_ends_well_on_a_disk_that_stays_full(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="rows are missing") as told:
         trainer = trained_on_a_full_disk(CSVLogger(tmp_path, "full", 0), 99, 50, tmp_path)

@@ -24,6 +24,8 @@ from arclight.trainer.loggers.params import convert_params, yaml_text
 
 RETRY_S = 10.0
 """Seconds from an attempt on a full disk to the next."""
+MAX_WAITING_ROWS = 10_000
+"""Rows that wait for room on a full disk; of more the newest are kept."""
 Row = dict[str, str]
 _STEP = re.compile(r"-?\d{1,18}(\.\d+)?")
 
@@ -74,6 +76,8 @@ class CSVLogger(FolderLogger):
         self.experiment.log_metrics(self._prefixed(metrics), step)
         if len(self.experiment.metrics) >= self._flush_logs_every_n_steps:
             self.save()
+        if time.monotonic() < self._again_at:
+            self.experiment.keep_newest(MAX_WAITING_ROWS)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +86,9 @@ class CSVLogger(FolderLogger):
     @rank_zero_only
     def save(self) -> None:
         if self._experiment is not None and time.monotonic() >= self._again_at:
-            with self._sparing_training("its rows wait in memory until there is room"):
+            with self._sparing_training(
+                f"its rows wait in memory until there is room, the newest {MAX_WAITING_ROWS:,} of them"
+            ):
                 self._experiment.save()
 
     @rank_zero_only
@@ -91,6 +97,7 @@ class CSVLogger(FolderLogger):
         self.save()
         if self._experiment is not None and (left := len(self._experiment.metrics)):
             rank_zero_warn(f"the disk is full: {left} rows are missing from {self._experiment.metrics_file_path}")
+            self._experiment.report_dropped()
 
     def _on_full_disk(self) -> None:
         self._again_at = time.monotonic() + RETRY_S
@@ -146,6 +153,8 @@ class ExperimentWriter:
         self._torn = False
         """True if the file ends within a row, which a crash has cut off."""
         self._next_step: int | None = None
+        self._dropped: list[int] = []
+        """The count, the first and the last step of rows that were dropped on a full disk."""
         self._aside: str | None = None
         self._replayed: list[Row] = []
         """Rows of the resumed step that are in the file and may be logged once more."""
@@ -194,6 +203,13 @@ class ExperimentWriter:
             return
         self.metrics.append({name: value.item() if hasattr(value, "item") else value for name, value in row.items()})
 
+    def keep_newest(self, most: int) -> None:
+        """Drop the oldest of the rows that wait, if they are more than ``most``."""
+        if dropped := [int(row["step"]) for row in self.metrics[:-most]]:
+            count, first, _ = self._dropped or (0, dropped[0], 0)
+            self._dropped = [count + len(dropped), first, dropped[-1]]
+            del self.metrics[:-most]
+
     def log_hparams(self, params: Mapping[Any, Any]) -> None:
         """Add to ``hparams.yaml``."""
         self.hparams.update(params)
@@ -219,6 +235,17 @@ class ExperimentWriter:
         self._columns, self._torn = columns, False
         self.metrics = []
         self._size_left = self._size()
+        self.report_dropped()
+
+    def report_dropped(self) -> None:
+        """Warn, once, of rows that were dropped."""
+        if self._dropped:
+            count, first, last = self._dropped
+            rank_zero_warn(
+                f"{count} rows of steps {first} to {last} are missing from {self.metrics_file_path}: the disk was full, and more had waited "
+                "for room than are kept in memory"
+            )
+            self._dropped = []
 
     def _look_for_others(self) -> None:
         """Read the columns again, if another process has changed the file since this one did."""
