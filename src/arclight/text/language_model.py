@@ -35,7 +35,7 @@ from arclight.text.model.balance import (
     weigh_balance_loss,
 )
 from arclight.text.model.decoder import flops_per_token
-from arclight.text.model.expert_paths import prepare_paths, tokens_of_pass
+from arclight.text.model.expert_paths import prepare_paths_for_fit
 from arclight.text.model.mup import scale_of
 from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
@@ -191,10 +191,8 @@ class LanguageModel(Module):
         self.mixture = any(True for _ in routers(self.model)) or bool(loss_routers(self.model))
         strategy, tokens = self.trainer.strategy, self.settings.data.batch_size * self.sequence_length
         share_tokens(self.model, strategy)
-        self.expert_paths = prepare_paths(
-            self.model, tokens_of_pass(tokens, strategy), strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
-            strategy.all_gather_object, strategy.broadcast,
-        )  # fmt: skip
+        dtype = compute_dtype(self.trainer.precision_plugin)
+        self.expert_paths = prepare_paths_for_fit(self.model, tokens, strategy, dtype, self.expert_paths)
         if self.tokenizer is None or self.trainer.checkpoint_callback is None or self.trainer.fast_dev_run:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on

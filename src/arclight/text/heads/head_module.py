@@ -28,7 +28,7 @@ from arclight.text.model.balance import (
     update_expert_bias,
     weigh_balance_loss,
 )
-from arclight.text.model.expert_paths import prepare_paths, tokens_of_pass
+from arclight.text.model.expert_paths import prepare_paths_for_fit
 from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
 from arclight.trainer.throughput import compute_dtype
@@ -85,10 +85,8 @@ class HeadModule(Module):
         """Choose how experts are multiplied, by measuring."""
         strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
         share_tokens(self.model, strategy)
-        self.expert_paths = prepare_paths(
-            self.model, tokens_of_pass(tokens, strategy), strategy.root_device, compute_dtype(self.trainer.precision_plugin), self.expert_paths,
-            strategy.all_gather_object, strategy.broadcast,
-        )  # fmt: skip
+        dtype = compute_dtype(self.trainer.precision_plugin)
+        self.expert_paths = prepare_paths_for_fit(self.model, tokens, strategy, dtype, self.expert_paths)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["expert_paths"] = self.expert_paths

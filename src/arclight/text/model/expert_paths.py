@@ -76,6 +76,14 @@ class ShapeClass:
         return found
 
 
+def prepare_paths_for_fit(
+    model: nn.Module, tokens: int, strategy: Any, dtype: torch.dtype, kept: dict[str, Path]
+) -> dict[str, Path]:
+    """Set the paths of a fit's experts, alike on all ranks of its ``strategy``: see `prepare_paths`. tokens: of a process's batch."""
+    gather, send = strategy.all_gather_object, strategy.broadcast
+    return prepare_paths(model, tokens_of_pass(tokens, strategy), strategy.root_device, dtype, kept, gather, send)
+
+
 def prepare_paths(
     model: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype, kept: dict[str, Path] | None = None,
     gather: Callable[[Any], Sequence[Any]] = lambda own: [own], send: Callable[[Any], Any] = lambda own: own,
