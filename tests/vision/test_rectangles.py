@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from arclight.data import ResumableLoader
 from arclight.trainer import Callback, Trainer
 from arclight.vision.data.augment_settings import Augment, NoAugment
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.data.image_headers import file_header
 from arclight.vision.data.labels import label_path
 from arclight.vision.data.letterbox import scaled_shape
 from arclight.vision.data.mix import EpochMix
 from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, scaled_sides, smallest_frame
+from arclight.vision.data.site_split import SiteShare, SiteSplit
 from arclight.vision.tasks.detection import DetectionData, Detector, SegmentationData
 from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
 
@@ -70,6 +73,34 @@ def assert_equal(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
         assert first["paths"] == second["paths"]
         assert torch.equal(first["images"], second["images"])
         assert torch.equal(first["targets"], second["targets"])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_headers_are_read_once_with_the_labels(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    """By one rank, where the labels are cached: the others take the shapes from there."""
+    yaml = shutil.copytree(yaml.parent, tmp_path / "set") / "data.yaml"
+    if cached:
+        open_train(yaml, cache_labels=True)
+    read = list[Path]()
+    for module in ("dataset", "labels"):
+        monkeypatch.setattr(
+            f"arclight.vision.data.{module}.file_header", lambda path: read.append(path) or file_header(path)
+        )
+    opened = {
+        "order": open_train(yaml, cache_labels=cached),
+        "sorted": open_train(yaml, cache_labels=cached, augment=None),
+        "site": open_train(
+            yaml, cache_labels=cached, selection=SiteSplit(read_data_yaml(yaml), SiteShare(number=1, count=2))
+        ),
+    }
+    assert len(read) == (0 if cached else 3 * 24)
+    for kind, found in opened.items():
+        given = {"augment": None if kind == "sorted" else Augment(), "rect": True, "image_size": 128}
+        alone = DetectionDataset(found.images, found.labels, **given)  # type: ignore[arg-type]
+        assert found._shapes == alone._shapes
+        assert found.images == alone.images
 
 
 def test_sides_are_those_of_a_letterbox() -> None:

@@ -30,6 +30,7 @@ from arclight.vision.data.labels import (
     DatasetError,
     DatasetReport,
     KeypointShape,
+    LabelledImages,
     Points,
     TaskGeometry,
     check_labels,
@@ -153,7 +154,8 @@ class DetectionDataset(Dataset[Sample]):
     share of ``image_size`` and a multiple of ``stride``. resizing: the side of an epoch's batches grows with the share of ``epochs`` that
     are over. image_weights: draw training images by how rare their classes are.
     rect: pad each batch no further than to a multiple of ``stride``: without ``augment`` images are sorted by aspect ratio, in training
-    `aspect_order` groups them, and nothing is composed to mosaics.
+    `aspect_order` groups them, and nothing is composed to mosaics. shapes: (height, width) of each image, for ``rect``; read from
+    their headers where not given.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
     outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
     not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
@@ -185,6 +187,7 @@ class DetectionDataset(Dataset[Sample]):
         outlines: Sequence[Sequence[Points]] | None = None,
         keypoints: KeypointShape | None = None,
         oriented: bool = False,
+        shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if len(images) != len(labels) or not images:
             raise DatasetError(
@@ -202,7 +205,7 @@ class DetectionDataset(Dataset[Sample]):
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
-        self._stride, self._shapes = stride, None if not rect else self._image_shapes(ordered=augment is None)
+        self._stride, self._shapes = stride, self._image_shapes(shapes, ordered=augment is None) if rect else None
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._multi_scale, self._resizing = multi_scale, resizing
         self._weights = draw_weights(self.labels) if image_weights else None
@@ -247,29 +250,17 @@ class DetectionDataset(Dataset[Sample]):
         own = range(len(found.images)) if selection is None else selection.of(split, found.images)
         settings = {"names": spec.names, "report": found.report, **settings}
         images, labels = [found.images[i] for i in own], [found.labels[i] for i in own]
+        shapes = _pairs(found.shapes[list(own)])
         outlines = None
         if geometry != "boxes" and found.outlines is not None:
             outlines = [found.outlines[i] for i in own]
         keypoints = spec.pose_shape() if geometry in ("keypoints", "corners") else None
         sizes = [len(images)]
         for source in mix:
-            other = read_data_yaml(source.data)
-            numbers = np.array(source.class_numbers(other, spec.names), np.float32)
-            if keypoints is not None and other.pose_shape().count != keypoints.count:
-                raise DatasetError(
-                    f"mix: {other.file} has {other.keypoints}, {spec.file} {keypoints}: they must be the same"
-                )
-            added = check_labels(
-                other.images("train"),
-                len(other.names),
-                name="train",
-                cache=cache_labels,
-                geometry=other.geometry(geometry),
-            )
-            if added.report.corrupt or added.report.malformed or added.report.shared_labels:
-                log.warning("mix: %s: %s", source.data, added.report)
+            added, boxes = _checked(source, spec, geometry, keypoints, cache_labels)
             images += added.images
-            labels += [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
+            shapes += _pairs(added.shapes)
+            labels += boxes
             if outlines is not None:
                 outlines += added.outlines or []
             sizes.append(len(added.images))
@@ -280,7 +271,16 @@ class DetectionDataset(Dataset[Sample]):
         if keypoints is not None and geometry == "corners":
             keypoints = replace(keypoints, hulled=True)
         oriented = geometry == "oriented"
-        return cls(images, labels, outlines=outlines, keypoints=keypoints, oriented=oriented, mix=mixed, **settings)
+        return cls(
+            images,
+            labels,
+            outlines=outlines,
+            keypoints=keypoints,
+            oriented=oriented,
+            mix=mixed,
+            shapes=shapes,
+            **settings,
+        )
 
     @property
     def damaged(self) -> int:
@@ -332,9 +332,9 @@ class DetectionDataset(Dataset[Sample]):
         self._drop_oldest()
         return samples
 
-    def _image_shapes(self, ordered: bool) -> list[tuple[int, int]]:
+    def _image_shapes(self, given: Sequence[tuple[int, int]] | None, ordered: bool) -> list[tuple[int, int]]:
         """Return each shape (height, width); ``ordered``: sort images and labels by aspect ratio, equal ones as they were."""
-        shapes = [_shape_of(path) for path in self.images]
+        shapes = [_shape_of(path) for path in self.images] if given is None else list(given)
         if not ordered:
             return shapes
         order = sorted(range(len(shapes)), key=lambda index: shapes[index][0] / shapes[index][1])
@@ -556,6 +556,25 @@ def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], 
     found = smallest_rectangles(np.array(padded, np.float64).reshape(len(outlines), longest, 2))
     found[:, :4] /= size
     return np.concatenate((classes, found), 1, dtype=np.float32)
+
+
+def _checked(
+    source: MixedData, spec: DataSpec, geometry: TaskGeometry, keypoints: KeypointShape | None, cache: bool
+) -> tuple[LabelledImages, list[NDArray[np.float32]]]:
+    """Check the labels of a further data set; return them, and its boxes in the classes of ``spec``."""
+    other = read_data_yaml(source.data)
+    numbers = np.array(source.class_numbers(other, spec.names), np.float32)
+    if keypoints is not None and other.pose_shape().count != keypoints.count:
+        raise DatasetError(f"mix: {other.file} has {other.keypoints}, {spec.file} {keypoints}: they must be the same")
+    own_geometry = other.geometry(geometry)
+    added = check_labels(other.images("train"), len(other.names), name="train", cache=cache, geometry=own_geometry)
+    if added.report.corrupt or added.report.malformed or added.report.shared_labels:
+        log.warning("mix: %s: %s", source.data, added.report)
+    return added, [np.concatenate((numbers[rows[:, :1].astype(int)], rows[:, 1:]), 1) for rows in added.labels]
+
+
+def _pairs(shapes: NDArray[np.int32]) -> list[tuple[int, int]]:
+    return [(height, width) for height, width in shapes.tolist()]
 
 
 def _shape_of(path: Path) -> tuple[int, int]:
