@@ -1,4 +1,8 @@
-"""Define a checkpoint's manifest, ``manifest.json``: its files with hashes, and their tensors."""
+"""Define a checkpoint's manifest, ``manifest.json``: its files with hashes, and their tensors.
+
+Every reader and writer of checkpoints and of federated rounds goes through it. It is a file format: fields may be added with a default;
+anything else needs a new `VERSION`, and old manifests must stay readable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Save, load and verify a checkpoint."""
+"""Save, load and verify a checkpoint.
+
+These are ``arclight.checkpoint.save``, ``load`` and ``verify``; the Trainer's checkpoint IO and the command call them too. What they write
+is described in `manifest`, `tree` and `tensorfile`, and must stay readable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parse the arguments of every ``arclight`` command: a recipe with overrides, or plain options."""
+"""Parse the arguments of every ``arclight`` command: a recipe with overrides, or plain options.
+
+Every verb uses its `Parser` and raises `UsageError`, which ends the command with status 2 and one sentence. Options are public and stay.
+"""
 
 from __future__ import annotations
 

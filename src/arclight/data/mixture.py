@@ -1,4 +1,8 @@
-"""Mix corpora by weights that may change during training: a pure function of the position."""
+"""Mix corpora by weights that may change during training: a pure function of the position.
+
+`text.data` makes one for a recipe's ``mixture``. Which corpus a position is drawn from must not change between versions, as runs resume in
+the middle of an epoch.
+"""
 
 from __future__ import annotations
 

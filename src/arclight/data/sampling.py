@@ -1,4 +1,8 @@
-"""Assign samples to batches and ranks: a pure function of (seed, epoch) and the user's sampler."""
+"""Assign samples to batches and ranks: a pure function of (seed, epoch) and the user's sampler.
+
+Used by `loader`, and by Trainer and Fabric through it. The order of samples must not depend on the number of ranks, and not change between
+versions: resumed runs continue in it.
+"""
 
 from __future__ import annotations
 

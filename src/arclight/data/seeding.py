@@ -1,4 +1,7 @@
-"""Derive random generators from integers such as (seed, epoch, batch); isolate global RNG state."""
+"""Derive random generators from integers such as (seed, epoch, batch); isolate global RNG state.
+
+The loader, its workers and the samplers draw through these. Exact resuming depends on them: what `derive_seed` returns must never change.
+"""
 
 from __future__ import annotations
 

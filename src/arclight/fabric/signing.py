@@ -1,4 +1,7 @@
-"""Ed25519 keys: make and read private keys, sign bytes, verify signatures."""
+"""Make and read Ed25519 private keys, sign bytes, verify signatures.
+
+Programs and federated nodes are signed with these. Formats of key files and signatures are public and stay.
+"""
 
 from __future__ import annotations
 

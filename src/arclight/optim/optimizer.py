@@ -1,4 +1,8 @@
-"""Define one optimizer with a rule (AdamW, ADOPT, Muon, SGD) per group and state keyed by parameter name."""
+"""Define one optimizer with a rule (AdamW, ADOPT, Muon, SGD) per group and state keyed by parameter name.
+
+`settings` builds a `MixedOptimizer`, the fit loop steps it. Its state is in checkpoints, keyed by parameter name, and opens on any mesh:
+names of states and options stay. A new rule implements `Rule` and is added to `RULES`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Admit or refuse requests: bounded bodies, few worker threads behind a short queue."""
+"""Admit or refuse requests: bounded bodies, few worker threads behind a short queue.
+
+`app` computes answers through `Workers`; tasks raise `Refusal`, whose status and form belong to the protocol of the address.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Load a checkpoint on any number of ranks: each rank reads only its own shards from the files."""
+"""Load a checkpoint on any number of ranks: each rank reads only its own shards from the files.
+
+`load_shards` of strategies with sharded weights and of federated rounds; it reads every checkpoint, also one of a single process.
+"""
 
 from __future__ import annotations
 

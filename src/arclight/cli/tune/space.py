@@ -1,4 +1,7 @@
-"""Read the search space: a range or choices for each field of a recipe, checked before anything is trained."""
+"""Read the search space: a range or choices for each field of a recipe, checked before anything is trained.
+
+`search` calls it before the first trial, `study` and the report use its `Range` and choices. The notation of ranges is public.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run a program: a file that computes what a model computes, without the model and without PyTorch."""
+"""Run a program: a file that computes what a model computes, without the model and without PyTorch.
+
+`Program` is a public class, which `export` returns and ``arclight predict``, ``scan``, ``serve`` and ``benchmark`` load. Runtimes are behind
+`session`; metadata that programs hold (`folder`, `metadata`) stay readable.
+"""
 
 from __future__ import annotations
 

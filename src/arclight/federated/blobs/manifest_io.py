@@ -1,4 +1,8 @@
-"""Write tensors into blobs by manifest key, and read them back one at a time."""
+"""Write tensors into blobs by manifest key, and read them back one at a time.
+
+Nodes and server call it for everything that travels. Blobs are a wire and disk format: keys, suffixes of parts and the order of tensors
+decide their digests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Describe one site for a user: its module, its data, its trainer."""
+"""Describe one site for a user: its module, its data, its trainer.
+
+A public class: users give clients to `Server.run` or to a `Node`, and ``arclight federate`` makes them of a recipe. It only holds what the
+user gave; `executor` and `trainer_learner` train with it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Define the journal's records: applied in order they give a run's durable state.
 
-Connections and current assignments are not among them: nodes report those when they join.
+The rules return them, `run_database` stores them as JSON, `run_state` applies them. Stored journals must stay readable: a new field needs a
+default, and a record or field is never renamed. Connections and current assignments are not recorded: nodes report them when they join.
 """
 
 from __future__ import annotations

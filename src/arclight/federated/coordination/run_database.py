@@ -1,5 +1,7 @@
 """Keep the journal and the history of a run in one SQLite database, ``run.db``.
 
+The server writes it, the report and ``arclight checkpoint`` read it, also while the run is served. Tables and columns are public.
+
 Table ``journal`` holds the last saved state, if any, and the records since. A commit of records is synced to disk before
 it is acted on. Table ``history`` holds a row of JSON for each round; rows with ``open`` may still change. They follow from
 the records, so they are not synced, unless a saved state replaces the records: both are one commit then.

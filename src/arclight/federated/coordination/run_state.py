@@ -1,4 +1,8 @@
-"""Hold a run's durable state, and apply the journal's records to it: a function of them alone."""
+"""Hold a run's durable state, and apply the journal's records to it: a function of them alone.
+
+Only `coordinator` applies records; the rules read the state. It is saved in ``run.db``, and a restart replays the journal of an older
+version: a new field needs a default, and applying a record must stay deterministic.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of masks, and patterns on names (no torch here)."""
+"""Define the settings of masks, and patterns on names; no torch here, since recipes are read without it.
+
+They are the recipe's table ``[federation.masks]``: names of fields are public. `transfer_mask` applies them; `matches` decides what a pattern
+means.
+"""
 
 from __future__ import annotations
 

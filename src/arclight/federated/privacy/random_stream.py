@@ -1,4 +1,8 @@
-"""Generate pseudo-random numbers from a secret seed with ChaCha20, for masks and noise."""
+"""Generate pseudo-random numbers from a secret seed with ChaCha20, for masks and noise.
+
+Masks of two clients cancel only if both draw the same numbers, also with different versions of the package: the numbers of a seed must
+never change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Record each round's metrics in the run's database, and export them as ``metrics.csv``."""
+"""Record each round's metrics in the run's database, and export them as ``metrics.csv``.
+
+`server` records and reads it, the report and ``arclight checkpoint`` read it. Entries are JSON in users' databases: names of fields stay,
+and unknown ones are ignored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Make and register identities: a certificate for the server, Ed25519 keys for nodes."""
+"""Make and register identities: a certificate for the server, Ed25519 keys for nodes.
+
+``arclight federate keys`` writes them, `authentication` and `tls` check them. Formats of key files and of the lines of ``nodes.txt`` are
+public; the text that a node signs is part of the protocol.
+"""
 
 from __future__ import annotations
 

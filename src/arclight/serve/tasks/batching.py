@@ -1,4 +1,8 @@
-"""Compute waiting requests for tensors by one call of their program, where that was measured to pay (dynamic batching)."""
+"""Compute waiting requests for tensors in one call of their program, if a measurement shows that this is faster (dynamic batching).
+
+`models` makes one batcher for each program and measures it when it is loaded; `app` gives it requests. A batched answer must equal that of a
+single request, within the bound that the measurement found.
+"""
 
 from __future__ import annotations
 

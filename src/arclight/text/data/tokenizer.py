@@ -1,4 +1,8 @@
-"""Tokenizers: byte-level BPE through HF tokenizers, or plain bytes with nothing to install."""
+"""Train, load and apply tokenizers: byte-level BPE through HF tokenizers, or plain bytes with nothing to install.
+
+``arclight.text.Tokenizer``; corpora, models and programs store one and compare its ``digest``. Files are tokenizer.json as Hugging Face has
+it; ids of a stored tokenizer must never change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Copy weights, progress and callback state from spawned workers back to the launching process."""
+"""Copy weights, progress and callback state from spawned workers back to the launching process.
+
+`session` calls both functions, for strategies that spawn processes (``ddp_spawn``, notebooks). Values cross as bytes and plain data; nothing
+is pickled here.
+"""
 
 from __future__ import annotations
 

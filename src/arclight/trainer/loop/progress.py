@@ -1,4 +1,7 @@
-"""Count the progress of training: a handful of integers, advanced before anything is saved."""
+"""Count the progress of training: a handful of integers, advanced before anything is saved.
+
+The loops advance it, callbacks read it. It is saved in checkpoints under ``loops``: a new field needs a default.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hold the state of a run: everything that fit, validate, test or predict changes."""
+"""Hold the state of a run: everything that fit, validate, test or predict changes.
+
+The Trainer owns one `RunState`, loops and logging write to it. What a resume needs of it is saved by `arclight.trainer.checkpoint.state`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Step learning-rate schedulers, after optimizer steps or when an epoch ends."""
+"""Step learning-rate schedulers, after optimizer steps or when an epoch ends.
+
+`step` and `fit` resolve these functions once for a run. When a scheduler steps is Lightning's behaviour, and part of exact resuming.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Create and lay out the folder of one run, `<root>/<name>/<n>/`."""
+"""Create and lay out the folder of one run, `<root>/<name>/<n>/`.
+
+The Trainer's `RunPaths`, the command and loggers use it. Names of files and folders are public: users and older runs rely on them.
+"""
 
 from __future__ import annotations
 

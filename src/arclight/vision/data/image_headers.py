@@ -1,8 +1,8 @@
 """Read headers of image files before decoding: format, size, orientation, completeness.
 
-Only the formats named here are ever handed to a decoder, and none before its size is known, so that a small file
-which claims to be huge costs nothing. Every reader takes the file's bytes (or a memory map of them, of which
-it touches a few pages) and believes no length or offset that it has not compared with the file's own length.
+`images` and the data sets call this before any decoder. Only the formats named here are passed to a decoder, and none before its size is
+known, so that a small file that claims to be huge costs nothing. Every reader takes the file's bytes (or a memory map, of which it touches
+a few pages) and trusts no length or offset that it has not compared with the file's own length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Read, check and cache labels in YOLO format; report and skip faulty lines."""
+"""Read, check and cache labels in YOLO format; report and skip faulty lines.
+
+Data sets, the lint and converters read labels through this. The format is YOLO's; a change of what is cached needs a new
+`CACHE_FORMAT`.
+"""
 
 from __future__ import annotations
 

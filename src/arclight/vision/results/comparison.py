@@ -1,4 +1,7 @@
-"""Compare two detectors on the same images: scores with bootstrap intervals, errors, images; and the page of it."""
+"""Compare two detectors on the same images by scores with bootstrap intervals, errors and images, and write a page.
+
+``arclight compare`` calls it for detectors. Intervals are seeded: the same results give the same page.
+"""
 
 from __future__ import annotations
 

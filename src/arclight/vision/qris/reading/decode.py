@@ -1,9 +1,9 @@
 """Decode QR codes: fast decoders for whole pictures, a slow robust one for the crop of a found code.
 
-The robust one reads modules one by one under a grid laid over them. Blur, motion and uneven light it undoes by an equalizer: every
-code carries some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter that turns the picture around
-these into +1 (dark) and -1 (light) undoes on all others whatever the camera did alike everywhere. It is fitted by ridge regression,
-and refitted on its own surest decisions, as decision-directed equalizers of modems are (Lucky 1966).
+`scanner` and `video` call the readers here. The robust one reads modules one by one under a grid laid over them, and removes blur, motion and
+uneven light by an equalizer: every code has some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter
+that maps the picture around these to +1 (dark) and -1 (light) also undoes on all others what the camera did everywhere alike. It is
+fitted by ridge regression, and refitted on its own most certain decisions, like decision-directed equalizers of modems (Lucky 1966).
 """
 
 from __future__ import annotations
