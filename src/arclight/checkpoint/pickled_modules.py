@@ -205,7 +205,7 @@ def _check_opcodes(text: bytes) -> None:
                 f"its description of objects has the opcode {opcode.name}, which torch.save never writes"
             )
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
-            raise CheckpointError("its description of objects refers to objects that are missing")
+            raise CheckpointError("its description of objects counts objects that are missing")
 
 
 class _InertUnpickler(pickle.Unpickler):

@@ -266,7 +266,7 @@ def _restored(
         value = torch.as_tensor(entries[key])
         if value.shape != place.shape:
             raise ValueError(
-                f"the saved {key} of {name} has shape {tuple(value.shape)}, not {tuple(place.shape)}: it is of another model"
+                f"the saved {key} of {name} is {tuple(value.shape)}, not {tuple(place.shape)}: it is of another model"
             )
         local_tensor(place).copy_(local_tensor(shard_like(value, place)))
     return made

@@ -209,7 +209,7 @@ def _array_decoder(settings: str, place: str) -> Callable[[bytes], np.ndarray[An
             axes, width = data[at] >> 2, 1 << (data[at] & 3)
             lengths = data[at + 1 : at + 1 + axes * width]
             if len(lengths) != axes * width or axes > 32:
-                raise ValueError(f"the shape of an array with {axes} axes is cut short or too long")
+                raise ValueError(f"the shape of {axes} axes is cut short or too long")
             shape = tuple(np.frombuffer(lengths, f"<u{width}").tolist())
             at += 1 + axes * width
         if math.prod(shape) * dtype.itemsize != len(data) - at:
