@@ -159,9 +159,8 @@ class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
     def before_trial(self, study: Any, trial: Any) -> None:
         storage, number = self._study._storage, trial._trial_id
         storage.record_heartbeat(number)  # by the database's clock, so that a trial of a lost machine becomes stale
-        storage.set_trial_user_attr(
-            number, PROCESS, this_process()
-        )  # before anything else, so that a kill here is recognised
+        # before anything else, so that a kill from here on is recognised
+        storage.set_trial_user_attr(number, PROCESS, this_process())
         place = free_place([one for one in self._study.get_trials(deepcopy=False) if one.number < trial.number])
         storage.set_trial_user_attr(number, PLACE, place)
         seed = int(np.random.SeedSequence([self._seed, place]).generate_state(1)[0])

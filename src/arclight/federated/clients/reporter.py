@@ -174,10 +174,8 @@ class ResultReporter:
             )
         if not update.secure:  # the round may be repeated, with another secure sum
             finished.drop(update.round)
-        if receipt.reason in (
-            "stale",
-            "duplicate",
-        ):  # another process has reported this round; this one has no residuals to keep
+        # then another process has reported this round; this one has no residuals to keep
+        if receipt.reason in ("stale", "duplicate"):
             log.warning("the update of %s came too late: %s", about, receipt.message)
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)

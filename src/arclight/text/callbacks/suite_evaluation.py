@@ -58,8 +58,7 @@ class SuiteEvaluation(Callback):
             for name in ("accuracy", "stderr", "accuracy_normalised"):
                 if (value := getattr(score, name)) is not None:
                     values[f"suite/{score.name}/{name}"] = value
-                    pl_module.log(
-                        f"suite/{score.name}/{name}", value, logger=False
-                    )  # so that checkpoints can monitor it
+                    # so that checkpoints can monitor it
+                    pl_module.log(f"suite/{score.name}/{name}", value, logger=False)
         for logger in trainer.loggers:  # only in the row of this step; self.log would repeat the value in later rows
             logger.log_metrics(values, step)
